@@ -107,6 +107,10 @@ class ShadowGpu:
         self.worker.join()
         self.order.learn(HOST, self.order.now(self.stream_number) if clock is None else clock)
 
+    def has_waited(self) -> None:
+        """Let the host know that what it has waited for is done."""
+        self.order.learn(HOST, self.order.now(self.stream_number))
+
     # Memory.
 
     def memory_of(self, inner: Tensor) -> Memory:

@@ -8,14 +8,19 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import tandem
+from tandem.decode.padded import PaddedBatch
 from tandem.devices.cuda import hand_over_cost
+from tandem.experts.execution import executor as cpu_executor
 from tandem.generate.generator import Generator
 from tandem.hardware.profiles import save_profile
 from tandem.hf.machine import cuda as cuda_machine
+from tests.architectures import result_of, tiny_inputs
 from tests.decode.whole_pool import WholePool, gpu_pool
 from tests.experts.machines import make_machine
+from tests.generate.test_architectures import WHY_PADDED
 from tests.gpu.models import compare_logits
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
@@ -40,12 +45,13 @@ class Spoken(NamedTuple):
 def quick_loads() -> Iterator[None]:
     """Leave out what costs an interpreter minutes: kernels compiled ahead, and long trials.
 
-    `test_load_on_shadow.py` does it once.
+    `test_load.py` does it once.
     """
     from tandem.devices.cuda import handed_layers  # imports kernels, which are interpreted by now
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_machine, "_run_all", lambda works, label, streams: None)
+        patch.setattr(cpu_executor, "MAX_TOKENS_AT_ONCE", 64)  # whose workspace is measured
         patch.setattr(hand_over_cost, "_LAYERS", 2)
         patch.setattr(handed_layers, "_TRIAL_SECONDS", 60.0)  # the interpreter is no GPU
         yield
@@ -72,16 +78,21 @@ def said(model: Any, rows: WholePool) -> Spoken:
 @contextmanager
 def loaded(checkpoint: Path, directory: Path, **options: Any) -> Iterator[Any]:
     """Load a checkpoint for the shadow device by `tandem.load`, half of its experts resident."""
+    given = {"dtype": "float32", **gpu_options(directory), **options}
+    model: Any = tandem.load(checkpoint, **given)
+    with closed_after(model):
+        yield model
+
+
+def gpu_options(directory: Path) -> dict[str, Any]:
+    """Return options of a GPU under whose made-up profile copies and both processors are used."""
     profile = directory / "made-up.json"
     if not profile.is_file():
         save_profile(make_machine(cpu=2e-4, gpu=4e-5, link=2e-4, dense=1e-4).profile, profile)
-    given = {
+    return {
         "device": "cuda", "profile": str(profile), "start_content": "random", "threads": 1,
-        "cache_dir": str(directory / "cache"), "gpu_memory": MEMORY, "dtype": "float32",
+        "cache_dir": str(directory / "cache"), "gpu_memory": MEMORY,
     }  # fmt: skip
-    model: Any = tandem.load(checkpoint, **{**given, **options})
-    with closed_after(model):
-        yield model
 
 
 @contextmanager
@@ -121,6 +132,28 @@ def require_same_on_gpu(
         assert gpu.registered_bytes == 0
         assert gpu.fraction == 1.0
     return gpu
+
+
+def require_same_without_slots(name: str, directory: Path) -> None:
+    """As `require_same_on_gpu`, of a text, and of steps on Transformers' own caches if it has any.
+
+    Without kernels: none are launched but the experts', which torch does sooner.
+    """
+    checkpoint = save_tiny_checkpoint(directory / name, name)
+
+    def results(model: Any) -> list[Tensor]:
+        inputs = tree_map_only(Tensor, lambda each: each.to(model.device), tiny_inputs(model))
+        with torch.no_grad():
+            found = [result_of(model(**inputs)).cpu()]
+        if name in WHY_PADDED:
+            rows = PaddedBatch(model, PROMPTS, 0)
+            found += [rows.prefill().cpu(), *(rows.decode([t, t + 1]).cpu() for t in TOKENS[:3])]
+        return found
+
+    expected = results(tandem.load(checkpoint, dtype="float32", threads=1))
+    with shadow_gpu(kernels="none"), quick_loads(), loaded(checkpoint, directory) as model:
+        for ours, theirs in zip(results(model), expected, strict=True):
+            assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
 
 
 def require_steps_without_waits(gpu: ShadowGpu, rows: WholePool) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
@@ -106,7 +106,9 @@ class Shadow(Tensor):
         self.held, self.memory = other.held, other.memory
 
     def __deepcopy__(self, memo: Any) -> "Shadow":
-        copy = self.clone()
+        copy = self.detach().clone()
+        if isinstance(self, nn.Parameter):
+            copy = nn.Parameter(copy, requires_grad=self.requires_grad)
         memo[id(self)] = copy
         return copy  # type: ignore[return-value]
 
@@ -138,6 +140,8 @@ class _Devices(TorchFunctionMode):
         kwargs = kwargs or {}
         if type(kwargs.get("device")) is int:
             kwargs = {**kwargs, "device": CUDA}
+        if function is torch.tensor:  # of numbers on the GPU, for each of which the host waits
+            args = tree_map_only(Shadow, lambda each: each.item(), args)
         if function is Tensor.to and len(args) > 1 and type(args[1]) is int:
             args = args[0], CUDA, *args[2:]
         return function(*args, **kwargs)
@@ -163,12 +167,15 @@ def operate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if name in _COPIES:
         return _copy(function, name, args, dict(kwargs))
     _refuse_mixed(name, args, tensors)
-    if name in _WAITING or _has_mask(name, args):
+    waits = name in _WAITING or _has_mask(name, args)
+    if waits:
         present().wait(name)
     given = {**kwargs, "device": CPU} if device is not None else kwargs
     if name == "_fused_sdp_choice":
         return 0  # in plain operations: the others differ by device
     results = on_device(function, name, args, given)
+    if waits:
+        present().has_waited()
     if device is not None and not is_named:  # new_zeros(device="cpu") and the like
         return results
     if _effects(function)[1] and not args[0].is_inference():
@@ -244,6 +251,8 @@ def _copy(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
         _between(gpu, isinstance(target, Shadow), source, target, is_async)
         moment_args = tree_map_only(Shadow, lambda each: each.held, args)
         _do_copy(gpu, moment_args[0], moment_args[1])
+        if not is_async and not (isinstance(target, Shadow) and isinstance(source, Shadow)):
+            gpu.has_waited()
         return target
     source, device = args[0], kwargs.pop("device", None)
     goes = isinstance(source, Shadow) if device is None else torch.device(device).type == "cuda"
@@ -260,6 +269,8 @@ def _copy(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
         target = pinned(target)
     _between(gpu, goes, source, target, is_async)
     _do_copy(gpu, target, source.held if isinstance(source, Shadow) else source)
+    if not is_async:
+        gpu.has_waited()
     return Shadow(target) if goes else target
 
 
@@ -353,6 +364,8 @@ def _parts(function: Any) -> Any:
     """
     from torch._library.custom_ops import OPDEFS
 
+    if str(function) == "aten.mm.dtype":  # which only a GPU has
+        return lambda x, y, dtype: x.to(dtype) @ y.to(dtype)
     if function._schema.name in OPDEFS:
         return OPDEFS[function._schema.name]._init_fn
     is_made = torch._C._dispatch_has_kernel_for_dispatch_key(

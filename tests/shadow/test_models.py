@@ -11,23 +11,38 @@ from tests.generate.test_architectures import (
     NOT_TOKEN_BY_TOKEN,
     WHY_PADDED,
 )
-from tests.shadow.models import require_same_on_gpu
+from tests.shadow.models import require_same_on_gpu, require_same_without_slots
 
 pytest.importorskip("triton")
+
+IS_WHOLE = os.environ.get("TANDEM_DRY_GPU") == "1"
 
 # In `make test`; `make dry-gpu` has all.
 KINDS = [
     "mixtral",  # plain attention
     "deepseek_v2",  # latents
+    "deepseek_v32",  # an indexer
     "qwen3_5_moe",  # states, and weights that a recording makes
 ]
+# Text passes experts for images by, or a norm stands behind experts: their layers break the graph.
+NOT_HANDED = {"ernie4_5_vl_moe", "muse_spark"}
 IN_SLOTS = set(architectures()) - NOT_GENERATING_UPSTREAM - NOT_TOKEN_BY_TOKEN - set(WHY_PADDED)
 
 
-@pytest.mark.parametrize(
-    "name", sorted(IN_SLOTS) if os.environ.get("TANDEM_DRY_GPU") == "1" else KINDS
-)
+# In `make test`: one that runs padded, one that writes in blocks, one that has no cache.
+FEW = ["unlimited_ocr", "diffusion_gemma", "openai_privacy_filter"]
+WITHOUT_SLOTS = sorted(set(architectures()) - IN_SLOTS) if IS_WHOLE else FEW
+
+
+@pytest.mark.parametrize("name", sorted(IN_SLOTS) if IS_WHOLE else KINDS)
 def test_a_model_says_the_same_on_a_gpu(name: str, tmp_path: Path) -> None:
     """Its decode steps are one graph each, whose missing experts the host computes."""
     gpu = require_same_on_gpu(name, tmp_path, expert_dtype="mxfp4")
-    assert {"graph", "publish", "combine"} <= set(gpu.launched)
+    handed = set() if name in NOT_HANDED else {"publish", "combine"}
+    assert {"graph", *handed} <= set(gpu.launched)
+
+
+@pytest.mark.filterwarnings("ignore:Triton is not installed")
+@pytest.mark.parametrize("name", WITHOUT_SLOTS)
+def test_a_model_without_slots_says_the_same_on_a_gpu(name: str, tmp_path: Path) -> None:
+    require_same_without_slots(name, tmp_path)

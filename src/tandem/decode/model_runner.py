@@ -172,6 +172,10 @@ def has_packed_weights(model: PreTrainedModel) -> bool:
     )
 
 
+# What the code of a model raises that slots do not serve.
+NOT_IN_SLOTS = (NotInSlotsError, RuntimeError, ValueError, TypeError, AttributeError, IndexError)
+
+
 class Steppable(Protocol):
     """Slots of which a trial fills all."""
 
@@ -223,14 +227,7 @@ def _why_other_logits_of(
         ours = [pool.prefill(dict(enumerate(prompts))), pool.decode(dict(enumerate(trial[:2])))]
     except TandemError:
         raise
-    except (
-        NotInSlotsError,
-        RuntimeError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        IndexError,
-    ) as error:
+    except NOT_IN_SLOTS as error:
         return str(error).partition("\n")[0] or type(error).__name__
     with foreign_errors(f"{type(model).__name__} cannot run a prompt with this config.json"):
         padded = PaddedBatch(model, prompts, 0)

@@ -114,7 +114,7 @@ def _convolved(self: Any, handle: StateHandle, x: Tensor) -> Tensor:
 
 def _delayed(handle: StateHandle, kind: str, x: Tensor) -> Tensor:
     """Return what the token before each one gave here, zeros before the first: (n_tokens, any)."""
-    return _advanced(handle, kind, x, lambda: torch.eye(1, 2, device="cpu").expand(x.shape[1], 2))
+    return _advanced(handle, kind, x, lambda: torch.eye(1, 2, device=x.device).expand(len(x[0]), 2))
 
 
 def _advanced(handle: StateHandle, kind: str, x: Tensor, weight: Callable[[], Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.core.errors import CapacityError
+from tandem.core.errors import CapacityError, TandemError
 from tandem.decode.cuda.attention import decode_kernels, state_kernels
 from tandem.decode.cuda.fusion import fuse_for_gpu
 from tandem.decode.cuda.graphs import (
@@ -25,7 +25,7 @@ from tandem.decode.cuda.graphs import (
 from tandem.decode.cuda.handed_graph import handed_graph
 from tandem.decode.cuda.resident_layers import GraphedLayers, graphed_layers
 from tandem.decode.cuda.step_inputs import StepInputs
-from tandem.decode.model_runner import ModelRunner, why_other_logits
+from tandem.decode.model_runner import NOT_IN_SLOTS, ModelRunner, why_other_logits
 from tandem.decode.slots import EACH_TOKEN_SEEN, MAX_STEP_TOKENS, CachedSlotPool
 from tandem.devices.cuda.captures import Capture, CudaCapture
 from tandem.devices.cuda.embedding import StepRows, given_rows
@@ -33,7 +33,7 @@ from tandem.experts.cache.expert_cache import SHRINK
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.opaque_calls import intercepted
 from tandem.kernels.attention import Segment
-from tandem.kv_cache.base import NotInSlotsError, has_indexers
+from tandem.kv_cache.base import has_indexers
 from tandem.kv_cache.cuda import StaticKvCache
 from tandem.kv_cache.cuda_layers import DecodeKernels, on_its_way
 from tandem.recording.replay import ReplayedStep
@@ -374,7 +374,9 @@ def slot_bytes(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -
     try:
         pool = CudaSlotPool(model, 1)
         pool.prefill({0: prompt})
-    except NotInSlotsError:
+    except TandemError:
+        raise
+    except NOT_IN_SLOTS:
         return None
     cache = pool.cache
     return cache.kv_bytes // cache.capacity * num_tokens + cache.states.step_bytes
