@@ -7,6 +7,7 @@ As `compile_triton`: prints JSON, and each case goes to one of the processors by
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,10 +66,16 @@ CASES = (
 )
 
 
-def launches_of(case: tuple[Any, ...], capability: int) -> list[Launch]:
-    """Return what a decode step of two slots launches on a GPU."""
-    heads, kv_heads, key_dim, value_dim, kind, dtype, window, has_sinks = case
+def launches_of(work: Callable[..., None], *args: Any) -> list[Launch]:
+    """Return what some work of these launches."""
     launches = noted_launches_of(KERNELS)
+    work(*args)
+    return launches
+
+
+def attend(case: tuple[Any, ...], capability: int) -> None:
+    """Launch what a decode step of two slots does on a GPU."""
+    heads, kv_heads, key_dim, value_dim, kind, dtype, window, has_sinks = case
     form = AttentionForm(
         num_heads=heads, num_kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim,
         scale=0.1, window=window,
@@ -84,12 +91,10 @@ def launches_of(case: tuple[Any, ...], capability: int) -> list[Launch]:
     kernels = DecodeAttention(128, has_small_tiles=capability < 80)
     kernels.store(where, *places, key, value, kind)
     kernels.attend(form, where, *places, query, sinks, kind, has_values=not is_latent)
-    return launches
 
 
-def small_launches(hidden_size: int, head_dim: int, num_experts: int, top_k: int) -> list[Launch]:
-    """Return what stands between the matrices of a layer of two rows."""
-    launches = noted_launches_of(KERNELS)
+def do_small(hidden_size: int, head_dim: int, num_experts: int, top_k: int) -> None:
+    """Launch what stands between the matrices of a layer of two rows."""
     hidden = torch.zeros(2, 1, hidden_size, dtype=torch.bfloat16)
     heads, fewer = (torch.zeros(2, n, 1, head_dim, dtype=torch.bfloat16) for n in (8, 2))
     table = torch.zeros(2, 1, head_dim, dtype=torch.bfloat16)
@@ -100,7 +105,6 @@ def small_launches(hidden_size: int, head_dim: int, num_experts: int, top_k: int
     operations.rotate(heads, table, table, 1)
     operations.rotate_two(heads, fewer, table, table, 1)
     operations.choose(logits, top_k, 1.0, True, torch.float32)
-    return launches
 
 
 # As Qwen3.6, Kimi-Linear, Nemotron-H, Jamba and MiniMax have them; the widest keys there are.
@@ -114,9 +118,9 @@ STATES = (
 )
 
 
-def state_launches(form: RecurrenceForm) -> list[Launch]:
-    """Return what a recurrence and a convolution of two slots launch."""
-    launches, kernels = noted_launches_of(KERNELS), TritonStates()
+def advance(form: RecurrenceForm) -> None:
+    """Launch a recurrence and a convolution of two slots."""
+    kernels = TritonStates()
     tokens = SlotTokens(torch.tensor([Run(0, 0, 1, 1)] * 2), 1)
     is_pair = form.decay == "pair"
     dtype = torch.float32 if is_pair else torch.bfloat16
@@ -134,7 +138,6 @@ def state_launches(form: RecurrenceForm) -> list[Launch]:
     x = torch.zeros(2, 8192, dtype=torch.bfloat16)
     convolution = Convolution(torch.zeros(8192, 4), None, has_silu=True)
     kernels.convolve(convolution, memory_of(convolution, torch.zeros(2, 3, 8192)), tokens, x)
-    return launches
 
 
 def memory_of(operation: StateOperation, states: torch.Tensor) -> StateMemory:
@@ -143,16 +146,15 @@ def memory_of(operation: StateOperation, states: torch.Tensor) -> StateMemory:
     return StateMemory(states, torch.zeros(shape))
 
 
-def chain_launches(num_rows: int) -> list[Launch]:
-    """Return a decay in fp32 of bf16 values, and a gate that is a number for each row."""
-    launches, bf16 = noted_launches_of(KERNELS), torch.bfloat16
+def do_chains(num_rows: int) -> None:
+    """Launch a decay in fp32 of bf16 values, and a gate that is a number for each row."""
+    bf16 = torch.bfloat16
     x, bias = torch.zeros(num_rows, 1, 32, dtype=bf16), torch.zeros(32)
     decay = chains.Chain((0, 8, 3, 9), (0, 3, 4, 2), (0, 1, 4, 5), (0, 0, 0, 0), ())
     chains.chain([x, bias, bias], decay, x.shape, torch.float32)
     rows, gate = torch.zeros(num_rows, 2048, dtype=bf16), torch.zeros(num_rows, 1, dtype=bf16)
     gated = chains.Chain((2, 9, 8, 9), (2, 0, 5, 6), (2, 4, 1, 3), (1, 1, 1, 1), (0.5,))
     chains.chain([rows, rows, gate], gated, rows.shape, bf16)
-    return launches
 
 
 SMALL = ((2048, 128, 128, 8), (2880, 64, 32, 4), (7168, 256, 512, 10), (2816, 256, 128, 8))
@@ -185,11 +187,16 @@ def on_gpu(launch: Launch) -> Launch:
 def dense_launches(format_name: str, num_rows: int) -> list[Launch]:
     """Return what a packed linear layer of so many rows launches."""
     launches = noted_launches()
+    multiply(format_name, num_rows)
+    return launches
+
+
+def multiply(format_name: str, num_rows: int) -> None:
+    """Launch a packed linear layer of so many rows."""
     weight = pack_dense(torch.zeros(512, 2048), torch.zeros(512), find_format(format_name))
     dense.multiply(
         torch.zeros(num_rows, 2048, dtype=torch.bfloat16), dense.bring(weight, torch.device("cpu"))
     )
-    return launches
 
 
 def code_of(launches: list[Launch], capability: int) -> dict[str, list[str]]:
@@ -209,15 +216,15 @@ def main() -> None:
     """Compile and print."""
     capabilities = [int(argument) for argument in sys.argv[1:]]
     steps = [
-        (str(case), launches_of(case, capabilities[number % len(capabilities)]))
+        (str(case), launches_of(attend, case, capabilities[number % len(capabilities)]))
         for number, case in enumerate(CASES)
     ]
-    steps += [(str(case), small_launches(*case)) for case in SMALL]
+    steps += [(str(case), launches_of(do_small, *case)) for case in SMALL]
     steps += [
         (f"{f}, {n} rows", dense_launches(f, n)) for f in ("int8", "q6_k") for n in (1, 8, 40)
     ]
-    steps += [(str(form), state_launches(form)) for form in STATES]
-    steps += [(f"{rows} rows", chain_launches(rows)) for rows in (1, 8)]
+    steps += [(str(form), launches_of(advance, form)) for form in STATES]
+    steps += [(f"{rows} rows", launches_of(do_chains, rows)) for rows in (1, 8)]
     steps += [(f"{rows} rows", hand_over_launches(rows, 8, 2048)) for rows in (1, 8)]
     found: list[dict[str, Any]] = [
         result_of(case, launch, capabilities[number % len(capabilities)])

@@ -7,8 +7,12 @@ follows.
 """
 
 import collections
+import importlib
+import pkgutil
+import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,15 +20,15 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver as active
+from triton.runtime.jit import JITFunction
 
+from tandem import triton_kernels
 from tandem.devices.cuda import handing
-from tandem.kernels.attention import AttentionForm
-from tandem.kernels.dense import pack_dense
-from tandem.kernels.formats import ExpertLayout, find_format
+from tandem.kernels.formats import FORMATS, ExpertLayout, find_format
 from tandem.kernels.native import ActivationKind, NativeActivation
-from tandem.triton_kernels import chains, dense, operations, variants
-from tandem.triton_kernels.decode_attention import DecodeAttention
+from tandem.triton_kernels import variants
 from tandem.triton_kernels.experts import TritonExperts
+from tests.kernels import compile_triton_steps as steps
 
 CPU = torch.device("cpu")
 HIDDEN, INTERMEDIATE, TOP_K, EXPERTS = 2048, 768, 8, 128
@@ -96,47 +100,45 @@ class NoCard:
 
 
 def cases(capability: int, *, is_short: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Return what decode steps and prompts launch, by name; `is_short` for one format."""
+    """Return what decode steps and prompts launch, by name; `is_short` for one case of a kind."""
     dtype = torch.bfloat16 if capability >= _FEWEST_MATRIX else torch.float16
-    for name in ("int4",) if is_short else ("int4", "int8", "mxfp4", "bf16"):
+    most = 1 if is_short else None
+    for fmt in (find_format("int4"),) if is_short else FORMATS:
         layout = ExpertLayout(
-            find_format(name), HIDDEN, INTERMEDIATE, is_gated=True, has_bias=name == "mxfp4"
+            fmt, HIDDEN, INTERMEDIATE, is_gated=True, has_bias=fmt.name == "mxfp4"
         )
         experts = TritonExperts(has_matrix_units=capability >= _FEWEST_MATRIX)
         works = variants.variants(
             experts, layout, SWIGLU, lambda x: x, dtype=dtype, top_k=TOP_K, device=CPU
         )
         for number, work in enumerate(works):
-            yield f"experts in {name}, {number}", work
-    yield "small operations", lambda: _small(dtype)
-    yield "a chain", lambda: _chain(dtype)
-    for rows in (1, 2, 8):
+            yield f"experts in {fmt.name}, {number}", work
+    for rows in (1, 2, 4, 8):  # of several sequences, or of one's drafts
         for inside in (False, True):
-            yield (
-                f"a hand-over of {rows}",
-                lambda rows=rows, inside=inside: _hand(  # type: ignore[misc]
-                    rows, dtype, is_inside=inside
-                ),
-            )
-    yield "packed linear layers", lambda: _linear(dtype)
-    yield "attention", lambda: _attend(dtype, has_small_tiles=capability < _FEWEST_MATRIX)
+            hand = partial(_hand, rows, dtype, is_inside=inside)
+            yield f"a hand-over of {rows}", hand
+    for name in ("int8",) if is_short else [fmt.name for fmt in FORMATS]:
+        for rows in (1, 8, 40):
+            yield f"{rows} rows by a linear layer in {name}", partial(steps.multiply, name, rows)
+    for small in steps.SMALL[:most]:
+        yield f"small operations {small}", partial(steps.do_small, *small)
+    yield "chains", partial(steps.do_chains, 8)
+    for attention in steps.CASES[:most]:
+        yield f"attention {attention}", partial(steps.attend, attention, capability)
+    for form in steps.STATES[:most]:
+        yield f"states {form}", partial(steps.advance, form)
 
 
-def _small(dtype: torch.dtype) -> None:
-    hidden, table = (torch.zeros(2, 1, n, dtype=dtype) for n in (HIDDEN, 128))
-    queries, keys = (torch.zeros(2, n, 1, 128, dtype=dtype) for n in (8, 2))
-    weight = torch.ones(HIDDEN)
-    operations.norm(hidden, weight, 1e-6, True)
-    operations.add_and_norm(hidden, hidden, weight, 1e-6, False)
-    operations.rotate(queries, table, table, 1)
-    operations.rotate_two(queries, keys, table, table, 1)
-    operations.choose(torch.zeros(2, EXPERTS), TOP_K, 1.0, True, torch.float32)
-
-
-def _chain(dtype: torch.dtype) -> None:
-    x, bias = torch.zeros(2, 1, 32, dtype=dtype), torch.zeros(32)
-    chain = chains.Chain((0, 8, 3, 9), (0, 3, 4, 2), (0, 1, 4, 5), (0, 0, 0, 0), ())
-    chains.chain([x, bias, bias], chain, x.shape, torch.float32)
+def never_launched() -> set[str]:
+    """Return the kernels of Tandem's that nothing here has launched."""
+    found = {
+        name: each
+        for info in pkgutil.iter_modules(triton_kernels.__path__, "tandem.triton_kernels.")
+        for name, each in vars(importlib.import_module(info.name)).items()
+        if isinstance(each, JITFunction)
+    }
+    inside = {name for each in found.values() for name in re.findall(r"\w+(?=\()", each.src)[1:]}
+    return set(found) - inside - set(launched)
 
 
 def _hand(rows: int, dtype: torch.dtype, *, is_inside: bool) -> None:
@@ -160,24 +162,6 @@ def _hand(rows: int, dtype: torch.dtype, *, is_inside: bool) -> None:
             )  # fmt: skip
 
 
-def _linear(dtype: torch.dtype) -> None:
-    weight = pack_dense(torch.zeros(512, HIDDEN), None, find_format("int8"))
-    for rows in (1, 8, 40):
-        dense.multiply(torch.zeros(rows, HIDDEN, dtype=dtype), dense.bring(weight, CPU))
-
-
-def _attend(dtype: torch.dtype, *, has_small_tiles: bool) -> None:
-    form = AttentionForm(
-        num_heads=32, num_kv_heads=4, key_dim=128, value_dim=128, scale=0.1, window=0
-    )
-    queries, keys = (torch.zeros(n, 2, 128, dtype=dtype) for n in (32, 4))
-    places = torch.zeros(2, dtype=torch.int64)
-    kind = "bf16" if dtype == torch.bfloat16 else "fp16"
-    where = torch.zeros(5, dtype=torch.int64)
-    attend = DecodeAttention(128, has_small_tiles=has_small_tiles)
-    attend(form, where, places, places, queries, keys, keys, None, kind)
-
-
 def main(capabilities: list[int], *, is_short: bool) -> int:
     """Launch all cases for each capability; return how many fail."""
     num_failed = 0
@@ -189,6 +173,9 @@ def main(capabilities: list[int], *, is_short: bool) -> int:
             except Exception as error:  # Triton's compilers and tools raise what they like
                 num_failed += 1
                 print(f"sm_{capability}: {name}: {type(error).__name__}: {error}"[:400], flush=True)
+    for name in sorted(never_launched()):
+        num_failed += 1
+        print(f"{name}: nothing has launched it", flush=True)
     print("launched", *(f"{name}:{count}" for name, count in sorted(launched.items())))
     print("compiled", *(f"{name}:{count}" for name, count in sorted(compiled.items())))
     return num_failed

@@ -25,6 +25,6 @@ def test_kernels_are_bound_specialised_compiled_and_launched(capability: str) ->
         {name: int(count) for name, count in (each.split(":") for each in lines[kind].split())}
         for kind in ("launched", "compiled")
     )
-    assert {"publish", "combine", "vector_up", "matrix_down", "attend_parts"} <= set(launched)
+    assert {"publish", "combine", "recur_tokens"} <= set(launched)  # and all others: see returncode
     # One that waits and one that does not, whichever layer they are of: no capture compiles.
     assert compiled["combine"] == 2 < launched["combine"]
