@@ -4,7 +4,7 @@ import ctypes
 import functools
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from tests.shadow.gpu import ShadowFaultError, ShadowGpu
 from tests.shadow.tensor import present
 
 _LIMIT_SECONDS = 60.0
+_INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
+_NO_BARRIER = 1  # CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER
 _STREAM_WORDS = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
 _POINTERS, _SIZES = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t)
 _BATCH = (
@@ -41,10 +43,10 @@ def shadow_driver(gpu: ShadowGpu, *, has_words: bool, has_batch: bool) -> Iterat
     fake = FakeDriver()
     if has_words:
         for name, function in (("Write", _write), ("Wait", _wait)):
-            made = ctypes.CFUNCTYPE(ctypes.c_int, *_STREAM_WORDS)(function)
+            made = ctypes.CFUNCTYPE(ctypes.c_int, *_STREAM_WORDS)(_refusing(function))
             fake.functions[f"cuStream{name}Value32", 11070] = made
     if has_batch:
-        made = ctypes.CFUNCTYPE(ctypes.c_int, *_BATCH)(_copy_batch)
+        made = ctypes.CFUNCTYPE(ctypes.c_int, *_BATCH)(_refusing(_copy_batch))
         fake.functions["cuMemcpyBatchAsync", 12080] = made
     driver = Driver(fake)
     library = native_library()
@@ -56,6 +58,18 @@ def shadow_driver(gpu: ShadowGpu, *, has_words: bool, has_batch: bool) -> Iterat
         yield
 
 
+def _refusing(function: Callable[..., int]) -> Callable[..., int]:
+    """Return an error's code for a fault, which is kept: nothing is raised through native code."""
+
+    def call(*args: Any) -> int:
+        try:
+            return function(*args)
+        except ShadowFaultError:
+            return _INVALID_VALUE
+
+    return call
+
+
 def _word(address: int) -> ctypes.c_int32:
     if present().pinned_at(address) is None:
         present().fault("a stream's word is not in pinned memory")
@@ -64,6 +78,8 @@ def _word(address: int) -> ctypes.c_int32:
 
 def _write(stream: int | None, address: int, value: int, flags: int) -> int:
     word = _word(address)
+    if flags & _NO_BARRIER:
+        present().fault("a word is written without a fence behind what it tells of")
 
     def write() -> None:
         word.value = value

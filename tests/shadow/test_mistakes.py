@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from tandem.decode.cuda import graphs
+from tandem.devices.cuda import stream_ops
 from tandem.devices.cuda.captures import CudaCapture, on_capture_stream
 from tandem.devices.cuda.copies import SlotEvents
 from tandem.devices.cuda.device import CudaDevice
+from tandem.devices.cuda.driver import DriverError
 from tandem.devices.cuda.stream_ops import StreamOps
 from tandem.devices.cuda.streams import CudaStreams, Stream
 from tandem.experts.store.host_store import HostStore
@@ -292,6 +294,37 @@ def test_a_hand_over_that_does_not_wait_is_found_by_its_trial(
         )
         assert handed_layers.works(right, CudaStreams(), words)
         assert not handed_layers.works(wrong, QuickStreams(), words)
+
+
+def test_a_doorbell_without_a_fence_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a kernel that rings itself, `test_triton_attention.py` looks for it in the code."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(stream_ops, "_BEHIND_ALL", 1)
+    with shadow_gpu() as gpu:
+        from tandem.devices.cuda import handed_layers
+
+        driver = handed_layers.open_driver()  # type: ignore[attr-defined]
+        assert driver is not None
+        word = CudaStreams().pinned(64).view(torch.int32)
+        with pytest.raises(DriverError, match="returned 1"):
+            handed_layers.StreamSignals(StreamOps(driver), lambda: 0).ring(word[:1])
+        assert "without a fence" in gpu.faults.pop()
+
+
+def test_what_a_capture_has_made_outside_its_pool_is_found(gpu: ShadowGpu) -> None:
+    """A result that nobody keeps goes with the pool; one of another capture's goes before it."""
+    x = torch.ones(4, device=CUDA)
+    first, second = CudaCapture(CUDA), CudaCapture(CUDA)
+    made, replays = [x], list[Callable[[], None]]()
+    for capture in (first, second):
+        with on_capture_stream(capture):
+            capture.begin()
+            made.append(made[-1] + 1)
+            replays.append(capture.end().replay)
+    made.clear()
+    replays[0]()
+    with pytest.raises(ShadowFaultError, match="memory that was given back"):
+        replays[1]()
 
 
 def _current_stream(device: torch.device) -> int:
