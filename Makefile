@@ -24,7 +24,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist loadgroup $(if $(ISA),--isa $(ISA))
 # that follow.
 WHEEL_PYTHONS ?= $(PYTHON)
 
-.PHONY: wheel check-wheel check-clang check-commits check-arm test-gpu bench-gpu demo-cut dry-gpu run test setup check lint types floors unit seam-oldest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-hostile try-readme
+.PHONY: wheel check-wheel check-clang check-commits check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-hostile try-readme
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
@@ -101,6 +101,15 @@ dry-gpu: setup  ## The GPU's tests and benchmark on their CPU twins, all archite
 	TANDEM_DRY_GPU=1 $(PYTEST) tests/shadow tests/kernels/test_triton_launches.py
 	$(BIN)/python -m benchmarks.gpu --device emulated --layers 2 --vocabulary 512 --formats int4 \
 		--shares 0.5 1.0 --batches 1 --prompt-tokens 8 --new-tokens 3
+
+GPU_TESTS := tests/shadow $(wildcard tests/*/test_cuda*.py tests/kernels/test_triton*.py) \
+	tests/decode/test_gpu_fusion.py tests/decode/test_graphed_steps.py tests/decode/test_host_embeddings.py \
+	tests/experts/test_handed_layers.py tests/hf/test_dense_place.py tests/forecast/test_gpu_check.py
+gpu-coverage: setup  ## Which lines and branches of device cuda's host code its tests without a GPU run
+	rm -rf build/coverage
+	$(BIN)/coverage run -m pytest $(GPU_TESTS)
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report
 
 seam-oldest: $(VENV)/transformers-$(OLDEST_TRANSFORMERS)/installed.stamp  ## The seam's tests on the oldest supported Transformers
 	PYTHONPATH=$(VENV)/transformers-$(OLDEST_TRANSFORMERS) $(PYTEST) -m seam
