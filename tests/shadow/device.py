@@ -6,7 +6,9 @@ streams use must be ordered by events (see `order`). What only a GPU can show st
 instructions, bandwidths, latencies, and what the driver itself makes of calls.
 """
 
+import functools
 import importlib.util
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,6 +41,7 @@ def shadow_gpu(
     """
     gpu = ShadowGpu(total_bytes)
     _PRESENT.append(gpu)
+    _forget_devices()
     device_guard().shadow_guard(1)
     lifted_before = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)  # new tensors come by operations
@@ -58,9 +61,19 @@ def shadow_gpu(
             assert not gpu.faults, "\n".join(dict.fromkeys(gpu.faults))
     finally:
         gpu.worker.close()
+        _forget_devices()
         torch._C._set_only_lift_cpu_tensors(lifted_before)
         device_guard().shadow_guard(0)
         _PRESENT.remove(gpu)
+
+
+def _forget_devices() -> None:
+    """Empty what is kept by device for a program's time: the next GPU is another one."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("tandem.devices.cuda", "tandem.decode.cuda", "tandem.triton_kernels")):
+            for value in vars(module).values():
+                if isinstance(value, functools._lru_cache_wrapper):
+                    value.cache_clear()
 
 
 def _patch_tensors(patch: pytest.MonkeyPatch, gpu: ShadowGpu) -> None:
