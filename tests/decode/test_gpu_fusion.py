@@ -14,10 +14,12 @@ from tandem.decode.cuda.fusion import fuse_for_gpu
 from tandem.decode.cuda.graphs import recorded_for_capture
 from tandem.decode.cuda.slots import CudaSlotPool
 from tandem.decode.padded import PaddedBatch
+from tandem.hf.device_linear import on_device, pack_for_device
 from tandem.hf.experts import bind_all
 from tandem.hf.lookahead.warm_up import NoExperts
 from tandem.hf.opaque_calls import EXPERTS
 from tandem.kernels.device_states import Run, SlotTokens, StateMemory, logged_values
+from tandem.kernels.formats.weight_format import find_format
 from tandem.kernels.recurrent import MOST_DRAFTED, Recurrence, RecurrenceForm
 from tandem.kernels.torch_private import operator_schema
 from tandem.recording.recorder import Operation
@@ -155,6 +157,30 @@ def test_a_layer_of_qwen3_moe_is_few_launches_outside_its_experts(
     names = [operation.name for operation in layer]
     assert sum(map(launches_of, layer)) <= MOST_LAUNCHES, names
     assert all(len(other) == len(layer) for other in others)
+
+
+def test_packed_projections_of_one_input_are_one_launch(
+    tmp_path: Path, find_kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries, keys and values: two launches less a layer; the logits are as good as before."""
+    monkeypatch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 0)
+    directory = save_tiny_checkpoint(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
+    model = tandem.load(directory, dtype="float32")
+    pack_for_device(model, find_format("int8"), on_device(torch.device("cpu")))
+    pool = CudaSlotPool(model, 1, capacity=20, find_kernels=find_kernels)
+    pool.prefill({0: PROMPTS[0]})
+    pool.cache.begin_decode({0: 1}, 1)
+    ids, positions = torch.tensor([[5]]), pool.cache.places(1).positions
+
+    def step() -> Tensor:
+        return pool._model.logits(ids, positions[:, None], 1)[:, -1]
+
+    with torch.inference_mode():
+        graph = recorded_for_capture(step, (ids, positions), fuse_for_gpu, lambda index: index)
+        torch.testing.assert_close(graph.run(), step(), rtol=2e-4, atol=2e-4)
+    (layer, *_) = layers_of(graph.operations)
+    assert [operation.name for operation in layer].count("packed_linear") == 2  # and the output's
+    assert sum(map(launches_of, layer)) <= MOST_LAUNCHES - 2
 
 
 def test_a_layer_of_linear_attention_is_few_launches_outside_its_experts(

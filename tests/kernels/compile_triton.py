@@ -61,7 +61,7 @@ def noted_launches() -> list[Launch]:
             (vector, ("vector_up", "vector_down")),
             (matrix, ("matrix_up", "matrix_down")),
             (combine, ("add_rows",)),
-            (linear, ("few_rows", "many_rows")),
+            (linear, ("few_rows", "few_rows_of_three", "many_rows")),
         )
     )
 

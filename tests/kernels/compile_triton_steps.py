@@ -185,18 +185,20 @@ def on_gpu(launch: Launch) -> Launch:
 
 
 def dense_launches(format_name: str, num_rows: int) -> list[Launch]:
-    """Return what a packed linear layer of so many rows launches."""
+    """Return what packed linear layers of so many rows launch, alone and together."""
     launches = noted_launches()
     multiply(format_name, num_rows)
     return launches
 
 
 def multiply(format_name: str, num_rows: int) -> None:
-    """Launch a packed linear layer of so many rows."""
-    weight = pack_dense(torch.zeros(512, 2048), torch.zeros(512), find_format(format_name))
-    dense.multiply(
-        torch.zeros(num_rows, 2048, dtype=torch.bfloat16), dense.bring(weight, torch.device("cpu"))
-    )
+    """Launch packed linear layers of so many rows, alone and together."""
+    matrix = pack_dense(torch.zeros(512, 2048), torch.zeros(512), find_format(format_name))
+    weight = dense.bring(matrix, torch.device("cpu"))
+    rows = torch.zeros(num_rows, 2048, dtype=torch.bfloat16)
+    dense.multiply(rows, weight)
+    if dense.can_join(num_rows, weight):
+        dense.multiply_together(rows, [weight] * dense.MOST_TOGETHER)
 
 
 def code_of(launches: list[Launch], capability: int) -> dict[str, list[str]]:

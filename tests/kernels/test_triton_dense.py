@@ -85,3 +85,31 @@ def test_layers_are_replaced_where_they_lie(dense: ModuleType) -> None:
     assert kinds == [DeviceLinear, nn.Linear, nn.Linear]
     assert 256 * 128 <= num_bytes < 1.1 * 256 * 128
     assert float((block(x) - expected).norm() / expected.norm()) < 0.01
+
+
+@pytest.mark.parametrize(("num_rows", "outputs"), [(1, (72, 16)), (3, (40, 24, 16)), (8, (16, 40))])
+def test_layers_of_one_input_give_what_each_gives(
+    dense: ModuleType, num_rows: int, outputs: tuple[int, ...]
+) -> None:
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(num_rows, 64, generator=random)
+    weights = []
+    for number, count in enumerate(outputs):
+        bias = torch.randn(count, generator=random) if number % 2 else None
+        matrix = torch.randn(count, 64, generator=random)
+        weights.append(dense.bring(pack_dense(matrix, bias, find_format("int8")), CPU))
+    assert dense.can_join(num_rows, *weights)
+    together = dense.multiply_together(x, weights)
+    for found, weight in zip(together, weights, strict=True):
+        assert torch.equal(found, dense.multiply(x, weight))
+
+
+def test_only_few_rows_by_alike_layers_are_one_launch(dense: ModuleType) -> None:
+    int8, wider, int4 = (
+        dense.bring(pack_dense(torch.randn(16, cols), None, find_format(name)), CPU)
+        for name, cols in (("int8", 64), ("int8", 128), ("int4", 64))
+    )
+    assert dense.can_join(8, int8, int8)
+    assert not dense.can_join(9, int8, int8)
+    assert not dense.can_join(1, int8, wider)
+    assert not dense.can_join(1, int8, int4)

@@ -1,6 +1,7 @@
 """One packed matrix on a GPU: nn.Linear's product, by kernels that layers of a format share."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from tandem.kernels.formats.weight_format import (
 from tandem.triton_kernels import linear
 from tandem.triton_kernels.experts import DEFAULT_TILINGS, VECTOR_LANES, table_on
 from tandem.triton_kernels.packed import Packed, packed_as
-from tandem.triton_kernels.rows import block_rows, vector_tokens
+from tandem.triton_kernels.rows import MAX_VECTOR_TOKENS, block_rows, vector_tokens
 
 _MATRIX_UNITS = (8, 0)  # the capability from which on Triton can use them
 
@@ -90,6 +91,40 @@ def _packed_linear(
             packed=packed, **constants,
         )  # fmt: skip
     return out
+
+
+MOST_TOGETHER = 3
+"""Layers that are one launch at most."""
+
+
+def can_join(rows: int, *weights: DeviceWeight) -> bool:
+    """Tell whether products of so many rows with some weights can be one launch."""
+    kinds = {(weight.format, weight.in_features) for weight in weights}
+    return len(kinds) == 1 and 0 < rows <= MAX_VECTOR_TOKENS
+
+
+def multiply_together(x: Tensor, weights: Sequence[DeviceWeight]) -> list[Tensor]:
+    """Return x (n, in_features) times each weight, (n, out_features); see `can_join`."""
+    first, *_ = weights
+    fmt = find_format(first.format)
+    packed = packed_as(fmt)
+    outs = [torch.empty(len(x), w.out_features, dtype=x.dtype, device=x.device) for w in weights]
+    layers: list[Any] = []
+    num_programs = 0
+    for out, weight in zip(outs, weights, strict=True):
+        num_blocks = -(-weight.out_features // ROWS_PER_BLOCK)
+        _, scales, bias = _sections(fmt, weight.out_features, weight.in_features)
+        num_biased = num_blocks if weight.has_bias else 0
+        layers += [out, weight.image, weight.out_features, num_blocks, num_biased, scales, bias]
+        num_programs += -(-num_blocks * ROWS_PER_BLOCK // VECTOR_LANES)
+    nothing = [outs[0], first.image, 0, 0, 0, 0, 0]
+    linear.few_rows_of_three[(num_programs,)](
+        x, table_on(packed.table, x.device), len(x), first.in_features,
+        fmt.padded_cols(first.in_features) // packed.per_chunk,
+        *layers, *nothing * (MOST_TOGETHER - len(weights)), packed=packed,
+        **DEFAULT_TILINGS.vector_constants(packed, vector_tokens(len(x))),
+    )  # fmt: skip
+    return outs
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,6 +14,12 @@ from tandem.triton_kernels.tiles import scale_section, section
 from tandem.triton_kernels.vector import lane_products
 
 _ANY = ("num_rows", "num_blocks", "num_chunks", "num_biased", "scales_offset", "bias_offset")
+_OF_A_LAYER = ("num_outputs", "num_blocks", "num_biased", "scales_offset", "bias_offset")
+_ANY_OF_THREE = (
+    "num_rows",
+    "num_chunks",
+    *(name + layer for layer in ("", "_b", "_c") for name in _OF_A_LAYER),
+)
 
 
 @triton.jit(do_not_specialize=_ANY)
@@ -39,8 +45,33 @@ def few_rows(
     `image` has codes, scales and the bias of `num_biased` blocks; num_rows is at most num_tokens.
     """
     lanes = tl.program_id(0) * 32 + tl.arange(0, 32)
+    _lanes_of_few_rows(
+        x, out, image.to(tl.int64), table, num_rows, num_cols, num_outputs, num_blocks, num_chunks,
+        num_biased, scales_offset, bias_offset, lanes, packed, num_tokens, block_chunks,
+    )  # fmt: skip
+
+
+@triton.jit
+def _lanes_of_few_rows(
+    x: tensor,
+    out: tensor,
+    address: tensor,
+    table: tensor,
+    num_rows: tensor,
+    num_cols: tensor,
+    num_outputs: tensor,
+    num_blocks: tensor,
+    num_chunks: tensor,
+    num_biased: tensor,
+    scales_offset: tensor,
+    bias_offset: tensor,
+    lanes: tensor,
+    packed: constexpr,
+    num_tokens: constexpr,
+    block_chunks: constexpr,
+) -> None:
+    """Write some lanes of `few_rows`; the layer's image lies at `address`."""
     block, lane = lanes // 16, lanes % 16
-    address = image.to(tl.int64)
     data = section(address, 0, tl.int32)
     scales = scale_section(address, scales_offset, packed)
     rows = ()
@@ -56,6 +87,62 @@ def few_rows(
         values = (products[token] + bias).to(out.dtype.element_ty)
         at = out + rows[token] * num_outputs + lanes
         tl.store(at, values, mask=(num_rows > token) & (lanes < num_outputs))
+
+
+@triton.jit(do_not_specialize=_ANY_OF_THREE)
+def few_rows_of_three(
+    x: tensor,
+    table: tensor,
+    num_rows: tensor,
+    num_cols: tensor,
+    num_chunks: tensor,
+    out: tensor,
+    image: tensor,
+    num_outputs: tensor,
+    num_blocks: tensor,
+    num_biased: tensor,
+    scales_offset: tensor,
+    bias_offset: tensor,
+    out_b: tensor,
+    image_b: tensor,
+    num_outputs_b: tensor,
+    num_blocks_b: tensor,
+    num_biased_b: tensor,
+    scales_offset_b: tensor,
+    bias_offset_b: tensor,
+    out_c: tensor,
+    image_c: tensor,
+    num_outputs_c: tensor,
+    num_blocks_c: tensor,
+    num_biased_c: tensor,
+    scales_offset_c: tensor,
+    bias_offset_c: tensor,
+    packed: constexpr,
+    num_tokens: constexpr,
+    block_chunks: constexpr,
+) -> None:
+    """Do what `few_rows` does with up to three layers of one input; a missing one has 0 blocks."""
+    first_b = (num_blocks + 1) // 2  # a program has 32 lanes, two blocks
+    first_c = first_b + (num_blocks_b + 1) // 2
+    program = tl.program_id(0)
+    is_a, is_b = program < first_b, program < first_c
+    address = _one_of(is_a, is_b, image.to(tl.int64), image_b.to(tl.int64), image_c.to(tl.int64))
+    there = _one_of(is_a, is_b, out.to(tl.int64), out_b.to(tl.int64), out_c.to(tl.int64))
+    lanes = (program - _one_of(is_a, is_b, 0, first_b, first_c)) * 32 + tl.arange(0, 32)
+    _lanes_of_few_rows(
+        x, there.to(tl.pointer_type(out.dtype.element_ty)), address, table, num_rows, num_cols,
+        _one_of(is_a, is_b, num_outputs, num_outputs_b, num_outputs_c),
+        _one_of(is_a, is_b, num_blocks, num_blocks_b, num_blocks_c), num_chunks,
+        _one_of(is_a, is_b, num_biased, num_biased_b, num_biased_c),
+        _one_of(is_a, is_b, scales_offset, scales_offset_b, scales_offset_c),
+        _one_of(is_a, is_b, bias_offset, bias_offset_b, bias_offset_c),
+        lanes, packed, num_tokens, block_chunks,
+    )  # fmt: skip
+
+
+@triton.jit
+def _one_of(is_a: tensor, is_b: tensor, a: tensor, b: tensor, c: tensor) -> tensor:
+    return tl.where(is_a, a, tl.where(is_b, b, c))
 
 
 @triton.jit(do_not_specialize=_ANY)

@@ -41,8 +41,7 @@ def find_chains(graph: Graph) -> Iterator[Found]:
             continue
         group, sources = _grown(graph, root)
         group.sort(key=lambda operation: places[id(operation)])
-        between = graph.operations[places[id(group[0])] : places[id(root)]]
-        if len(group) < 2 or _is_written(graph, sources, between):
+        if len(group) < 2 or graph.is_written_between(sources, group[0], root):
             continue
         taken |= set(map(id, group))
         yield Found(group, _fused(graph, group, sources))
@@ -120,15 +119,6 @@ def _fit(graph: Graph, sources: list[Ref], shape: torch.Size) -> bool:
         and bool(shape)
         and all(strides_in(graph.tensor(source), shape) is not None for source in sources)
     )
-
-
-def _is_written(graph: Graph, sources: list[Ref], operations: list[Operation]) -> bool:
-    """Tell whether an operation may write what a chain reads after it."""
-    writers = [operation for operation in operations if operation.has_effects]
-    return any(
-        graph.shares_memory(source, ref)
-        for writer in writers for ref in writer.inputs for source in sources
-    )  # fmt: skip
 
 
 def _fused(graph: Graph, group: list[Operation], sources: list[Ref]) -> Operation:

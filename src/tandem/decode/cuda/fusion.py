@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.decode.cuda.chains import find_chains
+from tandem.decode.cuda.projections import find_projections
 from tandem.kernels.native import TOKEN_DTYPES
 from tandem.kernels.rows import row_stride
 from tandem.recording.fusion.graph import Found, Graph
@@ -184,6 +185,7 @@ _FINDERS: tuple[Callable[[Graph], Iterator[Found]], ...] = (
     _sums_with_norms,
     _pairs_of_rotaries,
     _repeated_keys,
+    find_projections,
     find_chains,
 )
 

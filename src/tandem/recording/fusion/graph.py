@@ -77,6 +77,15 @@ class Graph:
         """Tell whether a tensor is a view of another one's memory, as they were recorded."""
         return memory_of(self.tensor(first)) == memory_of(self.tensor(second))
 
+    def is_written_between(self, refs: Iterable[Ref], first: Operation, last: Operation) -> bool:
+        """Tell whether an operation from `first` on, before `last`, may write what is read here."""
+        between = self.operations[self._place[id(first)] : self._place[id(last)]]
+        read = [*refs]
+        return any(
+            self.shares_memory(mine, ref)
+            for writer in between if writer.has_effects for ref in writer.inputs for mine in read
+        )  # fmt: skip
+
     def replace(self, group: list[Operation], fused: Operation) -> None:
         """Put `fused` where the last of a group stands; leave the others out.
 

@@ -1,0 +1,80 @@
+"""Packed linear layers that read one input become one launch: queries, keys and values."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from tandem.recording.fusion.graph import Found, Graph
+from tandem.recording.recorder import Operation, Ref
+
+if TYPE_CHECKING:
+    from tandem.triton_kernels.dense import DeviceWeight
+
+_NAME = "packed_linear"  # of `tandem.triton_kernels.dense`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Projections:
+    """Several layers as one launch."""
+
+    weights: "Sequence[DeviceWeight]"
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        from tandem.triton_kernels.dense import multiply_together
+
+        return multiply_together(x, self.weights)
+
+
+def find_projections(graph: Graph) -> Iterator[Found]:
+    """Find products of one input, which are done where the first of them stands."""
+    by_input: dict[Ref, list[Operation]] = {}
+    for operation in graph.operations:
+        if operation.name == _NAME and operation.args[1].number in graph.fixed:
+            by_input.setdefault(_seen_through(graph, operation.args[0]), []).append(operation)
+    for operations in by_input.values():
+        yield from _joined(graph, operations)
+
+
+def _seen_through(graph: Graph, rows: Ref) -> Ref:
+    """Return the tensor whose rows each layer sees in a view of its own."""
+    view = graph.made_by(rows, "reshape") or graph.made_by(rows, "view")
+    if view is None or not graph.shares_memory(view.args[0], rows):
+        return rows
+    source: Ref = view.args[0]
+    return source
+
+
+def _joined(graph: Graph, operations: list[Operation]) -> Iterator[Found]:
+    from tandem.triton_kernels.dense import MOST_TOGETHER, can_join
+
+    group: list[Operation] = []
+    for operation in operations:
+        num_rows = len(graph.tensor(operation.args[0]))
+        weights = [_weight(graph, each) for each in (*group[:1], operation)]
+        if len(group) == MOST_TOGETHER or not can_join(num_rows, *weights):
+            yield from _found(graph, group)
+            group = []
+        group.append(operation)
+    yield from _found(graph, group)
+
+
+def _found(graph: Graph, group: list[Operation]) -> Iterator[Found]:
+    if len(group) < 2:
+        return
+    rows = group[0].args[0]
+    if graph.is_written_between([rows], group[0], group[-1]):
+        return
+    call = _Projections([_weight(graph, each) for each in group])
+    outputs = [each.outputs[0] for each in group]
+    fused = Operation(call, (rows,), {}, outputs, _NAME, [rows], returns_sequence=True)
+    yield Found(group[::-1], fused)  # the last one named gives the place
+
+
+def _weight(graph: Graph, operation: Operation) -> "DeviceWeight":
+    from tandem.triton_kernels.dense import DeviceWeight
+
+    image, *sizes = operation.args[1:]
+    values: list[Any] = [graph.tensor(image), *sizes]
+    return DeviceWeight(*values)
