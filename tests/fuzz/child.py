@@ -27,7 +27,7 @@ _INSTRUMENTED = ["tandem.checkpoint", "tandem.hf"]
 with atheris.instrument_imports(_INSTRUMENTED) if atheris else contextlib.nullcontext():
     from tests.fuzz.kinds import kinds
 
-_MEMORY_BYTES = 4 << 30
+_MEMORY_BYTES = 4 << 30  # of one input
 _PROCESSOR_SECONDS = 20  # of one input; then a signal ends the process
 _MUTATED_BLINDLY = 0.1
 
@@ -61,6 +61,7 @@ def main(kind: str, out: Path, options: list[str]) -> None:
         (out / "last").write_bytes(data)
         # By the processor's time: others may keep this process waiting for long.
         signal.setitimer(signal.ITIMER_PROF, _PROCESSOR_SECONDS)
+        limit_memory()
         try:
             answers[f"{name} {found[name].answer(data[1:])}"] += 1
         except BaseException as error:  # a find, also of panics, which are no `Exception`
@@ -71,8 +72,6 @@ def main(kind: str, out: Path, options: list[str]) -> None:
         part.write_text("\n".join(f"{n} {what}" for what, n in sorted(answers.items())))
         part.replace(report)  # the process may end at any time
 
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, resource.RLIM_INFINITY))
     if atheris is None:
         _fuzz_blindly(one, mutate, dict(option.split("=") for option in options), len(names))
         return
@@ -82,6 +81,15 @@ def main(kind: str, out: Path, options: list[str]) -> None:
         one, custom_mutator=mutate,
     )  # fmt: skip
     atheris.Fuzz()
+
+
+def limit_memory() -> None:
+    """Let the process take so much memory beside what it has: more is a find, not a full machine.
+
+    For each input anew: what the modules and torch keep of the ones before is not this one's.
+    """
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, resource.RLIM_INFINITY))
 
 
 def _fuzz_blindly(

@@ -1,5 +1,7 @@
 """Damaged files end in one sentence: those that once did not, and new ones by coverage."""
 
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,3 +38,25 @@ def test_damaged_files_are_read_or_refused_with_a_sentence(tmp_path: Path) -> No
     answers = fuzz(tmp_path, "all", DAMAGED)
     assert answers.total() >= DAMAGED
     assert [answer for answer in answers if " found " in answer] == []
+
+
+_INPUTS = """
+import torch
+from tests.fuzz.child import limit_memory
+kept = []
+for _ in range(4):  # 6 GiB in all
+    limit_memory()
+    kept.append(torch.empty(3 << 29, dtype=torch.uint8))
+limit_memory()
+for take in (lambda: bytearray(5 << 30), lambda: torch.empty(5 << 30, dtype=torch.uint8)):
+    try:
+        take()
+    except (MemoryError, RuntimeError) as error:
+        print(type(error).__name__)
+"""
+
+
+def test_one_input_may_not_take_what_all_of_them_may() -> None:
+    command = [sys.executable, "-c", _INPUTS]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["MemoryError", "RuntimeError"]
