@@ -129,12 +129,24 @@ struct TileRows {
   }
 };
 
+void require_inside(const AttentionCall& call) {
+  const std::int64_t capacity = call.capacity_blocks * kKvBlock;
+  for (std::int64_t t = 0; t < call.num_tokens; ++t) {
+    const std::int64_t row = call.rows[t], position = call.positions[t];
+    if (row < 0 || row >= call.num_rows || position < 0 || position >= capacity)
+      throw std::invalid_argument("a token is at position " + std::to_string(position) +
+                                  " of slot " + std::to_string(row) + ", expected one of the " +
+                                  std::to_string(capacity) + " of a slot in the cache");
+  }
+}
+
 }  // namespace
 
 AttentionEngine::AttentionEngine(ThreadPool& pool, const std::string& isa, bool may_use_tiles)
     : kernel_(choose(isa, may_use_tiles)), pool_(pool) {}
 
 void AttentionEngine::append(const AttentionCall& call) {
+  require_inside(call);
   const std::int64_t tasks = 2 * call.num_kv_heads;
   if (call.num_tokens * call.num_kv_heads > kManyHeads) {
     pool_.run(tasks, [&](std::int64_t i) { append_heads(call, i / 2, i % 2 == 0); });
@@ -217,6 +229,7 @@ PartialAttention AttentionEngine::part(const AttentionCall& call, std::int64_t n
 
 void AttentionEngine::run(const AttentionCall& call) {
   if (call.num_tokens == 0) return;
+  require_inside(call);
   mark_selected(call);
   plan_tiles(call);
   plan_tasks(call);

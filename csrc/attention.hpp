@@ -37,6 +37,7 @@ struct AttentionCall {
   const std::int32_t* selected;
   std::int64_t num_selected;
   void* out;             // (num_tokens, num_heads, value_dim)
+  std::int64_t num_rows = INT64_MAX;  // of the cache
 };
 
 // Queries that share a KV head: row r is (key_width) fp32 values and sees positions begin..end-1, or
@@ -76,6 +77,7 @@ class AttentionEngine {
   // `isa` names the kernels as ExpertEngine::isa does; AVX-512's may use the tiles of AMX.
   AttentionEngine(ThreadPool& pool, const std::string& isa, bool may_use_tiles = true);
 
+  // Both throw std::invalid_argument for a token outside the cache.
   // Writes the tokens' keys and values into the cache. A row's tokens come in the order of their
   // positions, which follow what the row holds.
   void append(const AttentionCall& call);

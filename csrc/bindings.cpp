@@ -7,13 +7,15 @@
 #include <string>
 
 #include "bindings.hpp"
+#include "bindings_tensor.hpp"
 #include "cpu_features.hpp"
 #include "experts.hpp"
 #include "memory.hpp"
+#include "sizes.hpp"
 
 namespace nb = nanobind;
 using tandem::ExpertLayout;
-using tandem::pointer;
+using tandem::Tensor;
 
 namespace tandem {
 
@@ -39,57 +41,78 @@ void require_in_range(const ExpertCall& call, std::int64_t num_rows) {
                                   std::to_string(call.num_tokens - 1));
 }
 
-}  // namespace tandem
+ActivationSpec activation_spec(const ExpertLayout& layout, int activation, float alpha, float limit,
+                               float offset) {
+  const bool is_known = activation >= 0 && activation <= static_cast<int>(Activation::kRelu2);
+  const auto kind = static_cast<Activation>(activation);
+  require(is_known && (kind != Activation::kRelu2) == layout.is_gated,
+          "an activation for as many halves as the first matrix has");
+  return {kind, alpha, limit, offset};
+}
 
 namespace {
 
-// Addresses come from torch tensors, whose shapes and dtypes tandem.kernels.native has checked.
-tandem::ExpertCall expert_call(std::int64_t num_experts, std::int64_t num_tokens,
-                               std::int64_t num_rows, std::uintptr_t experts,
-                               std::uintptr_t row_begin, std::uintptr_t row_token,
-                               std::uintptr_t hidden, std::uintptr_t out) {
-  const tandem::ExpertCall call{num_experts,
-                                num_tokens,
-                                pointer<const std::uint8_t* const>(experts),
-                                pointer<const std::int32_t>(row_begin),
-                                pointer<const std::int32_t>(row_token),
-                                pointer<const float>(hidden),
-                                pointer<float>(out)};
-  tandem::require_in_range(call, num_rows);
+ExpertCall expert_call(const Tensor& experts, const Tensor& row_begin, const Tensor& row_token,
+                       const Tensor& inputs, std::int64_t in_size, const Tensor& out,
+                       std::int64_t out_size) {
+  const std::int64_t num_experts = experts.count(), num_rows = row_token.count();
+  const std::int64_t num_tokens = inputs.size(0);
+  const ExpertCall call{
+      num_experts,
+      num_tokens,
+      reinterpret_cast<const std::uint8_t* const*>(
+          experts.dense<const std::int64_t>("experts", num_experts)),
+      row_begin.dense<const std::int32_t>("row_begin", num_experts + 1),
+      row_token.dense<const std::int32_t>("row_token", num_rows),
+      inputs.dense<const float>("hidden", num_tokens * in_size),
+      out.dense<float>("out", num_rows * out_size)};
+  require_in_range(call, num_rows);
   return call;
 }
 
-void run_experts(tandem::ExpertEngine& engine, const ExpertLayout& layout, int activation,
-                 float alpha, float limit, float offset, std::int64_t num_experts,
-                 std::int64_t num_tokens, std::int64_t num_rows, std::uintptr_t experts,
-                 std::uintptr_t row_begin, std::uintptr_t row_token,
-                 std::uintptr_t hidden, std::uintptr_t out) {
-  const tandem::ExpertCall call = expert_call(num_experts, num_tokens, num_rows, experts, row_begin,
-                                              row_token, hidden, out);
-  const tandem::Turn turn(engine);
-  engine.run(layout, {static_cast<tandem::Activation>(activation), alpha, limit, offset}, call);
+// Of experts that lie at addresses, all of whose parts lie in so many bytes.
+void run_experts(ExpertEngine& engine, const ExpertLayout& layout, std::int64_t expert_bytes,
+                 int activation, float alpha, float limit, float offset, const Tensor& experts,
+                 const Tensor& row_begin, const Tensor& row_token, const Tensor& hidden,
+                 const Tensor& out) {
+  require_layout(layout, expert_bytes);
+  const ActivationSpec spec = activation_spec(layout, activation, alpha, limit, offset);
+  const ExpertCall call = expert_call(experts, row_begin, row_token, hidden, layout.hidden_size, out,
+                                      layout.hidden_size);
+  const Turn turn(engine);
+  engine.run(layout, spec, call);
 }
 
-void project(tandem::ExpertEngine& engine, const ExpertLayout& layout, bool is_up,
-             std::int64_t num_experts, std::int64_t num_tokens, std::int64_t num_rows,
-             std::uintptr_t experts, std::uintptr_t row_begin, std::uintptr_t row_token,
-             std::uintptr_t hidden, std::uintptr_t out) {
-  const tandem::ExpertCall call = expert_call(num_experts, num_tokens, num_rows, experts, row_begin,
-                                              row_token, hidden, out);
-  const tandem::Turn turn(engine);
+void project(ExpertEngine& engine, const ExpertLayout& layout, std::int64_t expert_bytes, bool is_up,
+             const Tensor& experts, const Tensor& row_begin, const Tensor& row_token,
+             const Tensor& inputs, const Tensor& out) {
+  require_layout(layout, expert_bytes);
+  const std::int64_t inner = layout.inner_rows, up = inner * (layout.is_gated ? 2 : 1);
+  const std::int64_t in_size = is_up ? layout.hidden_size : inner;
+  const ExpertCall call = expert_call(experts, row_begin, row_token, inputs, in_size, out,
+                                      is_up ? up : layout.hidden_size);
+  const Turn turn(engine);
   engine.project(layout, is_up, call);
 }
 
-void add_rows(tandem::ExpertEngine& engine, std::int64_t num_tokens, std::int64_t top_k,
-              std::int64_t size, std::uintptr_t rows, std::uintptr_t row_of,
-              std::uintptr_t weights, std::uintptr_t out) {
-  const tandem::Turn turn(engine);
-  engine.add_rows({num_tokens, top_k, size, pointer<const float>(rows),
-                   pointer<const std::int32_t>(row_of), pointer<const float>(weights),
-                   pointer<float>(out)});
+// Weight times row over k, first to last; -1 is no row.
+void add_rows(ExpertEngine& engine, const Tensor& rows, const Tensor& row_of, const Tensor& weights,
+              const Tensor& out) {
+  rows.require_dims("rows", 2);
+  row_of.require_dims("row_of", 2);
+  const std::int64_t tokens = row_of.size(0), top_k = row_of.size(1), size = rows.size(1);
+  const RowSum sum{tokens, top_k, size, rows.dense<const float>("rows", rows.size(0) * size),
+                   row_of.dense<const std::int32_t>("row_of", tokens * top_k),
+                   weights.dense<const float>("weights", tokens * top_k),
+                   out.dense<float>("out", tokens * size)};
+  for (std::int64_t i = 0; i < tokens * top_k; ++i)
+    require(sum.row_of[i] < rows.size(0), "rows that there are");
+  const Turn turn(engine);
+  engine.add_rows(sum);
 }
 
 }  // namespace
+}  // namespace tandem
 
 NB_MODULE(_native, m) {
   // Layouts in Python's caches outlive the module at exit: no leak, and nothing for users to read.
@@ -102,8 +125,9 @@ NB_MODULE(_native, m) {
       .def_ro("l3_bytes", &tandem::CpuFeatures::l3_bytes);
   m.def("detect_cpu_features", &tandem::detect_cpu_features);
   m.def("available_isas", &tandem::available_isas);
-  m.def("advise_huge_pages", [](std::uintptr_t data, std::int64_t bytes) {
-    return tandem::advise_huge_pages(pointer<void>(data), bytes);
+  m.def("advise_huge_pages", [](const Tensor& memory) {
+    const std::int64_t bytes = memory.count() * memory.element_bytes();
+    return tandem::advise_huge_pages(memory.memory("memory", bytes), bytes);
   });
 
   using tandem::ProjectionLayout;
@@ -127,18 +151,20 @@ NB_MODULE(_native, m) {
       .def(nb::init<int, const std::string&>(), nb::arg("num_threads"), nb::arg("isa"))
       .def_prop_ro("isa", [](const tandem::ExpertEngine& e) { return std::string(e.isa()); })
       .def_prop_ro("num_threads", &tandem::ExpertEngine::num_threads)
-      .def("run", &run_experts)
-      .def("project", &project)
-      .def("add_rows", &add_rows)
+      .def("run", &tandem::run_experts)
+      .def("project", &tandem::project)
+      .def("add_rows", &tandem::add_rows)
       .def("wake", &tandem::ExpertEngine::wake)
       .def("bind_workers",
            [](tandem::ExpertEngine& e, const std::vector<int>& processors) {
              e.pool().bind_workers(processors);
            })
       .def("read_all",
-           [](tandem::ExpertEngine& e, std::uintptr_t data, std::int64_t bytes) {
+           [](tandem::ExpertEngine& e, const Tensor& data) {
+             const std::int64_t bytes = data.count() * data.element_bytes();
+             const std::uint8_t* at = data.memory("data", bytes);
              const tandem::Turn turn(e);
-             return e.read_all(pointer<const std::uint8_t>(data), bytes);
+             return e.read_all(at, bytes);
            })
       .def("multiply", [](tandem::ExpertEngine& e, int bits, std::int64_t count) {
         const tandem::Turn turn(e);

@@ -9,21 +9,12 @@
 #include <string>
 #include <vector>
 
-#include "dense.hpp"
 #include "experts.hpp"
 #include "values.hpp"
 
 namespace tandem {
 
 class Program;
-
-// Tensors come as addresses, whose shapes and dtypes the Python side has checked.
-template <typename T>
-T* pointer(std::uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-inline ValueType value_type(bool is_bf16) { return is_bf16 ? ValueType::kBf16 : ValueType::kFp32; }
 
 // What the experts' calls pass: TOKEN_DTYPES in tandem.kernels.native. Throws std::invalid_argument.
 inline ValueType token_type(int type) {
@@ -32,21 +23,14 @@ inline ValueType token_type(int type) {
   return static_cast<ValueType>(type);
 }
 
-// Where each of a group's matrices, of equal rows, writes its results of the first token, and how far
-// the next token's are: they are (num_tokens, matrices, rows) without gaps.
-inline std::vector<void*> grouped_outputs(const std::vector<const DenseMatrix*>& matrices,
-                                          bool is_bf16, std::uintptr_t out) {
-  std::vector<void*> outputs;
-  for (const DenseMatrix* matrix : matrices) {
-    outputs.push_back(pointer<void>(out));
-    out += static_cast<std::uintptr_t>(matrix->rows * (is_bf16 ? 2 : 4));
-  }
-  return outputs;
+// Addresses of experts, wherever they lie: those who made them know the memory.
+inline const std::uint8_t* expert_at(std::uintptr_t address) {
+  return reinterpret_cast<const std::uint8_t*>(address);
 }
 
-inline std::int64_t grouped_stride(const std::vector<const DenseMatrix*>& matrices) {
-  return static_cast<std::int64_t>(matrices.size()) * matrices.front()->rows;
-}
+// An activation that fits a layout. Throws std::invalid_argument.
+ActivationSpec activation_spec(const ExpertLayout& layout, int activation, float alpha, float limit,
+                               float offset);
 
 // What routing gives is checked here, where a row costs a nanosecond: nothing is read outside.
 // Throws std::invalid_argument.

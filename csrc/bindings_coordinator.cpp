@@ -4,11 +4,12 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <tuple>
 
-#include "bindings.hpp"
+#include "bindings_calls.hpp"
 #include "coordinator/coordinator.hpp"
 #include "coordinator/copying.hpp"
 #include "coordinator/driver_copies.hpp"
@@ -64,16 +65,14 @@ nb::tuple as_tuple(const Resident& resident) {
 
 std::vector<CopyTuple> as_tuples(std::span<const SlotCopy> copies) {
   std::vector<CopyTuple> found;
-  for (const SlotCopy& copy : copies)
-    found.emplace_back(copy.layer, copy.expert, copy.slot, copy.victim);
+  for (const SlotCopy& c : copies) found.emplace_back(c.layer, c.expert, c.slot, c.victim);
   return found;
 }
 
 std::vector<std::tuple<std::int32_t, std::int32_t, double>> as_tuples(
     const std::vector<Arrival>& arrivals) {
   std::vector<std::tuple<std::int32_t, std::int32_t, double>> found;
-  for (const Arrival& arrival : arrivals)
-    found.emplace_back(arrival.layer, arrival.expert, arrival.seconds);
+  for (const Arrival& a : arrivals) found.emplace_back(a.layer, a.expert, a.seconds);
   return found;
 }
 
@@ -108,10 +107,17 @@ class StepCoordinator {
     get().set_hook(calling<std::int64_t>(hook));
   }
 
-  void manage_slots(std::uintptr_t entries, std::int64_t num_experts,
-                    const std::vector<std::uintptr_t>& slots, StepPolicy* policy,
-                    double bytes_per_second, const nb::object& before_copy,
-                    const DriverLink* link) {
+  // Of `slots`, which may be a GPU's memory, addresses come with the bytes of each.
+  void manage_slots(const Tensor& entries, const std::vector<std::uintptr_t>& slots,
+                    std::int64_t slot_bytes, StepPolicy* policy, double bytes_per_second,
+                    const nb::object& before_copy, const DriverLink* link) {
+    const auto num_layers = static_cast<std::int64_t>(layers_.size());
+    entries.require_dims("entries", 2);
+    auto* table = entries.dense<std::int64_t>("entries", num_layers * entries.size(1));
+    for (const RoutedLayer& layer : layers_)
+      require(layer.expert_bytes <= slot_bytes && layer.num_experts <= entries.size(1),
+              "slots and entries for all experts");
+    for (const std::uintptr_t slot : slots) require(slot != 0, "addresses of slots");
     get().set_after_answer(nullptr);
     {
       const nb::gil_scoped_release release;
@@ -119,17 +125,13 @@ class StepCoordinator {
     }
     before_copy_ = before_copy;
     num_slots_ = static_cast<std::int32_t>(slots.size());
-    num_experts_ = num_experts;
-    entries_ = pointer<std::int64_t>(entries);
+    num_experts_ = entries.size(1);
+    entries_ = table;
     std::vector<std::uint8_t*> memory;
-    for (const std::uintptr_t slot : slots) memory.push_back(pointer<std::uint8_t>(slot));
-    std::unique_ptr<CopyEngine> engine;
-    if (link == nullptr) {
-      engine = std::make_unique<HostCopyEngine>(calling<>(before_copy));
-    } else {
-      engine = std::make_unique<DriverCopyEngine>(link->driver, link->table);
-    }
-    copying_ = std::make_unique<CopyingThread>(std::move(engine), layers_, entries_, num_experts,
+    for (const std::uintptr_t slot : slots) memory.push_back(reinterpret_cast<std::uint8_t*>(slot));
+    std::unique_ptr<CopyEngine> engine = std::make_unique<HostCopyEngine>(calling<>(before_copy));
+    if (link != nullptr) engine = std::make_unique<DriverCopyEngine>(link->driver, link->table);
+    copying_ = std::make_unique<CopyingThread>(std::move(engine), layers_, entries_, num_experts_,
                                                std::move(memory), bytes_per_second);
     auto decisions = std::make_unique<StepDecisions>(policy, *copying_);
     decisions_ = decisions.get();
@@ -255,11 +257,18 @@ void bind_steps(nb::module_& m) {
       .def("set_hook", &StepCoordinator::set_hook, nb::arg().none())
       .def("add_mailbox",
            [](StepCoordinator& self, std::int64_t num_rows, std::int64_t top_k, int type,
-              std::uintptr_t memory) {
-             return self.get().add_mailbox(num_rows, top_k, token_type(type),
-                                           pointer<std::uint8_t>(memory));
+              const MaybeTensor& memory) {
+             const auto num_layers = static_cast<std::int64_t>(self.layers().size());
+             require(num_layers > 0 && std::min(num_rows, top_k) > 0 && std::max(num_rows, top_k) < 1 << 16,
+                     "layers, and 1 to 65535 rows and choices");
+             const MailboxLayout box{num_layers, num_rows, top_k,
+                                     self.layers().front().layout.hidden_size, token_type(type)};
+             std::uint8_t* at = memory ? memory->memory("memory", box.num_bytes(), true) : nullptr;
+             require(reinterpret_cast<std::uintptr_t>(at) % MailboxLayout::kLineBytes == 0,
+                     "memory that begins with a line of the cache");
+             return self.get().add_mailbox(num_rows, top_k, token_type(type), at);
            },
-           nb::arg(), nb::arg(), nb::arg(), nb::arg() = 0)
+           nb::arg(), nb::arg(), nb::arg(), nb::arg().none() = nb::none())
       .def("begin_step", [](StepCoordinator& self, std::int64_t number, double patience) {
         const nb::gil_scoped_release release;
         self.get().begin_step(number, patience);
@@ -295,30 +304,31 @@ void bind_steps(nb::module_& m) {
       .def("copy_error", [](StepCoordinator& self) { return self.copying().error(); });
 }
 
-// layer, tokens, hidden, index, the weights' type, weights, out
-using TwinTuple = std::tuple<std::int64_t, std::int64_t, std::uintptr_t, std::uintptr_t, int,
-                             std::uintptr_t, std::uintptr_t>;
+// layer, hidden, index, weights, out
+using TwinTuple = std::tuple<std::int64_t, Tensor, Tensor, Tensor, Tensor>;
 
 // A twin on the threads of an engine that is its own while it runs.
 class BoundTwin {
  public:
-  BoundTwin(StepCoordinator& coordinator, std::int64_t mailbox, std::uintptr_t addresses,
+  BoundTwin(StepCoordinator& coordinator, std::int64_t mailbox, const Tensor& addresses,
             ExpertEngine& engine, int most_delay, unsigned seed)
-      : rows_(coordinator.get().mailbox(mailbox).layout().num_rows),
-        num_layers_(static_cast<std::int64_t>(coordinator.layers().size())),
+      : layers_(coordinator.layers()),
+        box_(coordinator.get().mailbox(mailbox).layout()),
         engine_(engine),
-        stream_(coordinator.layers(), coordinator.get().mailbox(mailbox),
-                pointer<const std::int64_t>(addresses), engine, most_delay, seed) {}
+        stream_(layers_, coordinator.get().mailbox(mailbox), table_of(layers_, addresses), engine,
+                most_delay, seed) {}
   ~BoundTwin() { join(); }
 
   TwinCall call_of(const TwinTuple& call) const {
-    const auto& [layer, tokens, hidden, index, type, weights, out] = call;
-    if (layer < 0 || layer >= num_layers_ || tokens < 0 || tokens > rows_)
-      throw std::invalid_argument("layer " + std::to_string(layer) + " with " +
-                                  std::to_string(tokens) + " tokens, expected at most " +
-                                  std::to_string(rows_) + " and a layer that exists");
-    return {layer, tokens, pointer<const void>(hidden), pointer<const std::int64_t>(index),
-            token_type(type), pointer<const void>(weights), pointer<void>(out)};
+    const auto& [layer, hidden, index, weights, out] = call;
+    const std::int64_t tokens = hidden.size(0);
+    require(layer >= 0 && layer < static_cast<std::int64_t>(layers_.size()), "a layer that exists");
+    const auto& own = layers_[static_cast<std::size_t>(layer)];
+    const RoutedCall found = routed_call(own, hidden, index, weights, out);
+    require(found.type == box_.type && found.top_k == box_.top_k && tokens <= box_.num_rows &&
+                found.num_tokens == tokens,
+            "tokens as the mailbox has them, at most its rows");
+    return {layer, tokens, found.hidden, found.index, found.weight_type, found.weights, found.out};
   }
 
   void run(const TwinTuple& call) {
@@ -348,7 +358,15 @@ class BoundTwin {
   TwinStream& stream() { return stream_; }
 
  private:
-  std::int64_t rows_, num_layers_;
+  static const std::int64_t* table_of(const Layers& layers, const Tensor& addresses) {
+    std::int64_t most = 0;
+    for (const RoutedLayer& layer : layers) most = std::max(most, layer.num_experts);
+    const auto count = static_cast<std::int64_t>(layers.size());
+    return addresses.dense<const std::int64_t>("addresses", count * most);
+  }
+
+  const Layers layers_;
+  const MailboxLayout box_;
   ExpertEngine& engine_;
   TwinStream stream_;
   std::unique_ptr<TwinStep> step_;
@@ -361,7 +379,7 @@ void bind_coordinator(nb::module_& m) {
   bind_policy(m);
   bind_steps(m);
   nb::class_<BoundTwin>(m, "TwinStream")
-      .def(nb::init<StepCoordinator&, std::int64_t, std::uintptr_t, ExpertEngine&, int, unsigned>(),
+      .def(nb::init<StepCoordinator&, std::int64_t, const Tensor&, ExpertEngine&, int, unsigned>(),
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 5>())
       .def("run", &BoundTwin::run)
       .def("add_to", &BoundTwin::add_to)

@@ -1,19 +1,17 @@
 // What Python sees of the dense kernels, attention and sampling.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <array>
-#include <stdexcept>
+#include <tuple>
+#include <utility>
 #include <vector>
 
-#include "attention.hpp"
-#include "bindings.hpp"
-#include "blocks.hpp"
-#include "dense.hpp"
-#include "quantize.hpp"
-#include "routed.hpp"
+#include "bindings_calls.hpp"
 #include "sampling.hpp"
+#include "sizes.hpp"
 
 namespace nb = nanobind;
 
@@ -22,117 +20,227 @@ namespace {
 
 constexpr std::size_t kMaxMatrices = 8;
 
-// Addresses come from torch tensors, whose shapes and dtypes tandem.kernels.dense has checked.
-DenseMatrix make_matrix(int format, std::int64_t group, std::int64_t rows, std::int64_t cols,
-                        std::uintptr_t data, std::uintptr_t scales, std::uintptr_t bias) {
-  return {{static_cast<Format>(format), (rows + kBlockRows - 1) / kBlockRows, cols, group,
-           pointer<const std::uint8_t>(data), pointer<const std::uint8_t>(scales),
-           pointer<const float>(bias)},
-          rows};
+DenseMatrix make_matrix(int number, std::int64_t group, std::int64_t rows, std::int64_t in_features,
+                        std::int64_t cols, const Tensor& data, const MaybeTensor& scales,
+                        const MaybeTensor& bias) {
+  const Format format = require_format(number);
+  require_columns(format, group, cols);
+  require(rows > 0 && rows <= kMostSide && in_features > 0 && in_features <= cols,
+          "1 to 2^28 rows, and as many inputs as columns or fewer");
+  const std::int64_t blocks = blocks_of(rows), scale = scale_bytes(format, cols, group);
+  require((scale > 0) == scales.has_value(), "scales, where the format has some");
+  return {{format, blocks, cols, group, data.memory("data", blocks * code_bytes(format, cols)),
+           scales ? scales->memory("scales", blocks * scale) : nullptr,
+           dense_or_null<const float>(bias, "bias", blocks * kBlockRows)},
+          rows,
+          in_features};
 }
 
-void run_dense(DenseEngine& engine, const nb::tuple& matrices, std::int64_t num_tokens,
-               std::int64_t in_features, bool is_bf16, std::uintptr_t input,
-               const nb::tuple& outputs) {
-  std::array<const DenseMatrix*, kMaxMatrices> chosen{};
-  std::array<void*, kMaxMatrices> out{};
-  const std::size_t count = matrices.size();
-  if (count > kMaxMatrices || outputs.size() != count)
-    throw std::invalid_argument("expected up to 8 matrices and as many outputs");
-  for (std::size_t i = 0; i < count; ++i) {
-    chosen[i] = nb::cast<const DenseMatrix*>(matrices[i]);
-    out[i] = pointer<void>(nb::cast<std::uintptr_t>(outputs[i]));
-  }
+void run_dense(DenseEngine& engine, const std::vector<const DenseMatrix*>& matrices,
+               const Tensor& x, const std::vector<Tensor>& outputs) {
+  require(matrices.size() <= kMaxMatrices, "up to 8 matrices");
+  const DenseProduct product(matrices, x, outputs);
   const Turn turn(engine);
-  engine.run({static_cast<std::int64_t>(count), chosen.data(), num_tokens, in_features,
-              value_type(is_bf16), pointer<const void>(input), out.data()});
+  engine.run({static_cast<std::int64_t>(matrices.size()), matrices.data(), product.num_tokens,
+              product.in_features, product.type, product.input, product.outputs.data()});
 }
 
 void run_groups(DenseEngine& engine, const std::vector<const DenseMatrix*>& matrices,
-                std::int64_t num_tokens, std::int64_t in_features, bool is_bf16,
-                std::uintptr_t input, std::int64_t token_stride, std::int64_t group_stride,
-                std::uintptr_t out) {
-  const std::vector<void*> outputs = grouped_outputs(matrices, is_bf16, out);
+                const Tensor& x, const Tensor& out) {
+  const GroupsProduct product(matrices, x, out);
   const Turn turn(engine);
-  engine.run({static_cast<std::int64_t>(matrices.size()), matrices.data(), num_tokens, in_features,
-              value_type(is_bf16), pointer<const void>(input), outputs.data(), token_stride,
-              group_stride, grouped_stride(matrices)});
+  engine.run({static_cast<std::int64_t>(matrices.size()), matrices.data(), product.num_tokens,
+              product.in_features, product.type, product.input, product.outputs.data(),
+              product.token_stride, product.group_stride, product.out_stride});
 }
 
-void read_rows(DenseEngine& engine, const DenseMatrix& matrix, std::int64_t cols,
-               std::int64_t count, std::uintptr_t numbers, bool is_bf16, std::uintptr_t out) {
+void read_rows(DenseEngine& engine, const DenseMatrix& matrix, const Tensor& numbers,
+               const Tensor& out) {
+  const RowsCall call = rows_call(matrix, numbers, out);
   const Turn turn(engine);
-  engine.read({&matrix, cols, count, pointer<const std::int64_t>(numbers), value_type(is_bf16),
-               pointer<void>(out)});
+  engine.read(call);
 }
 
-std::uintptr_t address(std::int64_t value) { return static_cast<std::uintptr_t>(value); }
+// Bytes from a tensor's first value to the end of its last one.
+std::int64_t span_of(const Tensor& x) {
+  std::int64_t last = 0;
+  for (int dim = 0; dim < x.dims(); ++dim) last += (x.size(dim) - 1) * x.stride(dim);
+  return x.count() == 0 ? 0 : (last + 1) * x.element_bytes();
+}
 
-// `calls` is (count, 14) int64, rows of what tandem.kernels.formats.native_quantize writes.
-bool quantize_matrices(const std::string& isa, int num_threads, bool has_search, std::int64_t count,
-                       std::uintptr_t calls) {
-  constexpr std::int64_t kFields = 14;
-  const auto* f = pointer<const std::int64_t>(calls);
-  std::vector<QuantizeCall> matrices;
-  for (std::int64_t i = 0; i < count; ++i, f += kFields)
-    matrices.push_back({static_cast<Format>(f[0]), f[1], has_search, f[2], f[3], f[4],
-                        static_cast<SourceType>(f[5]), pointer<const void>(address(f[6])), f[7],
-                        f[8], pointer<const float>(address(f[9])),
-                        pointer<std::uint8_t>(address(f[10])), f[11],
-                        pointer<std::uint8_t>(address(f[12])), f[13]});
+// Blocks of a packed matrix, which may lie apart; what is in one has no gaps.
+struct Blocks {
+  std::uint8_t* at = nullptr;
+  std::int64_t stride = 0, bytes = 0;
+
+  Blocks() = default;
+  Blocks(const Tensor& x, const char* name, std::int64_t count)
+      : at(static_cast<std::uint8_t*>(x.data(name, true))),
+        stride(x.stride(0) * x.element_bytes()),
+        bytes(span_of(x)) {
+    std::int64_t inner = 1;
+    for (int dim = x.dims() - 1; dim > 0; inner *= x.size(dim--))
+      if (x.size(dim) > 1 && x.stride(dim) != inner) x.refuse(name, "blocks without gaps");
+    if (x.size(0) != count || x.element() == Element::kOther)
+      x.refuse(name, std::to_string(count) + " blocks of codes or scales");
+  }
+};
+
+// A list with a tuple for each matrix: format, group, padded columns, weight, importance or None,
+// blocks of codes, and of scales or None.
+using Rounding = std::tuple<int, std::int64_t, std::int64_t, Tensor, MaybeTensor, Tensor, MaybeTensor>;
+
+QuantizeCall quantize_call(const Rounding& rounding, bool has_search) {
+  const auto& [format, group, cols, weight, importance, words, scales] = rounding;
+  weight.require_dims("weight", 2);
+  const ValueType type = weight.token_type("weight");
+  const std::int64_t blocks = blocks_of(weight.size(0));
+  const Blocks data(words, "data", blocks);
+  const Blocks shared = scales ? Blocks(*scales, "scales", blocks) : Blocks();
+  const QuantizeCall call{require_format(format), group, has_search, weight.size(0), weight.size(1),
+                          cols, static_cast<SourceType>(type), weight.data("weight"),
+                          weight.stride(0), weight.stride(1),
+                          dense_or_null<const float>(importance, "importance", cols),
+                          data.at, data.stride, shared.at, shared.stride};
+  require_room(call, {span_of(weight), 4 * cols, data.bytes, shared.bytes});
+  return call;
+}
+
+bool quantize_matrices(const std::string& isa, int num_threads, bool has_search,
+                       const std::vector<Rounding>& roundings) {
+  std::vector<QuantizeCall> calls;
+  for (const Rounding& rounding : roundings) calls.push_back(quantize_call(rounding, has_search));
   const nb::gil_scoped_release release;
-  return quantize(matrices, isa, num_threads);
+  return quantize(calls, isa, num_threads);
 }
 
-Numbers numbers_of(const std::int64_t* f) {
-  return {pointer<const std::uint8_t>(address(f[0])), static_cast<NumberType>(f[1]), f[2], f[3]};
+// (rows, groups) numbers as fields have them.
+Numbers numbers_of(const Tensor& x, const char* name) {
+  x.require_dims(name, 2);
+  const std::int64_t size = x.element_bytes();
+  const NumberType type = size == 1 ? NumberType::kByte
+                          : x.token_type(name) == ValueType::kFp16 ? NumberType::kFp16
+                          : x.token_type(name) == ValueType::kBf16 ? NumberType::kBf16
+                                                                   : NumberType::kFp32;
+  return {static_cast<const std::uint8_t*>(x.data(name)), type, x.stride(0) * size,
+          x.stride(1) * size};
 }
 
-// `calls` is (count, 27) int64, rows of what tandem.kernels.formats.file_rows writes.
-bool rearrange_blocks(int num_threads, std::int64_t count, std::uintptr_t calls) {
-  constexpr std::int64_t kNumbers = 27;
-  const auto* f = pointer<const std::int64_t>(calls);
+// Where rows go: format, rows, columns, codes, scales, and a factor or None.
+using PackedPlace = std::tuple<int, std::int64_t, std::int64_t, Tensor, Tensor, MaybeTensor>;
+// Rows of blocks: their kind, their bytes, and an order and a table or None.
+using BlockRows = std::tuple<int, Tensor, MaybeTensor, MaybeTensor>;
+// Rows of fields: words, places, flip, group, repeats, rows of a scale, scales, minima or None.
+using FieldRows = std::tuple<Tensor, std::int64_t, int, std::int64_t, std::int64_t, std::int64_t,
+                             Tensor, MaybeTensor>;
+
+Rearrangement placed(const PackedPlace& place, RearrangementBytes& bytes) {
+  const auto& [format, rows, cols, codes, scales, factor] = place;
+  require(rows > 0 && rows <= kMostSide, "1 to 2^28 rows");
+  const Blocks data(codes, "data", blocks_of(rows)), shared(scales, "scales", blocks_of(rows));
+  Rearrangement work{};
+  work.format = require_format(format);
+  work.rows = rows;
+  work.cols = cols;
+  work.data = data.at;
+  work.data_stride = data.stride;
+  work.scales = shared.at;
+  work.scale_stride = shared.stride;
+  work.factor = dense_or_null<const float>(factor, "factor", 1);
+  bytes = {0, 0, data.bytes, shared.bytes, 0, 4, 0, 0};
+  return work;
+}
+
+Rearrangement blocks_work(const PackedPlace& place, const BlockRows& source) {
+  const auto& [kind, rows, order, table] = source;
+  RearrangementBytes bytes{};
+  Rearrangement work = placed(place, bytes);
+  work.kind = static_cast<BlockKind>(kind);
+  require(work.kind != BlockKind::kFields, "a kind of blocks");
+  bytes.source = rows.count();
+  bytes.order = 8 * work.rows;
+  bytes.table = table ? table->count() : 0;
+  work.source = rows.dense<const std::uint8_t>("rows", bytes.source);
+  work.order = dense_or_null<const std::int64_t>(order, "order", work.rows);
+  work.table = dense_or_null<const std::uint8_t>(table, "table", bytes.table);
+  require_room(work, bytes);
+  return work;
+}
+
+Rearrangement fields_work(const PackedPlace& place, const FieldRows& source) {
+  const auto& [words, places, flip, group, repeats, scale_rows, scales, minima] = source;
+  RearrangementBytes bytes{};
+  Rearrangement work = placed(place, bytes);
+  const std::int64_t size = words.element_bytes();
+  words.require_dims("words", 2);
+  if (size != 4 && (size != 1 || (words.size(1) > 1 && words.stride(1) != 1)))
+    words.refuse("words", "words of 32 bits, or bytes side by side");
+  bytes.source = span_of(words);
+  work.source = static_cast<const std::uint8_t*>(words.data("words"));
+  work.fields = {words.stride(0) * size, size == 4 ? words.stride(1) * size : 4,
+                 static_cast<std::uint32_t>(places), static_cast<std::uint8_t>(flip), group, repeats,
+                 scale_rows, numbers_of(scales, "scales"),
+                 minima ? numbers_of(*minima, "minima") : Numbers{}};
+  bytes.field_scales = span_of(scales);
+  bytes.field_minima = minima ? span_of(*minima) : 0;
+  require_room(work, bytes);
+  return work;
+}
+
+using BlockPlacing = std::pair<PackedPlace, BlockRows>;
+using FieldPlacing = std::pair<PackedPlace, FieldRows>;
+
+bool rearrange_rows(int num_threads, const std::vector<BlockPlacing>& blocks,
+                    const std::vector<FieldPlacing>& fields) {
   std::vector<Rearrangement> works;
-  for (std::int64_t i = 0; i < count; ++i, f += kNumbers)
-    works.push_back({static_cast<Format>(f[0]), static_cast<BlockKind>(f[1]),
-                     pointer<const std::uint8_t>(address(f[2])),
-                     pointer<const std::int64_t>(address(f[3])), f[4], f[5],
-                     pointer<std::uint8_t>(address(f[6])), pointer<std::uint8_t>(address(f[7])),
-                     f[8], f[9], pointer<const std::uint8_t>(address(f[10])),
-                     pointer<const float>(address(f[11])),
-                     {f[12], f[13], static_cast<std::uint32_t>(f[14]),
-                      static_cast<std::uint8_t>(f[15]), f[16], f[17], f[18],
-                      numbers_of(f + 19), numbers_of(f + 23)}});
+  for (const auto& [place, source] : blocks) works.push_back(blocks_work(place, source));
+  for (const auto& [place, source] : fields) works.push_back(fields_work(place, source));
   const nb::gil_scoped_release release;
   return rearrange(works, num_threads);
+}
+
+void init_attention(AttentionCall* self, int cache_type, std::int64_t num_heads,
+                    std::int64_t num_kv_heads, std::int64_t key_dim, std::int64_t value_dim,
+                    float scale, float softcap, std::int64_t window, const MaybeTensor& sinks) {
+  require(cache_type >= 0 && cache_type <= static_cast<int>(KvType::kInt8), "a type of a KV cache");
+  constexpr std::int64_t kMost = 1 << 20;
+  require(num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0 && key_dim > 0 &&
+              value_dim > 0 && num_heads <= kMost && key_dim <= kMost && value_dim <= kMost &&
+              window >= 0,
+          "as many heads for each KV head, and 1 to 2^20 of them and of their values");
+  AttentionCall call{};
+  call.layout = {static_cast<KvType>(cache_type), key_dim, value_dim};
+  call.num_heads = num_heads;
+  call.num_kv_heads = num_kv_heads;
+  call.scale = scale;
+  call.softcap = softcap;
+  call.window = window;
+  call.sinks = dense_or_null<const float>(sinks, "sinks", num_heads);
+  call.num_rows = 0;
+  new (self) AttentionCall(call);
+}
+
+// Keys and values are (slots, KV heads, blocks, bytes of a block) uint8, of whole chunks.
+void set_cache(AttentionCall& call, const Tensor& keys, const Tensor& values) {
+  const std::int64_t slots = keys.size(0), blocks = keys.size(2);
+  const std::int64_t count = slots * call.num_kv_heads * blocks;
+  keys.require_dims("keys", 4);
+  require(blocks % (kKvChunk / kKvBlock) == 0, "whole chunks of 64 positions");
+  call.keys = keys.memory("keys", count * call.layout.key_block_bytes(), true);
+  call.values = values.memory("values", count * call.layout.value_block_bytes(), true);
+  call.capacity_blocks = blocks;
+  call.num_rows = slots;
 }
 
 void bind_attention(nb::module_& m) {
   // What stays the same from step to step, by layer.
   nb::class_<AttentionCall>(m, "AttentionLayer")
-      .def("__init__",
-           [](AttentionCall* call, int cache_type, std::int64_t num_heads,
-              std::int64_t num_kv_heads, std::int64_t key_dim, std::int64_t value_dim, float scale,
-              float softcap, std::int64_t window, std::uintptr_t sinks) {
-             new (call) AttentionCall{};
-             call->layout = {static_cast<KvType>(cache_type), key_dim, value_dim};
-             call->num_heads = num_heads;
-             call->num_kv_heads = num_kv_heads;
-             call->scale = scale;
-             call->softcap = softcap;
-             call->window = window;
-             call->sinks = pointer<const float>(sinks);
-           })
+      .def("__init__", &init_attention)
       .def_prop_ro("key_block_bytes",
                    [](const AttentionCall& call) { return call.layout.key_block_bytes(); })
       .def_prop_ro("value_block_bytes",
                    [](const AttentionCall& call) { return call.layout.value_block_bytes(); })
-      .def("set_cache", [](AttentionCall& call, std::uintptr_t keys, std::uintptr_t values,
-                           std::int64_t capacity_blocks) {
-        call.keys = pointer<std::uint8_t>(keys);
-        call.values = pointer<std::uint8_t>(values);
-        call.capacity_blocks = capacity_blocks;
-      });
+      .def("set_cache", &set_cache);
   nb::class_<AttentionEngine>(m, "AttentionEngine")
       .def("__init__",
            [](AttentionEngine* self, ExpertEngine& engine, bool may_use_tiles) {
@@ -140,55 +248,42 @@ void bind_attention(nb::module_& m) {
            },
            nb::arg(), nb::arg("may_use_tiles") = true, nb::keep_alive<1, 2>())
       .def("append",
-           [](AttentionEngine& engine, AttentionCall& call, bool is_bf16, std::int64_t num_tokens,
-              std::uintptr_t rows, std::uintptr_t positions, std::uintptr_t key,
-              std::int64_t key_token_stride, std::int64_t key_head_stride, std::uintptr_t value,
-              std::int64_t value_token_stride, std::int64_t value_head_stride) {
-             call.type = value_type(is_bf16);
-             call.num_tokens = num_tokens;
-             call.rows = pointer<const std::int64_t>(rows);
-             call.positions = pointer<const std::int64_t>(positions);
-             call.new_key = {pointer<const void>(key), key_token_stride, key_head_stride};
-             call.new_value = {pointer<const void>(value), value_token_stride, value_head_stride};
+           [](AttentionEngine& engine, const AttentionCall& layer, const Tensor& slots,
+              const Tensor& positions, const Tensor& key, const Tensor& value) {
+             AttentionCall call = layer;
+             take_new(call, slots, positions, key, value);
              engine.append(call);
            })
-      .def("attend", [](AttentionEngine& engine, AttentionCall& call, bool is_bf16,
-                        std::int64_t num_tokens, std::uintptr_t rows, std::uintptr_t positions,
-                        std::uintptr_t query, std::int64_t token_stride, std::int64_t head_stride,
-                        std::uintptr_t selected, std::int64_t num_selected, std::uintptr_t out) {
-        call.type = value_type(is_bf16);
-        call.num_tokens = num_tokens;
-        call.rows = pointer<const std::int64_t>(rows);
-        call.positions = pointer<const std::int64_t>(positions);
-        call.query = {pointer<const void>(query), token_stride, head_stride};
-        call.selected = pointer<const std::int32_t>(selected);
-        call.num_selected = num_selected;
-        call.out = pointer<void>(out);
+      .def("attend", [](AttentionEngine& engine, const AttentionCall& layer, const Tensor& slots,
+                        const Tensor& positions, const Tensor& query, const MaybeTensor& selected,
+                        const Tensor& out) {
+        AttentionCall call = layer;
+        take_query(call, slots, positions, query, selected, out);
         const Turn turn(engine);
         engine.run(call);
       });
 }
 
+// `experts` is (experts, bytes of one), which lie in it one after the other.
+void init_routed(RoutedLayer* self, const ExpertLayout& layout, int activation, float alpha,
+                 float limit, float offset, const Tensor& experts) {
+  experts.require_dims("experts", 2);
+  const std::int64_t bytes = experts.size(1);
+  require_layout(layout, bytes);
+  new (self) RoutedLayer{layout, activation_spec(layout, activation, alpha, limit, offset),
+                         experts.size(0),
+                         experts.dense<const std::uint8_t>("experts", experts.size(0) * bytes), bytes};
+}
+
 void bind_routed(nb::module_& m) {
-  nb::class_<RoutedLayer>(m, "RoutedLayer")
-      .def("__init__", [](RoutedLayer* self, const ExpertLayout& layout, int activation,
-                          float alpha, float limit, float offset, std::int64_t num_experts,
-                          std::uintptr_t experts, std::int64_t expert_bytes) {
-        new (self) RoutedLayer{layout,
-                               {static_cast<Activation>(activation), alpha, limit, offset},
-                               num_experts,
-                               pointer<const std::uint8_t>(experts),
-                               expert_bytes};
-      });
+  nb::class_<RoutedLayer>(m, "RoutedLayer").def("__init__", &init_routed);
   nb::class_<RoutedExperts>(m, "RoutedExperts")
       .def(nb::init<ExpertEngine&>(), nb::keep_alive<1, 2>())
-      .def("run", [](RoutedExperts& self, const RoutedLayer& layer, std::int64_t num_tokens,
-                     std::int64_t top_k, int type, std::uintptr_t hidden, std::uintptr_t index,
-                     int weight_type, std::uintptr_t weights, std::uintptr_t out) {
+      .def("run", [](RoutedExperts& self, const RoutedLayer& layer, const Tensor& hidden,
+                     const Tensor& index, const Tensor& weights, const Tensor& out) {
+        const RoutedCall call = routed_call(layer, hidden, index, weights, out);
         const Turn turn(self);
-        return self.run(layer, {num_tokens, top_k, token_type(type), pointer<const void>(hidden),
-                                pointer<const std::int64_t>(index), token_type(weight_type),
-                                pointer<const void>(weights), pointer<void>(out)});
+        return self.run(layer, call);
       });
 }
 
@@ -224,14 +319,16 @@ void bind_sampling(nb::module_& m) {
             new (self) RuledSampler{TokenSampler(isa), sampling_rule(rule)};
           },
           nb::arg("isa"), nb::arg("rule"))
-      .def("choose", [](const RuledSampler& self, bool is_bf16, std::uintptr_t logits,
-                        std::int64_t vocabulary, std::uintptr_t seen, std::int64_t num_seen,
+      .def("choose", [](const RuledSampler& self, const Tensor& logits, const MaybeTensor& seen,
                         double uniform) {
+        const std::int64_t vocabulary = logits.count(), num_seen = seen ? seen->count() : 0;
+        const ValueType type = logits.value_type("logits");
+        const auto* ids = dense_or_null<const std::int64_t>(seen, "seen", num_seen);
+        require(vocabulary > 0, "a score or more");
+        const TokenScores scores{type, logits.values("logits", type, vocabulary), vocabulary, ids,
+                                 num_seen};
         const nb::gil_scoped_release release;
-        return self.sampler.choose(self.rule,
-                                   {value_type(is_bf16), pointer<const void>(logits), vocabulary,
-                                    pointer<const std::int64_t>(seen), num_seen},
-                                   uniform);
+        return self.sampler.choose(self.rule, scores, uniform);
       });
 }
 
@@ -241,7 +338,7 @@ void bind_dense(nb::module_& m) {
   m.def("quantize", &quantize_matrices);
   m.def("block_bytes", [](int kind) { return block_reader(static_cast<BlockKind>(kind)).bytes; });
   m.def("block_cols", [](int kind) { return block_reader(static_cast<BlockKind>(kind)).cols; });
-  m.def("rearrange_blocks", &rearrange_blocks);
+  m.def("rearrange_rows", &rearrange_rows);
   nb::class_<DenseMatrix>(m, "DenseMatrix");
   m.def("make_dense_matrix", &make_matrix);
   nb::class_<DenseEngine>(m, "DenseEngine")

@@ -1,14 +1,11 @@
 // What Python sees of programs: a recorded step's operations, added one by one, run as one call.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/array.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <array>
-#include <tuple>
+#include <algorithm>
 #include <vector>
 
-#include "bindings.hpp"
+#include "bindings_calls.hpp"
 #include "program.hpp"
 
 namespace nb = nanobind;
@@ -16,197 +13,244 @@ namespace nb = nanobind;
 namespace tandem {
 namespace {
 
-void add_norm(Program& program, std::int64_t num_rows, std::int64_t cols, float eps,
-              bool rounds_first, bool is_bf16, std::uintptr_t input, std::int64_t input_stride,
-              std::uintptr_t weight, std::int64_t weight_rows, int gate_kind, std::uintptr_t gate,
-              std::int64_t gate_stride, std::uintptr_t out) {
-  program.add(RmsNorm{num_rows, cols, eps, rounds_first, value_type(is_bf16),
-                      pointer<const void>(input), input_stride, pointer<const float>(weight),
-                      weight_rows, static_cast<GateKind>(gate_kind), pointer<const void>(gate),
-                      gate_stride, pointer<void>(out)});
+// Rows of the last dimension, as far apart as each other.
+struct EvenRows {
+  const void* data;
+  std::int64_t count, stride;
+};
+
+EvenRows even_rows(const Tensor& x, const char* name, ValueType type) {
+  const std::int64_t cols = x.size(-1);
+  bool is_even = x.dims() > 0 && (cols <= 1 || x.stride(-1) == 1);
+  std::int64_t count = 1, stride = cols;
+  for (int dim = -2; dim >= -x.dims(); --dim) {
+    if (x.size(dim) == 1) continue;
+    is_even = is_even && (count == 1 || x.stride(dim) == count * stride);
+    if (count == 1) stride = x.stride(dim);
+    count *= x.size(dim);
+  }
+  if (!is_even || x.element() != static_cast<Element>(type))
+    x.refuse(name, "evenly spaced rows of one type");
+  return {x.data(name), count, stride};
 }
 
-void add_rotary(Program& program, std::int64_t num_tokens, std::int64_t num_heads,
-                std::int64_t dim, std::int64_t rotated, bool is_bf16, std::uintptr_t input,
-                std::int64_t token_stride, std::int64_t head_stride, std::uintptr_t cos,
-                std::uintptr_t sin, std::uintptr_t out) {
-  program.add(Rotary{num_tokens, num_heads, dim, rotated, value_type(is_bf16),
-                     pointer<const void>(input), token_stride, head_stride,
-                     pointer<const void>(cos), pointer<const void>(sin), pointer<void>(out)});
+void add_norm(Program& program, float eps, bool rounds_first, const Tensor& x,
+              const MaybeTensor& weight, int gate_kind, const MaybeTensor& gate, const Tensor& out) {
+  const ValueType type = x.value_type("x");
+  const EvenRows rows = even_rows(x, "x", type);
+  const std::int64_t cols = x.size(-1);
+  std::int64_t weight_rows = 1;
+  if (weight && cols > 0) weight_rows = std::max<std::int64_t>(1, weight->count() / cols);
+  require(gate_kind >= 0 && gate_kind <= static_cast<int>(GateKind::kSigmoidAfter) &&
+              (gate_kind != 0) == gate.has_value(),
+          "a gate where there is a kind of gate");
+  require(rows.count % weight_rows == 0, "a weight for each row");
+  EvenRows gates{};
+  if (gate) gates = even_rows(*gate, "gate", type);
+  if (gate && (gates.count != rows.count || gate->size(-1) != cols)) gate->refuse("gate", "the sizes of x");
+  program.add(RmsNorm{rows.count, cols, eps, rounds_first, type, rows.data, rows.stride,
+                      dense_or_null<const float>(weight, "weight", weight_rows * cols), weight_rows,
+                      static_cast<GateKind>(gate_kind), gates.data, gates.stride,
+                      out.values("out", type, rows.count * cols, true)});
 }
 
-void add_rotary_pairs(Program& program, std::int64_t num_tokens, std::int64_t num_heads,
-                      std::int64_t dim, bool is_bf16, std::uintptr_t input,
-                      std::int64_t token_stride, std::int64_t head_stride, std::uintptr_t turns,
-                      std::uintptr_t out) {
-  program.add(RotaryPairs{num_tokens, num_heads, dim, value_type(is_bf16),
-                          pointer<const void>(input), token_stride, head_stride,
-                          pointer<const float>(turns), pointer<void>(out)});
+// Heads (tokens, heads, dim), whose first values turn by tables (tokens, turned).
+void add_rotary(Program& program, const Tensor& x, const Tensor& cos, const Tensor& sin,
+                const Tensor& out) {
+  const ValueType type = x.value_type("x");
+  const HeadView heads = heads_of(x, "x", type, -1, -1, -1);
+  const std::int64_t tokens = x.size(0), turned = cos.size(-1);
+  require(turned <= x.size(2) && turned % 2 == 0, "as many angles as a head has values, or fewer");
+  program.add(Rotary{tokens, x.size(1), x.size(2), turned, type, heads.data, heads.token_stride,
+                     heads.head_stride, cos.values("cos", type, tokens * turned),
+                     sin.values("sin", type, tokens * turned),
+                     out.values("out", type, x.count(), true)});
 }
 
-void add_choice(Program& program, std::int64_t num_tokens, std::int64_t num_experts,
-                std::int64_t top_k, bool is_normalised, float scale, bool is_bf16,
-                std::uintptr_t logits, bool weights_are_bf16, std::uintptr_t weights,
-                std::uintptr_t index) {
-  program.add(Choice{num_tokens, num_experts, top_k, is_normalised, scale, value_type(is_bf16),
-                     pointer<const void>(logits), value_type(weights_are_bf16),
-                     pointer<void>(weights), pointer<std::int64_t>(index)});
+// The same of pairs, whose turns are fp32 (tokens, dim): cosines and sines.
+void add_rotary_pairs(Program& program, const Tensor& x, const Tensor& turns, const Tensor& out) {
+  const ValueType type = x.value_type("x");
+  const HeadView heads = heads_of(x, "x", type, -1, -1, -1);
+  require(x.size(2) % 2 == 0, "heads of pairs");
+  program.add(RotaryPairs{x.size(0), x.size(1), x.size(2), type, heads.data, heads.token_stride,
+                          heads.head_stride,
+                          turns.dense<const float>("turns", x.size(0) * x.size(2)),
+                          out.values("out", type, x.count(), true)});
 }
 
-void add_ranked_choice(Program& program, std::int64_t num_tokens, std::int64_t num_experts,
-                       std::int64_t top_k, std::int64_t groups, std::int64_t kept_groups,
-                       std::int64_t best_of_group, bool is_normalised, float epsilon, float scale,
-                       bool scores_are_bf16, std::uintptr_t scores, std::uintptr_t ranks,
-                       bool weights_are_bf16, std::uintptr_t weights, std::uintptr_t index) {
-  if (groups < 1 || num_experts % groups != 0 || best_of_group > num_experts / groups ||
-      top_k > kept_groups * (num_experts / groups))
-    throw std::invalid_argument("expected groups of equal size with enough experts");
-  program.add(RankedChoice{num_tokens, num_experts, top_k, groups, kept_groups, best_of_group,
-                           is_normalised, epsilon, scale, value_type(scores_are_bf16),
-                           pointer<const void>(scores), pointer<const float>(ranks),
-                           value_type(weights_are_bf16), pointer<void>(weights),
-                           pointer<std::int64_t>(index)});
+void add_choice(Program& program, std::int64_t top_k, bool is_normalised, float scale,
+                const Tensor& logits, const Tensor& weights, const Tensor& index) {
+  logits.require_dims("logits", 2);
+  const std::int64_t tokens = logits.size(0), experts = logits.size(1);
+  require(top_k >= 0 && top_k <= experts, "as many experts as are chosen");
+  const ValueType type = logits.value_type("logits"), weight_type = weights.value_type("weights");
+  program.add(Choice{tokens, experts, top_k, is_normalised, scale, type,
+                     logits.values("logits", type, tokens * experts), weight_type,
+                     weights.values("weights", weight_type, tokens * top_k, true),
+                     index.dense<std::int64_t>("index", tokens * top_k)});
 }
 
-void add_dense(Program& program, const std::vector<const DenseMatrix*>& matrices,
-               std::int64_t num_tokens, std::int64_t in_features, bool is_bf16,
-               std::uintptr_t input, const std::vector<std::uintptr_t>& outputs) {
-  if (matrices.size() != outputs.size())
-    throw std::invalid_argument("expected as many outputs as matrices");
-  std::vector<void*> out;
-  for (const std::uintptr_t address : outputs) out.push_back(pointer<void>(address));
-  program.add(Program::Dense{matrices, out, num_tokens, in_features, value_type(is_bf16),
-                             pointer<const void>(input)});
+void add_ranked_choice(Program& program, std::int64_t top_k, std::int64_t groups,
+                       std::int64_t kept_groups, std::int64_t best_of_group, bool is_normalised,
+                       float epsilon, float scale, const Tensor& scores, const Tensor& ranks,
+                       const Tensor& weights, const Tensor& index) {
+  scores.require_dims("scores", 2);
+  const std::int64_t tokens = scores.size(0), experts = scores.size(1);
+  require(groups >= 1 && experts % groups == 0 && kept_groups >= 0 && kept_groups <= groups &&
+              best_of_group >= 0 && best_of_group <= experts / groups && top_k >= 0 &&
+              top_k <= kept_groups * (experts / groups),
+          "groups of equal size with enough experts");
+  const ValueType type = scores.value_type("scores"), weight_type = weights.value_type("weights");
+  program.add(RankedChoice{tokens, experts, top_k, groups, kept_groups, best_of_group,
+                           is_normalised, epsilon, scale, type,
+                           scores.values("scores", type, tokens * experts),
+                           ranks.dense<const float>("ranks", tokens * experts), weight_type,
+                           weights.values("weights", weight_type, tokens * top_k, true),
+                           index.dense<std::int64_t>("index", tokens * top_k)});
 }
 
-void add_groups(Program& program, const std::vector<const DenseMatrix*>& matrices,
-                std::int64_t num_tokens, std::int64_t in_features, bool is_bf16,
-                std::uintptr_t input, std::int64_t token_stride, std::int64_t group_stride,
-                std::uintptr_t out) {
-  program.add(Program::Dense{matrices, grouped_outputs(matrices, is_bf16, out), num_tokens,
-                             in_features, value_type(is_bf16), pointer<const void>(input),
-                             token_stride, group_stride, grouped_stride(matrices)});
+void add_dense(Program& program, const std::vector<const DenseMatrix*>& matrices, const Tensor& x,
+               const std::vector<Tensor>& outputs) {
+  const DenseProduct product(matrices, x, outputs);
+  program.add(Program::Dense{matrices, product.outputs, product.num_tokens, product.in_features,
+                             product.type, product.input});
 }
 
-void add_rows(Program& program, const DenseMatrix& matrix, std::int64_t cols, std::int64_t count,
-              std::uintptr_t numbers, bool is_bf16, std::uintptr_t out) {
-  program.add(RowsCall{&matrix, cols, count, pointer<const std::int64_t>(numbers),
-                       value_type(is_bf16), pointer<void>(out)});
+void add_groups(Program& program, const std::vector<const DenseMatrix*>& matrices, const Tensor& x,
+                const Tensor& out) {
+  const GroupsProduct product(matrices, x, out);
+  program.add(Program::Dense{matrices, product.outputs, product.num_tokens, product.in_features,
+                             product.type, product.input, product.token_stride,
+                             product.group_stride, product.out_stride});
 }
 
-void add_attention(Program& program, const AttentionCall& layer, bool is_bf16,
-                   std::int64_t num_tokens, std::uintptr_t rows, std::uintptr_t positions,
-                   std::uintptr_t query, std::int64_t query_token, std::int64_t query_head,
-                   std::uintptr_t key, std::int64_t key_token, std::int64_t key_head,
-                   std::uintptr_t value, std::int64_t value_token, std::int64_t value_head,
-                   std::uintptr_t selected, std::int64_t num_selected, std::uintptr_t out) {
+void add_rows(Program& program, const DenseMatrix& matrix, const Tensor& numbers,
+              const Tensor& out) {
+  program.add(rows_call(matrix, numbers, out));
+}
+
+void add_attention(Program& program, const AttentionCall& layer, const Tensor& slots,
+                   const Tensor& positions, const Tensor& query, const Tensor& key,
+                   const Tensor& value, const MaybeTensor& selected, const Tensor& out) {
   AttentionCall step = layer;
-  step.type = value_type(is_bf16);
-  step.num_tokens = num_tokens;
-  step.rows = pointer<const std::int64_t>(rows);
-  step.positions = pointer<const std::int64_t>(positions);
-  step.query = {pointer<const void>(query), query_token, query_head};
-  step.new_key = {pointer<const void>(key), key_token, key_head};
-  step.new_value = {pointer<const void>(value), value_token, value_head};
-  step.selected = pointer<const std::int32_t>(selected);
-  step.num_selected = num_selected;
-  step.out = pointer<void>(out);
+  take_new(step, slots, positions, key, value);
+  take_query(step, slots, positions, query, selected, out);
   program.add(Program::Attention{&layer, step});
 }
 
-std::int64_t add_experts(Program& program, const RoutedLayer& layer, std::int64_t num_tokens,
-                         std::int64_t top_k, int type, std::uintptr_t hidden,
-                         std::uintptr_t index, int weight_type, std::uintptr_t weights,
-                         std::uintptr_t out) {
-  return program.add(layer, {num_tokens, top_k, token_type(type), pointer<const void>(hidden),
-                             pointer<const std::int64_t>(index), token_type(weight_type),
-                             pointer<const void>(weights), pointer<void>(out)});
+std::int64_t add_experts(Program& program, const RoutedLayer& layer, const Tensor& hidden,
+                         const Tensor& index, const Tensor& weights, const Tensor& out) {
+  return program.add(layer, routed_call(layer, hidden, index, weights, out));
 }
 
-StateTokens state_tokens(std::int64_t count, std::uintptr_t slots, std::uintptr_t positions,
+void require_log(const DraftLog& log) { require(log.kept != nullptr, "a layer that keeps drafts"); }
+
+StateTokens state_tokens(std::int64_t count, const Tensor& slots, const Tensor& positions,
                          bool have_drafts) {
-  return {count, pointer<const std::int64_t>(slots), pointer<const std::int64_t>(positions),
-          have_drafts};
+  return {count, slots.dense<const std::int64_t>("slots", count),
+          positions.dense<const std::int64_t>("positions", count), have_drafts};
 }
 
-void add_convolution(Program& program, const ShortConvolution& layer, std::int64_t num_tokens,
-                     std::uintptr_t slots, std::uintptr_t positions, bool have_drafts, bool is_bf16,
-                     std::uintptr_t input, std::int64_t token_stride, std::uintptr_t out) {
+void add_convolution(Program& program, const ShortConvolution& layer, const Tensor& slots,
+                     const Tensor& positions, bool have_drafts, const Tensor& x,
+                     const Tensor& out) {
   ShortConvolution call = layer;
-  call.tokens = state_tokens(num_tokens, slots, positions, have_drafts);
-  call.type = value_type(is_bf16);
-  call.input = pointer<const void>(input);
-  call.token_stride = token_stride;
-  call.out = pointer<void>(out);
+  const std::int64_t tokens = slots.count();
+  call.tokens = state_tokens(tokens, slots, positions, have_drafts);
+  call.type = x.value_type("x");
+  call.input = x.strided("x", call.type, {tokens, layer.channels});
+  if (x.size(1) > 1 && x.stride(1) != 1) x.refuse("x", "channels side by side");
+  call.token_stride = x.stride(0);
+  call.out = out.values("out", call.type, tokens * layer.channels, true);
+  require_log(call.log);
   program.add(call);
 }
 
-// A tensor (tokens, heads, dim): its address and two strides.
-using Heads = std::tuple<std::uintptr_t, std::int64_t, std::int64_t>;
-
-HeadView head_view(const Heads& heads) {
-  const auto& [data, token_stride, head_stride] = heads;
-  return {pointer<const void>(data), token_stride, head_stride};
-}
-
-void add_recurrence(Program& program, const Recurrence& layer, std::int64_t num_tokens,
-                    std::uintptr_t slots, std::uintptr_t positions, bool have_drafts, bool is_bf16,
-                    const Heads& query, const Heads& key, const Heads& value,
-                    std::uintptr_t decay, bool rate_is_bf16, std::uintptr_t rate,
-                    std::uintptr_t out) {
+void add_recurrence(Program& program, const Recurrence& layer, const Tensor& slots,
+                    const Tensor& positions, bool have_drafts, const Tensor& query,
+                    const Tensor& key, const Tensor& value, const Tensor& decay,
+                    const MaybeTensor& rate, const Tensor& out) {
   Recurrence call = layer;
-  call.tokens = state_tokens(num_tokens, slots, positions, have_drafts);
-  call.type = value_type(is_bf16);
-  call.query = head_view(query);
-  call.key = head_view(key);
-  call.value = head_view(value);
-  call.decay = pointer<const float>(decay);
-  call.rate_type = value_type(rate_is_bf16);
-  call.rate = pointer<const void>(rate);
-  call.out = pointer<void>(out);
+  const std::int64_t tokens = slots.count(), heads = layer.num_heads;
+  call.tokens = state_tokens(tokens, slots, positions, have_drafts);
+  call.type = value.value_type("value");
+  call.query = heads_of(query, "query", call.type, tokens, layer.num_key_heads, layer.key_dim);
+  call.key = heads_of(key, "key", call.type, tokens, layer.num_key_heads, layer.key_dim);
+  call.value = heads_of(value, "value", call.type, tokens, heads, layer.value_dim);
+  const std::int64_t faded = layer.decay_kind == DecayKind::kByHead  ? heads
+                             : layer.decay_kind == DecayKind::kByKey ? heads * layer.key_dim
+                                                                     : layer.value_dim;
+  call.decay = decay.dense<const float>("decay", tokens * faded);
+  call.rate_type = rate ? rate->value_type("rate") : ValueType::kFp32;
+  call.rate = rate ? rate->values("rate", call.rate_type, tokens * heads) : nullptr;
+  call.out = out.values("out", call.type, tokens * heads * layer.value_dim, true);
+  require_log(call.log);
   program.add(call);
 }
 
-template <class Layer>
-void keep_drafts(Layer& layer, std::uintptr_t kept, std::uintptr_t values) {
-  layer.log = {pointer<std::int64_t>(kept), pointer<float>(values)};
+// (slots, tokens that may be drafted, values of a token), as many slots as there are states.
+DraftLog draft_log(const Tensor& kept, const Tensor& log, std::int64_t slots, std::int64_t values) {
+  return {kept.dense<std::int64_t>("kept", slots),
+          log.dense<float>("log", slots * kMostDrafted * values), slots};
+}
+
+void init_convolution(ShortConvolution* self, const Tensor& weight, const MaybeTensor& bias,
+                      bool has_silu, const Tensor& states) {
+  weight.require_dims("weight", 2);
+  const std::int64_t width = weight.size(0), channels = weight.size(1), slots = states.size(0);
+  require(width >= 2 && width <= kMostWidth, "a convolution over 2 to 16 tokens");
+  ShortConvolution layer{};
+  layer.channels = channels;
+  layer.width = width;
+  layer.weight = weight.dense<const float>("weight", width * channels);
+  layer.bias = dense_or_null<const float>(bias, "bias", channels);
+  layer.has_silu = has_silu;
+  layer.states = states.dense<float>("states", slots * (width - 1) * channels);
+  layer.log.num_slots = slots;
+  new (self) ShortConvolution(layer);
+}
+
+void init_recurrence(Recurrence* self, std::int64_t num_heads, std::int64_t num_key_heads,
+                     std::int64_t key_dim, std::int64_t value_dim, int decay_kind, bool is_delta,
+                     bool is_normalised, float scale, const MaybeTensor& factor,
+                     const MaybeTensor& skip, const Tensor& states) {
+  constexpr std::int64_t kMost = 1 << 20;
+  require(num_heads > 0 && num_heads <= kMost && num_key_heads > 0 &&
+              num_heads % num_key_heads == 0 && key_dim > 0 && key_dim <= kMostKeyDim &&
+              value_dim > 0 && value_dim <= kMost && decay_kind >= 0 &&
+              decay_kind <= static_cast<int>(DecayKind::kByPair),
+          "keys of up to 512 values, for equally many heads each");
+  Recurrence layer{};
+  layer.num_heads = num_heads;
+  layer.num_key_heads = num_key_heads;
+  layer.key_dim = key_dim;
+  layer.value_dim = value_dim;
+  layer.decay_kind = static_cast<DecayKind>(decay_kind);
+  layer.is_delta = is_delta;
+  layer.is_normalised = is_normalised;
+  layer.scale = scale;
+  require((layer.decay_kind == DecayKind::kByPair) == factor.has_value(), "factors of decays by pair");
+  const std::int64_t padded = layer.blocks() * kStateBlock * key_dim, slots = states.size(0);
+  layer.factor = dense_or_null<const float>(factor, "factor", padded);
+  layer.skip = dense_or_null<const float>(skip, "skip", num_heads * value_dim);
+  layer.states = states.dense<float>("states", slots * num_heads * padded);
+  layer.log.num_slots = slots;
+  new (self) Recurrence(layer);
 }
 
 void bind_recurrent(nb::module_& m) {
   // What stays the same from step to step, by layer.
   nb::class_<ShortConvolution>(m, "ShortConvolution")
-      .def("__init__", [](ShortConvolution* self, std::int64_t channels, std::int64_t width,
-                          std::uintptr_t weight, std::uintptr_t bias, bool has_silu,
-                          std::uintptr_t states) {
-        new (self) ShortConvolution{};
-        self->channels = channels;
-        self->width = width;
-        self->weight = pointer<const float>(weight);
-        self->bias = pointer<const float>(bias);
-        self->has_silu = has_silu;
-        self->states = pointer<float>(states);
-      })
-      .def("keep_drafts", &keep_drafts<ShortConvolution>);
+      .def("__init__", &init_convolution)
+      .def("keep_drafts", [](ShortConvolution& self, const Tensor& kept, const Tensor& log) {
+        self.log = draft_log(kept, log, self.log.num_slots, self.channels);
+      });
   nb::class_<Recurrence>(m, "Recurrence")
-      .def("__init__", [](Recurrence* self, std::int64_t num_heads, std::int64_t num_key_heads,
-                          std::int64_t key_dim, std::int64_t value_dim, int decay_kind,
-                          bool is_delta, bool is_normalised, float scale, std::uintptr_t factor,
-                          std::uintptr_t skip, std::uintptr_t states) {
-        new (self) Recurrence{};
-        self->num_heads = num_heads;
-        self->num_key_heads = num_key_heads;
-        self->key_dim = key_dim;
-        self->value_dim = value_dim;
-        self->decay_kind = static_cast<DecayKind>(decay_kind);
-        self->is_delta = is_delta;
-        self->is_normalised = is_normalised;
-        self->scale = scale;
-        self->factor = pointer<const float>(factor);
-        self->skip = pointer<const float>(skip);
-        self->states = pointer<float>(states);
-      })
+      .def("__init__", &init_recurrence)
       .def_prop_ro("logged_values", [](const Recurrence& self) { return LoggedToken(self).size; })
-      .def("keep_drafts", &keep_drafts<Recurrence>);
+      .def("keep_drafts", [](Recurrence& self, const Tensor& kept, const Tensor& log) {
+        self.log = draft_log(kept, log, self.log.num_slots, LoggedToken(self).size);
+      });
   nb::class_<RecurrentEngine>(m, "RecurrentEngine")
       .def("__init__",
            [](RecurrentEngine* self, ExpertEngine& engine) {

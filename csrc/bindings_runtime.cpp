@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "bindings_tensor.hpp"
 #include "lone_layer.hpp"
 #include "policy_tables.hpp"
 #include "routed.hpp"
@@ -30,9 +31,13 @@ class StartedBatch {
  public:
   StartedBatch(ExpertEngine& engine, const RoutedLayer& layer,
                const std::vector<std::uintptr_t>& experts, bool are_addresses,
-               std::vector<std::int32_t> begin, std::int64_t num_tokens, std::uintptr_t row_token,
-               std::int64_t num_rows, std::uintptr_t hidden, std::uintptr_t out)
+               std::vector<std::int32_t> begin, const Tensor& row_token, std::int64_t first_token,
+               const Tensor& hidden, const Tensor& out)
       : engine_(engine), begin_(std::move(begin)) {
+    const std::int64_t num_rows = out.size(0), num_tokens = hidden.size(0);
+    const std::int64_t size = layer.layout.hidden_size, all_tokens = row_token.count();
+    auto* rows = out.dense<float>("out", num_rows * size);
+    const auto* tokens = row_token.dense<const std::int32_t>("row_token", all_tokens);
     if (begin_.size() != experts.size() + 1 || begin_.front() < 0 || begin_.back() > num_rows)
       throw std::invalid_argument("begin has " + std::to_string(begin_.size()) + " rows for " +
                                   std::to_string(experts.size()) +
@@ -43,7 +48,7 @@ class StartedBatch {
       if (!are_addresses && expert >= static_cast<std::uintptr_t>(layer.num_experts))
         throw std::invalid_argument("expert " + std::to_string(expert) + ", expected 0 to " +
                                     std::to_string(layer.num_experts - 1));
-      addresses_.push_back(are_addresses ? pointer<const std::uint8_t>(expert)
+      addresses_.push_back(are_addresses ? expert_at(expert)
                                          : layer.experts + expert * layer.expert_bytes);
     }
     const std::int32_t first = begin_.front();
@@ -52,9 +57,10 @@ class StartedBatch {
                           num_tokens,
                           addresses_.data(),
                           begin_.data(),
-                          pointer<const std::int32_t>(row_token),
-                          pointer<const float>(hidden),
-                          pointer<float>(out) + first * layer.layout.hidden_size};
+                          tokens + first_token,
+                          hidden.dense<const float>("hidden", num_tokens * size),
+                          rows + first * size};
+    require(first_token >= 0 && first_token <= all_tokens - begin_.back(), "a token for each row");
     require_in_range(call, begin_.back());
     const nb::gil_scoped_release release;
     turn_ = std::unique_lock(engine.busy());
@@ -205,8 +211,8 @@ void bind_lone_layers(nb::module_& m) {
 void bind_runtime(nb::module_& m) {
   nb::class_<StartedBatch>(m, "StartedBatch")
       .def(nb::init<ExpertEngine&, const RoutedLayer&, const std::vector<std::uintptr_t>&, bool,
-                    std::vector<std::int32_t>, std::int64_t, std::uintptr_t, std::int64_t,
-                    std::uintptr_t, std::uintptr_t>(),
+                    std::vector<std::int32_t>, const Tensor&, std::int64_t, const Tensor&,
+                    const Tensor&>(),
            nb::keep_alive<1, 2>())
       .def("finish", &StartedBatch::finish);
   bind_tables(m);

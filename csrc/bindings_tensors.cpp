@@ -1,12 +1,10 @@
 // What Python sees of small tensor operations, as steps of a program.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/array.h>
-#include <nanobind/stl/tuple.h>
 
-#include <array>
-#include <tuple>
+#include <utility>
 
 #include "bindings.hpp"
+#include "bindings_tensor.hpp"
 #include "program.hpp"
 #include "tensor_ops.hpp"
 
@@ -15,85 +13,167 @@ namespace nb = nanobind;
 namespace tandem {
 namespace {
 
-// The type of a tensor's values, its address, its strides, and what stands for it where that is 0.
-using View = std::tuple<int, std::uintptr_t, Four, float>;
-// The type of a tensor without gaps, and its address.
-using Dense = std::tuple<int, std::uintptr_t>;
-// The address of an index, its strides, and the number and distance of the places it chooses from.
-using Index = std::tuple<std::uintptr_t, Four, std::int64_t, std::int64_t>;
-
-Operand operand(const View& view) {
-  const auto& [type, data, strides, scalar] = view;
-  return {static_cast<ElementType>(type), pointer<const void>(data), strides, scalar};
+// Sizes or strides of at most four dimensions.
+Four in_four(const Tensor& x, bool are_strides) {
+  Four found{1, 1, 1, 1};
+  if (are_strides) found = {};
+  for (int dim = -1; dim >= -x.dims(); --dim)
+    found[4 + dim] = are_strides ? x.stride(dim) : x.size(dim);
+  return found;
 }
 
-Target target(const View& view) {
-  const auto& [type, data, strides, scalar] = view;
-  return {static_cast<ElementType>(type), pointer<void>(data), strides};
+Four sizes_of(const Tensor& x, const char* name) {
+  if (x.dims() > 4) x.refuse(name, "at most four dimensions");
+  return in_four(x, false);
 }
 
-ElementType type_of(const Dense& out) { return static_cast<ElementType>(std::get<0>(out)); }
-void* data_of(const Dense& out) { return pointer<void>(std::get<1>(out)); }
-
-Places places(const Index& index) {
-  const auto& [data, strides, count, stride] = index;
-  return {pointer<const std::int64_t>(data), strides, count, stride};
+// A tensor of the sizes, all or but for the last `but` of them.
+Operand operand(const Tensor& x, const char* name, const Four& sizes, int but = 0) {
+  const Four own = sizes_of(x, name);
+  for (int i = 0; i < 4 - but; ++i)
+    if (own[i] != sizes[i]) x.refuse(name, "the sizes of the result");
+  return {x.element_type(name), x.data(name), in_four(x, true), 0};
 }
 
-void add_elementwise(Program& program, int kind, const Four& sizes, const View& a, const View& b,
-                     const View& c, const View& out) {
-  program.add(Elementwise{static_cast<ElementwiseKind>(kind), sizes, operand(a), operand(b),
-                          operand(c), target(out)});
+Target target(const Tensor& x, const char* name) {
+  sizes_of(x, name);
+  return {x.element_type(name), x.data(name, true), in_four(x, true)};
 }
 
-void add_reduction(Program& program, int kind, const Four& sizes, const View& x, const Dense& out,
-                   std::uintptr_t index) {
-  program.add(Reduction{static_cast<ReductionKind>(kind), sizes, operand(x), type_of(out),
-                        data_of(out), pointer<std::int64_t>(index)});
+// A tensor of the sizes, a number that stands for one, or None.
+Operand given(nb::handle value, const char* name, const Four& sizes) {
+  if (value.is_none()) return {};
+  if (PyFloat_Check(value.ptr()) || PyLong_Check(value.ptr()))
+    return {ElementType::kFp32, nullptr, {}, static_cast<float>(PyFloat_AsDouble(value.ptr()))};
+  Tensor x;
+  if (!nb::try_cast(value, x)) refuse_call(std::string(name) + " is neither a tensor nor a number");
+  return operand(x, name, sizes);
 }
 
-void add_softmax(Program& program, const Four& sizes, const View& x, const Dense& out) {
-  program.add(Softmax{sizes, operand(x), type_of(out), data_of(out)});
+std::int64_t product(const Four& sizes, int first = 0, int last = 3) {
+  std::int64_t count = 1;
+  for (int i = first; i <= last; ++i) count *= sizes[i];
+  return count;
 }
 
-void add_layer_norm(Program& program, const Four& sizes, const View& x, float eps,
-                    std::uintptr_t weight, std::uintptr_t bias, const Dense& out) {
-  program.add(LayerNorm{sizes, operand(x), eps, pointer<const float>(weight),
-                        pointer<const float>(bias), type_of(out), data_of(out)});
+void* written(const Tensor& out, std::int64_t count) {
+  out.element_type("out");
+  return out.values("out", out.element(), count, true);
 }
 
-void add_greatest(Program& program, const Four& sizes, const View& x, std::int64_t top_k,
-                  const Dense& out, std::uintptr_t index) {
-  if (top_k < 0 || top_k > sizes[3])
-    throw std::invalid_argument("expected as many values as are chosen");
-  program.add(Greatest{sizes, operand(x), top_k, type_of(out), data_of(out),
-                       pointer<std::int64_t>(index)});
+void add_elementwise(Program& program, int kind, const Tensor& out, nb::handle a, nb::handle b,
+                     nb::handle c) {
+  require(kind >= 0 && kind <= static_cast<int>(ElementwiseKind::kClamp), "an operation that there is");
+  const Target to = target(out, "out");
+  const Four sizes = sizes_of(out, "out");
+  const Elementwise call{static_cast<ElementwiseKind>(kind), sizes, given(a, "a", sizes),
+                         given(b, "b", sizes), given(c, "c", sizes), to};
+  const int operands = 1 + !b.is_none() + !c.is_none();
+  require(!a.is_none() && operands == num_operands(call.kind), "as many operands as the operation has");
+  program.add(call);
 }
 
-void add_lookup(Program& program, const Four& sizes, const View& x, const Index& index,
-                const Dense& out) {
-  program.add(Lookup{sizes, operand(x), places(index), type_of(out), data_of(out)});
+void add_reduction(Program& program, int kind, const Tensor& x, const Tensor& out,
+                   const MaybeTensor& index) {
+  require(kind >= 0 && kind <= static_cast<int>(ReductionKind::kLength), "an operation that there is");
+  const Four sizes = sizes_of(x, "x");
+  require(sizes[3] > 0, "values to be reduced");
+  const std::int64_t rows = product(sizes, 0, 2);
+  program.add(Reduction{static_cast<ReductionKind>(kind), sizes, operand(x, "x", sizes),
+                        out.element_type("out"), written(out, rows),
+                        dense_or_null<std::int64_t>(index, "index", rows)});
 }
 
-void add_scatter(Program& program, const Four& sizes, const View& x, const Index& index,
-                 const View& out) {
-  program.add(Scatter{sizes, operand(x), places(index), target(out)});
+void add_softmax(Program& program, const Tensor& x, const Tensor& out) {
+  const Four sizes = sizes_of(x, "x");
+  program.add(Softmax{sizes, operand(x, "x", sizes), out.element_type("out"),
+                      written(out, product(sizes))});
 }
 
-void add_product(Program& program, const Four& sizes, std::int64_t depth, const View& a,
-                 const View& b, const View& out) {
-  program.add(Product{sizes, depth, operand(a), operand(b), target(out)});
+void add_layer_norm(Program& program, const Tensor& x, float eps, const MaybeTensor& weight,
+                    const MaybeTensor& bias, const Tensor& out) {
+  const Four sizes = sizes_of(x, "x");
+  program.add(LayerNorm{sizes, operand(x, "x", sizes), eps,
+                        dense_or_null<const float>(weight, "weight", sizes[3]),
+                        dense_or_null<const float>(bias, "bias", sizes[3]),
+                        out.element_type("out"), written(out, product(sizes))});
 }
 
-void add_selection(Program& program, const IndexLayer& layer, std::int64_t num_tokens,
-                   std::uintptr_t slots, std::uintptr_t positions, std::int64_t num_heads,
-                   std::int64_t most, float scale, const View& key, const View& query,
-                   const View& weights, std::uintptr_t out) {
+// As many of each row as `out` and `index` have room for.
+void add_greatest(Program& program, const Tensor& x, const Tensor& out, const Tensor& index) {
+  const Four sizes = sizes_of(x, "x");
+  const std::int64_t rows = product(sizes, 0, 2), top_k = out.size(-1);
+  require(top_k <= sizes[3], "as many values as are chosen");
+  program.add(Greatest{sizes, operand(x, "x", sizes), top_k, out.element_type("out"),
+                       written(out, rows * top_k),
+                       index.dense<std::int64_t>("index", rows * top_k)});
+}
+
+// Where an index chooses along a dimension of `x`, and the strides of `x` but for that. It has as many
+// dimensions, none of them longer but that one.
+std::pair<Places, Four> places(const Tensor& x, const char* name, int dim, const Tensor& index) {
+  sizes_of(x, name);
+  const Four sizes = sizes_of(index, "index");
+  if (index.element() != Element::kInt64 || index.dims() != x.dims() || dim < 0 || dim >= x.dims())
+    index.refuse("index", "int64 of as many dimensions as " + std::string(name));
+  const int along = 4 - x.dims() + dim;
+  Four strides = in_four(x, true);
+  const Four own = in_four(x, false);
+  for (int i = 0; i < 4; ++i)
+    if (i != along && sizes[i] > own[i]) index.refuse("index", "sizes up to those of " + std::string(name));
+  const std::int64_t stride = strides[along];
+  strides[along] = 0;
+  return {{static_cast<const std::int64_t*>(index.data("index")),
+           in_four(index, true), own[along], stride},
+          strides};
+}
+
+// out[i] = x[i], with index[i] for the number in one dimension.
+void add_lookup(Program& program, const Tensor& x, int dim, const Tensor& index,
+                const Tensor& out) {
+  const auto [where, strides] = places(x, "x", dim, index);
+  const Four sizes = sizes_of(index, "index");
+  Operand read = operand(x, "x", sizes, 4);
+  read.strides = strides;
+  program.add(Lookup{sizes, read, where, out.element_type("out"), written(out, product(sizes))});
+}
+
+// out[i] = x[i], with index[i] for the number in one dimension of `out`.
+void add_scatter(Program& program, nb::handle x, int dim, const Tensor& index, const Tensor& out) {
+  Target to = target(out, "out");
+  const auto [where, strides] = places(out, "out", dim, index);
+  to.strides = strides;
+  const Four sizes = sizes_of(index, "index");
+  require(!x.is_none(), "what is written");
+  program.add(Scatter{sizes, given(x, "x", sizes), where, to});
+}
+
+// (.., rows, depth) times (.., depth, columns), the dimensions before those alike.
+void add_product(Program& program, const Tensor& a, const Tensor& b, const Tensor& out) {
+  const Four sizes = sizes_of(out, "out"), left = sizes_of(a, "a"), right = sizes_of(b, "b");
+  const Operand first = operand(a, "a", sizes, 1), second = operand(b, "b", sizes, 2);
+  if (left[3] != right[2] || right[3] != sizes[3])
+    b.refuse("b", "(.., " + std::to_string(left[3]) + ", " + std::to_string(sizes[3]) + ")");
+  program.add(Product{sizes, left[3], first, second, target(out, "out")});
+}
+
+// Selects as many positions as a row of `out` has, by keys (n, dim) and queries (n, heads, dim).
+void add_selection(Program& program, const IndexLayer& layer, const Tensor& slots,
+                   const Tensor& positions, float scale, const Tensor& key, const Tensor& query,
+                   const MaybeTensor& weights, const Tensor& out) {
+  const std::int64_t num_tokens = key.size(0), heads = query.size(1);
+  const Four none{};
+  key.strided("key", key.element(), {num_tokens, layer.dim});
+  query.strided("query", query.element(), {num_tokens, heads, layer.dim});
+  if (weights) weights->strided("weights", weights->element(), {num_tokens, heads});
+  out.require_dims("out", 2);
   program.add(IndexSelection{&layer,
-                             {num_tokens, pointer<const std::int64_t>(slots),
-                              pointer<const std::int64_t>(positions)},
-                             num_heads, most, scale, operand(key), operand(query), operand(weights),
-                             pointer<std::int32_t>(out)});
+                             {num_tokens, slots.dense<const std::int64_t>("slots", num_tokens),
+                              positions.dense<const std::int64_t>("positions", num_tokens), false},
+                             heads, out.size(1), scale, operand(key, "key", none, 4),
+                             operand(query, "query", none, 4),
+                             weights ? operand(*weights, "weights", none, 4) : Operand{},
+                             out.dense<std::int32_t>("out", num_tokens * out.size(1))});
 }
 
 }  // namespace
@@ -101,14 +181,16 @@ void add_selection(Program& program, const IndexLayer& layer, std::int64_t num_t
 void bind_index_keys(nb::module_& m) {
   nb::class_<IndexLayer>(m, "IndexLayer")
       .def("__init__", [](IndexLayer* layer) { new (layer) IndexLayer{}; })
-      .def("set_keys", [](IndexLayer& layer, std::uintptr_t keys, std::int64_t capacity,
-                          std::int64_t dim) {
-        layer = {pointer<float>(keys), capacity, dim};
+      .def("set_keys", [](IndexLayer& layer, const Tensor& keys) {
+        keys.require_dims("keys", 3);
+        layer = {keys.dense<float>("keys", keys.count()), keys.size(1), keys.size(2), keys.size(0)};
       });
 }
 
 void bind_tensor_ops(nb::class_<Program>& program) {
-  program.def("add_elementwise", &add_elementwise)
+  program
+      .def("add_elementwise", &add_elementwise, nb::arg(), nb::arg(), nb::arg(),
+           nb::arg().none() = nb::none(), nb::arg().none() = nb::none())
       .def("add_reduction", &add_reduction)
       .def("add_softmax", &add_softmax)
       .def("add_layer_norm", &add_layer_norm)

@@ -11,7 +11,8 @@ namespace tandem {
 
 struct DenseMatrix {
   PackedMatrix packed;
-  std::int64_t rows;  // without the padding to whole blocks
+  std::int64_t rows;             // without the padding to whole blocks
+  std::int64_t in_features = 0;  // columns without padding
 };
 
 // `num_tokens` rows of `in_features` values each; output m is (num_tokens, matrices[m]->rows).

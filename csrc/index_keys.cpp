@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <stdexcept>
+#include <string>
 
 namespace tandem {
 namespace {
@@ -44,6 +46,11 @@ void IndexEngine::run(const IndexSelection& call) {
   begin_.assign(1, 0);
   std::int64_t longest = 0;
   for (std::int64_t t = 0; t < num_tokens; ++t) {
+    const std::int64_t slot = call.tokens.slots[t], at = call.tokens.positions[t];
+    if (slot < 0 || slot >= call.layer->num_slots || at < 0 || at >= call.layer->capacity)
+      throw std::invalid_argument("an index key is at position " + std::to_string(at) +
+                                  " of slot " + std::to_string(slot) +
+                                  ", expected one that the layer has");
     load_queries(call, t, queries_.data() + t * dim * padded, weights_.data() + t * padded);
     const std::int64_t position = call.tokens.positions[t];
     const std::int64_t count = position < call.most ? 0 : position + 1;

@@ -14,6 +14,7 @@ namespace tandem {
 struct IndexLayer {
   float* keys;
   std::int64_t capacity, dim;
+  std::int64_t num_slots = INT64_MAX;
 };
 
 // Keeps each token's key, then selects the `most` positions with the greatest sum over heads of
@@ -35,6 +36,7 @@ class IndexEngine {
  public:
   IndexEngine(ThreadPool& pool, const TensorKernels& kernels) : pool_(pool), kernels_(kernels) {}
 
+  // Throws std::invalid_argument for a token outside the layer's keys.
   void run(const IndexSelection& call);
 
  private:

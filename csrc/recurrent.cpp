@@ -1,6 +1,8 @@
 #include "recurrent.hpp"
 
 #include <algorithm>
+#include <stdexcept>
+#include <string>
 
 namespace tandem {
 namespace {
@@ -34,6 +36,9 @@ void RecurrentEngine::cut_into_segments(const StateTokens& tokens, std::int64_t 
   segments_.clear();
   for (std::int64_t t = first; t < first + count; ++t) {
     const std::int64_t slot = tokens.slots[t];
+    if (slot < 0 || slot >= log.num_slots)
+      throw std::invalid_argument("a state's slot is " + std::to_string(slot) + ", expected 0 to " +
+                                  std::to_string(log.num_slots - 1));
     if (t > first && slot == tokens.slots[t - 1]) {
       ++segments_.back().count;
     } else {
@@ -41,6 +46,11 @@ void RecurrentEngine::cut_into_segments(const StateTokens& tokens, std::int64_t 
       segments_.push_back({t, 1, slot, is_beginning, is_beginning ? 0 : log.kept[slot], 1});
     }
   }
+  const std::int64_t most = tokens.have_drafts ? 1 + kMostDrafted : INT64_MAX;
+  for (const StateSegment& segment : segments_)
+    if (segment.num_again < 0 || segment.num_again > kMostDrafted || segment.count > most)
+      throw std::invalid_argument("a slot has " + std::to_string(segment.num_again) + " drafts and " +
+                                  std::to_string(segment.count) + " new tokens, expected up to 7");
   if (tokens.have_drafts) return;
   for (StateSegment& segment : segments_) segment.num_certain = segment.count;
 }

@@ -14,6 +14,7 @@ namespace tandem {
 
 constexpr std::int64_t kStateBlock = 16;  // values of a head whose states lie side by side
 constexpr std::int64_t kMostKeyDim = 512;
+constexpr std::int64_t kMostWidth = 16;  // of a convolution
 
 // The tokens of a call. Those of one slot follow each other in the order of their positions, which go
 // on where the slot's state stands; a state is zero before position 0.
@@ -31,6 +32,7 @@ constexpr std::int64_t kMostDrafted = 7;  // of a slot, in a call
 struct DraftLog {
   std::int64_t* kept;  // (slots,): how many of the logged tokens the slot's next ones follow
   float* values;       // (slots, kMostDrafted, values of a token)
+  std::int64_t num_slots = INT64_MAX;  // of the states too; a token of another one is refused
 };
 
 // A convolution over a channel's own last `width` inputs, perhaps with silu.
@@ -147,6 +149,7 @@ class RecurrentEngine {
   void run(const Recurrence& call);
 
  private:
+  // Throws std::invalid_argument for a slot that is not there, and for a log that cannot be.
   void cut_into_segments(const StateTokens& tokens, std::int64_t first, std::int64_t count,
                          const DraftLog& log);
   void note_drafts(const Recurrence& call, const PreparedTokens& prepared);

@@ -2,7 +2,6 @@
 // with TANDEM_LANES set, inside a namespace of its own, after vectors.inl.
 
 constexpr int kBlockVectors = kStateBlock / TANDEM_LANES;
-constexpr std::int64_t kMostWidth = 16;  // of a convolution; checked where layers are made
 
 // What a value becomes when it is kept in a tensor of this type.
 inline float rounded(float value, ValueType type) {

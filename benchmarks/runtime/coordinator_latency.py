@@ -42,10 +42,10 @@ def hand_offs(name: str, layers: int, steps: int, dense: float, share: float) ->
     each = round(share * QWEN_EXPERTS)
     slots = torch.zeros(layers * each, store[0].image_bytes, dtype=torch.uint8)
     addresses = [slot.data_ptr() for slot in slots]
-    coordinator.manage_slots(table.data_ptr(), QWEN_EXPERTS, addresses, None, 0.0, None)
+    coordinator.manage_slots(table, addresses, slots.shape[1], None, 0.0, None)
     coordinator.submit([(slot // each, slot % each, slot, -1) for slot in range(layers * each)])
     coordinator.drain_copies()
-    twin = _native.TwinStream(coordinator, box, table.data_ptr(), start_engine(num_threads=1), 0, 0)
+    twin = _native.TwinStream(coordinator, box, table, start_engine(num_threads=1), 0, 0)
     twin.set_dense_seconds(dense)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, QWEN_HIDDEN, generator=generator).bfloat16()
@@ -56,10 +56,8 @@ def hand_offs(name: str, layers: int, steps: int, dense: float, share: float) ->
             [torch.randperm(QWEN_EXPERTS, generator=generator)[:QWEN_TOP_K] for _ in range(layers)]
         )
         calls = [
-            (layer, 1, hidden.data_ptr(), chosen[layer].data_ptr(), False, weights.data_ptr(),
-             out.data_ptr())
-            for layer in range(layers)
-        ]  # fmt: skip
+            (layer, hidden, chosen[layer : layer + 1], weights, out) for layer in range(layers)
+        ]
         coordinator.begin_step(box, PATIENCE)
         twin.start(calls, -1)
         coordinator.finish_step(PATIENCE)

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from tandem.kernels.attention import Segment
 from tandem.kv_cache.index_keys import IndexStore, NewIndexKeys, Selection
-from tandem.recording.fusion.views import NO_VIEW, view_of
 from tests.threads import two_threads
 
 pytestmark = pytest.mark.every_isa
@@ -20,11 +19,7 @@ def natively(
     slots = torch.arange(SLOTS)
     out = torch.empty(SLOTS, MOST, dtype=torch.int32)
     program = two_threads().program()
-    program.add_selection(
-        store.native(0), SLOTS, slots.data_ptr(), positions.data_ptr(), HEADS, MOST, 0.25,
-        view_of(key), view_of(query), NO_VIEW if weights is None else view_of(weights),
-        out.data_ptr(),
-    )  # fmt: skip
+    program.add_selection(store.native(0), slots, positions, 0.25, key, query, weights, out)
     program.run()
     return out
 

@@ -82,16 +82,16 @@ class TwinMachine:
         slot_bytes = max(layer.image_bytes for layer in store)
         self.slots = torch.zeros(max(1, num_slots), slot_bytes, dtype=torch.uint8)
         self.coordinator.manage_slots(
-            self.table.data_ptr(),
-            geometry.num_experts,
+            self.table,
             [slot.data_ptr() for slot in self.slots[:num_slots]],
+            slot_bytes,
             policy,
             0.0,
             before_copy,
             link,
         )
         self.twin = _native.TwinStream(
-            self.coordinator, box, self.seen.data_ptr(), start_engine(num_threads=1), most_delay, 0
+            self.coordinator, box, self.seen, start_engine(num_threads=1), most_delay, 0
         )
         self.box = box
 
@@ -107,12 +107,9 @@ class TwinMachine:
             self.seen.copy_(self.table)
         self.coordinator.begin_step(self.box, PATIENCE)
         calls = [
-            (
-                layer, len(call.hidden), call.hidden.data_ptr(), call.chosen.data_ptr(),
-                TOKEN_DTYPES[call.weights.dtype], call.weights.data_ptr(), call.out.data_ptr(),
-            )
+            (layer, call.hidden, call.chosen, call.weights, call.out)
             for layer, call in enumerate(step)
-        ]  # fmt: skip
+        ]
         self.twin.start(calls, stops_before)
 
     def run(self, step: Sequence[LayerTokens], patience: float = PATIENCE) -> None:

@@ -69,7 +69,7 @@ class Machine:
         )
         memory = torch.zeros(box.num_bytes, dtype=torch.uint8)
         self.number = self.coordinator.add_mailbox(
-            num_rows, GEOMETRY.top_k, TOKEN_DTYPES[torch.float32], memory.data_ptr()
+            num_rows, GEOMETRY.top_k, TOKEN_DTYPES[torch.float32], memory
         )
         self.table = torch.zeros(GEOMETRY.num_layers, GEOMETRY.num_experts, dtype=torch.int64)
         for number, layer in enumerate(store):

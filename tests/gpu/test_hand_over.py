@@ -41,9 +41,7 @@ def test_a_captured_layer_is_answered(resident: tuple[int, ...]) -> None:
         GEOMETRY.num_layers, 1, GEOMETRY.top_k, HIDDEN, TOKEN_DTYPES[torch.float32]
     )
     memory = streams.pinned(box.num_bytes).zero_()
-    number = coordinator.add_mailbox(
-        1, GEOMETRY.top_k, TOKEN_DTYPES[torch.float32], memory.data_ptr()
-    )
+    number = coordinator.add_mailbox(1, GEOMETRY.top_k, TOKEN_DTYPES[torch.float32], memory)
     images, table = [], torch.zeros(GEOMETRY.num_layers, GEOMETRY.num_experts, dtype=torch.int64)
     for layer, host in enumerate(store):
         assert isinstance(host, PackedLayer)

@@ -42,8 +42,7 @@ def test_an_expert_is_copied_and_published_by_the_driver() -> None:
     table, slot = host.cuda(), torch.zeros(store[0].image_bytes, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     link = _native.DriverLink(DRIVER_LIBRARY, table.data_ptr())
-    slots = [slot.data_ptr()]
-    coordinator.manage_slots(host.data_ptr(), GEOMETRY.num_experts, slots, None, 0.0, None, link)
+    coordinator.manage_slots(host, [slot.data_ptr()], slot.nbytes, None, 0.0, None, link)
     coordinator.submit([(1, 3, 0, -1)])
     coordinator.drain_copies()
     assert not coordinator.copy_error()

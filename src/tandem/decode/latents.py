@@ -19,7 +19,6 @@ from tandem.hf.dense import PackedLinear, read_rows
 from tandem.hf.opaque_calls import GROUPS, opaque
 from tandem.kernels.attention import AttentionForm
 from tandem.kernels.dense import CpuThreads, DenseWeight, multiply_groups, pack_dense
-from tandem.kernels.formats.packed import PackedMatrix
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, find_format
 from tandem.kv_cache.base import SlotCache, current_cache
 from tandem.kv_cache.latents import Expansion
@@ -143,7 +142,7 @@ def _packed_by_head(
     if each % ROWS_PER_BLOCK or num_plain % ROWS_PER_BLOCK or projection.input_order is not None:
         return of_keys, _bf16_by_head(_values_of(projection, rows[:, num_plain:]))
     firsts = (head * each + num_plain for head in range(num_heads))
-    return of_keys, [_rows_of(projection.packed, first, each - num_plain) for first in firsts]
+    return of_keys, [projection.packed.rows_at(first, each - num_plain) for first in firsts]
 
 
 def _values_of(projection: PackedLinear, rows: Tensor) -> Tensor:
@@ -159,19 +158,4 @@ def _bf16_by_head(weight: Tensor) -> list[DenseWeight]:
     if num_rows % ROWS_PER_BLOCK:
         return [pack_dense(head, None, bf16) for head in weight]
     packed = pack_dense(weight.flatten(0, 1), None, bf16)
-    return [_rows_of(packed, head * num_rows, num_rows) for head in range(num_heads)]
-
-
-def _rows_of(weight: DenseWeight, first: int, count: int) -> DenseWeight:
-    """Return whole blocks of a matrix's rows, in the same memory."""
-    matrix = weight.matrix
-    num_blocks = -(-matrix.rows // ROWS_PER_BLOCK)
-    begin, end = first // ROWS_PER_BLOCK, -(-(first + count) // ROWS_PER_BLOCK)
-
-    def part(of_all: Tensor) -> Tensor:
-        each = of_all.numel() // num_blocks
-        return of_all[begin * each : end * each]
-
-    scales = None if matrix.scales is None else part(matrix.scales)
-    rows = PackedMatrix(matrix.format, count, matrix.cols, part(matrix.data), scales)
-    return DenseWeight(rows, None)
+    return [packed.rows_at(head * num_rows, num_rows) for head in range(num_heads)]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.kernels.rows import row_stride
+from tandem.kernels.torch_private import without_overrides
 
 _PROBED_ROWS = 4
 # Of the values: the last digit of a few may differ, as sums are added up in another order.
@@ -124,17 +125,14 @@ def _norm(
     rows, gates = (
         None if part is None else part.unflatten(-1, (kind.num_groups, cols)) for part in (x, gate)
     )
-    stride, gate_stride = (0 if part is None else row_stride(part) for part in (rows, gates))
+    are_even = all(part is None or row_stride(part) is not None for part in (rows, gates))
     is_alike = gate is None or (gate.shape, gate.dtype) == (x.shape, x.dtype)
-    if stride is None or gate_stride is None or not is_alike:
+    if rows is None or not are_even or not is_alike:
         return None
     out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     wide = weight.float() + kind.offset
     program = threads.program()
-    program.add_norm(
-        x.numel() // cols, cols, kind.eps, kind.rounds_first, x.dtype == torch.bfloat16,
-        x.data_ptr(), stride, wide.data_ptr(), kind.num_groups, kind.gate,
-        0 if gate is None else gate.data_ptr(), gate_stride, out.data_ptr(),
-    )  # fmt: skip
+    with without_overrides():
+        program.add_norm(kind.eps, kind.rounds_first, rows, wide, kind.gate, gates, out)
     program.run()
     return out

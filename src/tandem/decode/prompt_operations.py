@@ -17,12 +17,13 @@ from torch.overrides import TorchFunctionMode
 from tandem.hf.opaque_calls import ACTIVE
 from tandem.kernels import _native
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, multiply
+from tandem.kernels.torch_private import without_overrides
 from tandem.recording.fusion.elementwise import CASTS, KINDS
 from tandem.recording.fusion.lookups import add_rows
 from tandem.recording.fusion.reductions import add_greatest, add_reduction, add_softmax, is_last
 from tandem.recording.fusion.routers import pack_small
 from tandem.recording.fusion.views import (
-    ELEMENT_TYPES,
+    ELEMENT_DTYPES,
     FLOAT_DTYPES,
     MAX_DIMENSIONS,
     add_combination,
@@ -81,7 +82,8 @@ class PromptOperations(TorchFunctionMode):
     def run(self, add: Callable[[_native.Program], None]) -> None:
         """Do what is added to a program."""
         program = self._threads.program()
-        add(program)
+        with without_overrides():
+            add(program)
         program.run()
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor | None:
@@ -99,14 +101,13 @@ class PromptOperations(TorchFunctionMode):
         )  # fmt: skip
         if not is_fit or rotated > x.shape[3]:
             return None
-        num_heads, dim = x.shape[heads], x.shape[3]
-        out = torch.empty((1, num_tokens, num_heads, dim), dtype=x.dtype, device="cpu")
-        self.run(
-            lambda program: program.add_rotary(
-                num_tokens, num_heads, dim, rotated, x.dtype == torch.bfloat16, x.data_ptr(),
-                x.stride(tokens), x.stride(heads), cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
-            )
-        )  # fmt: skip
+        out = torch.empty((1, num_tokens, x.shape[heads], x.shape[3]), dtype=x.dtype, device="cpu")
+
+        def add(program: _native.Program) -> None:
+            by_token = x[0].transpose(0, 1) if heads == 1 else x[0]
+            program.add_rotary(by_token, cos, sin, out)
+
+        self.run(add)
         return out.transpose(1, 2) if heads == 1 else out
 
     def combine(self, kind: int, args: Arguments, out: Tensor | None = None) -> Tensor | None:
@@ -132,7 +133,7 @@ class PromptOperations(TorchFunctionMode):
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return a tensor's values as another type; None for those that stay what they are."""
-        is_known = type(x) in _PLAIN and x.device.type == "cpu" and x.dtype in ELEMENT_TYPES
+        is_known = type(x) in _PLAIN and x.device.type == "cpu" and x.dtype in ELEMENT_DTYPES
         if not is_known or x.dtype == dtype or dtype not in FLOAT_DTYPES:
             return None
         out = torch.empty_like(x, dtype=dtype)
@@ -263,7 +264,7 @@ def _reduction(name: str) -> Native:
             return None
         shape = [1 if d == dim % x.dim() else size for d, size in enumerate(x.shape)]
         out = torch.empty(shape, dtype=x.dtype, device="cpu")
-        ops.run(lambda program: add_reduction(program, _REDUCTIONS[name], dim, x, out, 0))
+        ops.run(lambda program: add_reduction(program, _REDUCTIONS[name], dim, x, out))
         return out if given.get("keepdim") else out.squeeze(dim)
 
     return native

@@ -50,15 +50,9 @@ class Sampler:
         return [self._choose(row, scores[row]) for row in range(len(scores))]
 
     def _choose(self, row: int, scores: Tensor) -> int:
-        seen, num_seen = self._seen[row].ids.buffer_info() if self._seen else (0, 0)
-        return self._native.choose(
-            scores.dtype == torch.bfloat16,
-            scores.data_ptr(),
-            len(scores),
-            seen,
-            num_seen,
-            0.0 if self._is_greedy else self._randoms[row].random(),
-        )
+        seen = self._seen[row].ids if self._seen else None
+        uniform = 0.0 if self._is_greedy else self._randoms[row].random()
+        return self._native.choose(scores, seen, uniform)
 
 
 class _SeenTokens:

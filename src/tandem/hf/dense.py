@@ -180,13 +180,8 @@ def read_rows(
 ) -> Tensor:
     """Return rows of a packed matrix by number, fp32 or bf16: (...) -> (..., in_features)."""
     numbers = numbers.contiguous()
-    assert numbers.dtype == torch.int64
     out = torch.empty((*numbers.shape, weight.in_features), dtype=dtype, device="cpu")
-    is_bf16 = dtype == torch.bfloat16
-    threads.dense.read(
-        weight.native, weight.in_features, numbers.numel(), numbers.data_ptr(), is_bf16,
-        out.data_ptr(),
-    )  # fmt: skip
+    threads.dense.read(weight.native, numbers, out)
     return out
 
 

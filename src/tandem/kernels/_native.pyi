@@ -1,4 +1,12 @@
+from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy.typing as npt
+from torch import Tensor
+
+# What has an address comes as a tensor in the host's memory: TypeError for another one.
+_Memory = Tensor | npt.NDArray[Any] | array[int]
 
 class CpuFeatures:
     vendor: str
@@ -31,91 +39,82 @@ class ExpertEngine:
     def run(
         self,
         layout: ExpertLayout,
+        expert_bytes: int,
         activation: int,
         alpha: float,
         limit: float,
         offset: float,
-        num_experts: int,
-        num_tokens: int,
-        num_rows: int,
-        experts: int,
-        row_begin: int,
-        row_token: int,
-        hidden: int,
-        out: int,
+        experts: Tensor,
+        row_begin: Tensor,
+        row_token: Tensor,
+        hidden: Tensor,
+        out: Tensor,
         /,
     ) -> None: ...
     def project(
         self,
         layout: ExpertLayout,
+        expert_bytes: int,
         is_up: bool,
-        num_experts: int,
-        num_tokens: int,
-        num_rows: int,
-        experts: int,
-        row_begin: int,
-        row_token: int,
-        hidden: int,
-        out: int,
+        experts: Tensor,
+        row_begin: Tensor,
+        row_token: Tensor,
+        inputs: Tensor,
+        out: Tensor,
         /,
     ) -> None: ...
-    def add_rows(
-        self,
-        num_tokens: int,
-        top_k: int,
-        size: int,
-        rows: int,
-        row_of: int,
-        weights: int,
-        out: int,
-        /,
-    ) -> None: ...
+    def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor, out: Tensor, /) -> None: ...
     def wake(self) -> None: ...
     def bind_workers(self, processors: list[int], /) -> None: ...
-    def read_all(self, data: int, num_bytes: int, /) -> int: ...
+    def read_all(self, data: Tensor, /) -> int: ...
     def multiply(self, bits: int, count_per_thread: int, /) -> int: ...
 
 def detect_cpu_features() -> CpuFeatures: ...
 def available_isas() -> list[str]: ...
-def quantize(isa: str, num_threads: int, has_search: bool, count: int, calls: int, /) -> bool: ...
+
+# Format, group, padded columns, weight, importance, blocks of codes and of scales.
+Rounding = tuple[int, int, int, Tensor, Tensor | None, Tensor, Tensor | None]
+# Format, rows, columns, blocks of codes and of scales, factor.
+PackedPlace = tuple[int, int, int, Tensor, Tensor, Tensor | None]
+# Kind, bytes, order, table.
+BlockRows = tuple[int, _Memory, Tensor | None, Tensor | None]
+# Words, places, flip, group, repeats, rows of a scale, scales, minima.
+FieldRows = tuple[Tensor, int, int, int, int, int, Tensor, Tensor | None]
+
+def quantize(
+    isa: str, num_threads: int, has_search: bool, roundings: Sequence[Rounding], /
+) -> bool: ...
 def block_bytes(format: int, /) -> int: ...
 def block_cols(format: int, /) -> int: ...
-def rearrange_blocks(num_threads: int, count: int, calls: int, /) -> bool: ...
-def advise_huge_pages(data: int, num_bytes: int, /) -> bool: ...
+def rearrange_rows(
+    num_threads: int,
+    blocks: Sequence[tuple[PackedPlace, BlockRows]],
+    fields: Sequence[tuple[PackedPlace, FieldRows]],
+    /,
+) -> bool: ...
+def advise_huge_pages(memory: Tensor, /) -> bool: ...
 
 class DenseMatrix: ...
 
 def make_dense_matrix(
-    format: int, group: int, rows: int, cols: int, data: int, scales: int, bias: int, /
+    format: int,
+    group: int,
+    rows: int,
+    in_features: int,
+    cols: int,
+    data: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    /,
 ) -> DenseMatrix: ...
 
 class DenseEngine:
     def __init__(self, engine: ExpertEngine, /) -> None: ...
     def run(
-        self,
-        matrices: tuple[DenseMatrix, ...],
-        num_tokens: int,
-        in_features: int,
-        is_bf16: bool,
-        input: int,
-        outputs: tuple[int, ...],
-        /,
+        self, matrices: Sequence[DenseMatrix], x: Tensor, outputs: Sequence[Tensor], /
     ) -> None: ...
-    def run_groups(
-        self,
-        matrices: Sequence[DenseMatrix],
-        num_tokens: int,
-        in_features: int,
-        is_bf16: bool,
-        input: int,
-        token_stride: int,
-        group_stride: int,
-        out: int,
-        /,
-    ) -> None: ...
-    def read(
-        self, matrix: DenseMatrix, cols: int, count: int, numbers: int, is_bf16: bool, out: int, /
-    ) -> None: ...
+    def run_groups(self, matrices: Sequence[DenseMatrix], x: Tensor, out: Tensor, /) -> None: ...
+    def read(self, matrix: DenseMatrix, numbers: Tensor, out: Tensor, /) -> None: ...
 
 class RoutedLayer:
     def __init__(
@@ -125,9 +124,7 @@ class RoutedLayer:
         alpha: float,
         limit: float,
         offset: float,
-        num_experts: int,
-        experts: int,
-        expert_bytes: int,
+        experts: Tensor,
         /,
     ) -> None: ...
 
@@ -136,14 +133,10 @@ class RoutedExperts:
     def run(
         self,
         layer: RoutedLayer,
-        num_tokens: int,
-        top_k: int,
-        type: int,
-        hidden: int,
-        index: int,
-        weight_type: int,
-        weights: int,
-        out: int,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        out: Tensor,
         /,
     ) -> int: ...
 
@@ -158,45 +151,34 @@ class AttentionLayer:
         scale: float,
         softcap: float,
         window: int,
-        sinks: int,
+        sinks: Tensor | None,
         /,
     ) -> None: ...
     @property
     def key_block_bytes(self) -> int: ...
     @property
     def value_block_bytes(self) -> int: ...
-    def set_cache(self, keys: int, values: int, capacity_blocks: int, /) -> None: ...
+    def set_cache(self, keys: Tensor, values: Tensor, /) -> None: ...
 
 class AttentionEngine:
     def __init__(self, engine: ExpertEngine, /, may_use_tiles: bool = True) -> None: ...
     def append(
         self,
         layer: AttentionLayer,
-        is_bf16: bool,
-        num_tokens: int,
-        rows: int,
-        positions: int,
-        key: int,
-        key_token_stride: int,
-        key_head_stride: int,
-        value: int,
-        value_token_stride: int,
-        value_head_stride: int,
+        slots: Tensor,
+        positions: Tensor,
+        key: Tensor,
+        value: Tensor,
         /,
     ) -> None: ...
     def attend(
         self,
         layer: AttentionLayer,
-        is_bf16: bool,
-        num_tokens: int,
-        rows: int,
-        positions: int,
-        query: int,
-        token_stride: int,
-        head_stride: int,
-        selected: int,
-        num_selected: int,
-        out: int,
+        slots: Tensor,
+        positions: Tensor,
+        query: Tensor,
+        selected: Tensor | None,
+        out: Tensor,
         /,
     ) -> None: ...
 
@@ -204,31 +186,20 @@ class TokenSampler:
     """`rule` is a `tandem.generate.sampling.SamplingRule`, read once."""
 
     def __init__(self, isa: str, rule: object) -> None: ...
-    def choose(
-        self,
-        is_bf16: bool,
-        logits: int,
-        vocabulary: int,
-        seen: int,
-        num_seen: int,
-        uniform: float,
-        /,
-    ) -> int: ...
+    def choose(self, logits: Tensor, seen: array[int] | None, uniform: float, /) -> int: ...
 
 class ShortConvolution:
     """A layer's convolution; the caller keeps its tensors alive."""
 
     def __init__(
         self,
-        channels: int,
-        width: int,
-        weight: int,
-        bias: int,
+        weight: Tensor,
+        bias: Tensor | None,
         has_silu: bool,
-        states: int,
+        states: Tensor,
         /,
     ) -> None: ...
-    def keep_drafts(self, kept: int, values: int, /) -> None: ...
+    def keep_drafts(self, kept: Tensor, log: Tensor, /) -> None: ...
 
 class Recurrence:
     """A layer's recurrence; the caller keeps its tensors alive."""
@@ -243,14 +214,14 @@ class Recurrence:
         is_delta: bool,
         is_normalised: bool,
         scale: float,
-        factor: int,
-        skip: int,
-        states: int,
+        factor: Tensor | None,
+        skip: Tensor | None,
+        states: Tensor,
         /,
     ) -> None: ...
     @property
     def logged_values(self) -> int: ...
-    def keep_drafts(self, kept: int, values: int, /) -> None: ...
+    def keep_drafts(self, kept: Tensor, log: Tensor, /) -> None: ...
 
 class RecurrentEngine:
     def __init__(self, engine: ExpertEngine, /) -> None: ...
@@ -259,16 +230,10 @@ class IndexLayer:
     """The index keys of a layer, wherever they lie now."""
 
     def __init__(self) -> None: ...
-    def set_keys(self, keys: int, capacity: int, dim: int, /) -> None: ...
-
-_Four = tuple[int, int, int, int]
-# A tensor: the type of its values, its address, its strides, and a number where that is 0.
-_View = tuple[int, int, _Four, float]
-# The address of an index, its strides, and the number and distance of the places it chooses from.
-_Index = tuple[int, _Four, int, int]
+    def set_keys(self, keys: Tensor, /) -> None: ...
 
 class Program:
-    """Tensors are addresses; the caller of `add_*` keeps the tensors, matrices and layers alive."""
+    """The caller of `add_*` keeps the tensors, matrices and layers alive."""
 
     def __init__(
         self,
@@ -282,96 +247,52 @@ class Program:
     def add_convolution(
         self,
         layer: ShortConvolution,
-        num_tokens: int,
-        slots: int,
-        positions: int,
+        slots: Tensor,
+        positions: Tensor,
         have_drafts: bool,
-        is_bf16: bool,
-        input: int,
-        token_stride: int,
-        out: int,
+        x: Tensor,
+        out: Tensor,
         /,
     ) -> None: ...
     def add_recurrence(
         self,
         layer: Recurrence,
-        num_tokens: int,
-        slots: int,
-        positions: int,
+        slots: Tensor,
+        positions: Tensor,
         have_drafts: bool,
-        is_bf16: bool,
-        query: tuple[int, int, int],
-        key: tuple[int, int, int],
-        value: tuple[int, int, int],
-        decay: int,
-        rate_is_bf16: bool,
-        rate: int,
-        out: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        rate: Tensor | None,
+        out: Tensor,
         /,
     ) -> None: ...
     def add_norm(
         self,
-        num_rows: int,
-        cols: int,
         eps: float,
         rounds_first: bool,
-        is_bf16: bool,
-        input: int,
-        input_stride: int,
-        weight: int,
-        weight_rows: int,
+        x: Tensor,
+        weight: Tensor | None,
         gate_kind: int,
-        gate: int,
-        gate_stride: int,
-        out: int,
+        gate: Tensor | None,
+        out: Tensor,
         /,
     ) -> None: ...
-    def add_rotary(
-        self,
-        num_tokens: int,
-        num_heads: int,
-        dim: int,
-        rotated: int,
-        is_bf16: bool,
-        input: int,
-        token_stride: int,
-        head_stride: int,
-        cos: int,
-        sin: int,
-        out: int,
-        /,
-    ) -> None: ...
-    def add_rotary_pairs(
-        self,
-        num_tokens: int,
-        num_heads: int,
-        dim: int,
-        is_bf16: bool,
-        input: int,
-        token_stride: int,
-        head_stride: int,
-        turns: int,
-        out: int,
-        /,
-    ) -> None: ...
+    def add_rotary(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, /) -> None: ...
+    def add_rotary_pairs(self, x: Tensor, turns: Tensor, out: Tensor, /) -> None: ...
     def add_choice(
         self,
-        num_tokens: int,
-        num_experts: int,
         top_k: int,
         is_normalised: bool,
         scale: float,
-        is_bf16: bool,
-        logits: int,
-        weights_are_bf16: bool,
-        weights: int,
-        index: int,
+        logits: Tensor,
+        weights: Tensor,
+        index: Tensor,
         /,
     ) -> None: ...
     def add_ranked_choice(
         self,
-        num_tokens: int,
-        num_experts: int,
         top_k: int,
         groups: int,
         kept_groups: int,
@@ -379,111 +300,66 @@ class Program:
         is_normalised: bool,
         epsilon: float,
         scale: float,
-        scores_are_bf16: bool,
-        scores: int,
-        ranks: int,
-        weights_are_bf16: bool,
-        weights: int,
-        index: int,
+        scores: Tensor,
+        ranks: Tensor,
+        weights: Tensor,
+        index: Tensor,
         /,
     ) -> None: ...
     def add_elementwise(
-        self, kind: int, sizes: _Four, a: _View, b: _View, c: _View, out: _View, /
-    ) -> None: ...
-    def add_reduction(
-        self, kind: int, sizes: _Four, x: _View, out: tuple[int, int], index: int, /
-    ) -> None: ...
-    def add_softmax(self, sizes: _Four, x: _View, out: tuple[int, int], /) -> None: ...
-    def add_layer_norm(
         self,
-        sizes: _Four,
-        x: _View,
-        eps: float,
-        weight: int,
-        bias: int,
-        out: tuple[int, int],
+        kind: int,
+        out: Tensor,
+        a: Tensor | float,
+        b: Tensor | float | None = None,
+        c: Tensor | float | None = None,
         /,
     ) -> None: ...
-    def add_greatest(
-        self, sizes: _Four, x: _View, top_k: int, out: tuple[int, int], index: int, /
+    def add_reduction(self, kind: int, x: Tensor, out: Tensor, index: Tensor | None, /) -> None: ...
+    def add_softmax(self, x: Tensor, out: Tensor, /) -> None: ...
+    def add_layer_norm(
+        self, x: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None, out: Tensor, /
     ) -> None: ...
-    def add_lookup(
-        self, sizes: _Four, x: _View, index: _Index, out: tuple[int, int], /
-    ) -> None: ...
-    def add_scatter(self, sizes: _Four, x: _View, index: _Index, out: _View, /) -> None: ...
-    def add_product(self, sizes: _Four, depth: int, a: _View, b: _View, out: _View, /) -> None: ...
+    def add_greatest(self, x: Tensor, out: Tensor, index: Tensor, /) -> None: ...
+    def add_lookup(self, x: Tensor, dim: int, index: Tensor, out: Tensor, /) -> None: ...
+    def add_scatter(self, x: Tensor | float, dim: int, index: Tensor, out: Tensor, /) -> None: ...
+    def add_product(self, a: Tensor, b: Tensor, out: Tensor, /) -> None: ...
     def add_selection(
         self,
         layer: IndexLayer,
-        num_tokens: int,
-        slots: int,
-        positions: int,
-        num_heads: int,
-        most: int,
+        slots: Tensor,
+        positions: Tensor,
         scale: float,
-        key: _View,
-        query: _View,
-        weights: _View,
-        out: int,
+        key: Tensor,
+        query: Tensor,
+        weights: Tensor | None,
+        out: Tensor,
         /,
     ) -> None: ...
     def add_dense(
-        self,
-        matrices: Sequence[DenseMatrix],
-        num_tokens: int,
-        in_features: int,
-        is_bf16: bool,
-        input: int,
-        outputs: Sequence[int],
-        /,
+        self, matrices: Sequence[DenseMatrix], x: Tensor, outputs: Sequence[Tensor], /
     ) -> None: ...
-    def add_groups(
-        self,
-        matrices: Sequence[DenseMatrix],
-        num_tokens: int,
-        in_features: int,
-        is_bf16: bool,
-        input: int,
-        token_stride: int,
-        group_stride: int,
-        out: int,
-        /,
-    ) -> None: ...
-    def add_rows(
-        self, matrix: DenseMatrix, cols: int, count: int, numbers: int, is_bf16: bool, out: int, /
-    ) -> None: ...
+    def add_groups(self, matrices: Sequence[DenseMatrix], x: Tensor, out: Tensor, /) -> None: ...
+    def add_rows(self, matrix: DenseMatrix, numbers: Tensor, out: Tensor, /) -> None: ...
     def add_attention(
         self,
         layer: AttentionLayer,
-        is_bf16: bool,
-        num_tokens: int,
-        rows: int,
-        positions: int,
-        query: int,
-        query_token_stride: int,
-        query_head_stride: int,
-        key: int,
-        key_token_stride: int,
-        key_head_stride: int,
-        value: int,
-        value_token_stride: int,
-        value_head_stride: int,
-        selected: int,
-        num_selected: int,
-        out: int,
+        slots: Tensor,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        selected: Tensor | None,
+        out: Tensor,
         /,
     ) -> None: ...
     def add_experts(
         self,
         layer: RoutedLayer,
-        num_tokens: int,
-        top_k: int,
-        type: int,
-        hidden: int,
-        index: int,
-        weight_type: int,
-        weights: int,
-        out: int,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        out: Tensor,
         /,
     ) -> int: ...
     def num_active(self, number: int, /) -> int: ...
@@ -497,11 +373,10 @@ class StartedBatch:
         experts: Sequence[int],
         are_addresses: bool,
         begin: Sequence[int],
-        num_tokens: int,
-        row_token: int,
-        num_rows: int,
-        hidden: int,
-        out: int,
+        row_token: Tensor,
+        first_token: int,
+        hidden: Tensor,
+        out: Tensor,
         /,
     ) -> None: ...
     def finish(self) -> None: ...
@@ -662,7 +537,9 @@ class StepCoordinator:
     def __init__(self, layers: Sequence[RoutedLayer], num_threads: int, isa: str, /) -> None: ...
     def close(self) -> None: ...
     def set_hook(self, hook: Callable[[int], None] | None, /) -> None: ...
-    def add_mailbox(self, num_rows: int, top_k: int, type: int, memory: int = 0, /) -> int: ...
+    def add_mailbox(
+        self, num_rows: int, top_k: int, type: int, memory: Tensor | None = None, /
+    ) -> int: ...
     def begin_step(self, number: int, patience: float, /) -> None: ...
     def finish_step(self, patience: float, /) -> None: ...
     def abort_step(self, patience: float, /) -> bool: ...
@@ -671,9 +548,9 @@ class StepCoordinator:
     ) -> list[tuple[int, list[int], list[int], list[float], int, float, float, float, float]]: ...
     def manage_slots(
         self,
-        entries: int,
-        num_experts: int,
+        entries: _Memory,
         slots: Sequence[int],
+        slot_bytes: int,
         policy: StepPolicy | None,
         bytes_per_second: float,
         before_copy: Callable[[], None] | None,
@@ -689,14 +566,15 @@ class StepCoordinator:
     def drain_copies(self) -> None: ...
     def copy_error(self) -> str: ...
 
-_TwinCall = tuple[int, int, int, int, int, int, int]
+# Layer, hidden, index, weights, out.
+_TwinCall = tuple[int, Tensor, Tensor, Tensor, Tensor]
 
 class TwinStream:
     def __init__(
         self,
         coordinator: StepCoordinator,
         mailbox: int,
-        addresses: int,
+        addresses: _Memory,
         engine: ExpertEngine,
         most_delay: int,
         seed: int,

@@ -13,7 +13,7 @@ from torch import Tensor
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
 from tandem.kernels import _native
-from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+from tandem.kernels.dense import CpuThreads
 
 # What keys and values are kept in; the numbers are those of KvType in C++. int8 has a scale per
 # position and head.
@@ -77,7 +77,7 @@ class CachedAttention:
             form.scale,
             form.softcap,
             form.window,
-            0 if self._sinks is None else self._sinks.data_ptr(),
+            self._sinks,
         )
         self.keys, self.values = (
             torch.empty((0, 0, 0, 0), dtype=torch.uint8, device="cpu") for _ in range(2)
@@ -109,13 +109,13 @@ class CachedAttention:
             if used:
                 target[:, :, :used_blocks] = source[:, :, :used_blocks]
         self.keys, self.values = new
-        self.native.set_cache(self.keys.data_ptr(), self.values.data_ptr(), num_blocks)
+        self.native.set_cache(self.keys, self.values)
 
     def with_sinks(self, sinks: Tensor) -> "CachedAttention":
         """Return attention to the same keys and values, which this one holds, with other sinks."""
         other = CachedAttention(self.form, self.kv_dtype, sinks)
         other.keys, other.values = self.keys, self.values
-        other.native.set_cache(self.keys.data_ptr(), self.values.data_ptr(), self.keys.shape[2])
+        other.native.set_cache(self.keys, self.values)
         return other
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
@@ -129,17 +129,11 @@ class CachedAttention:
     ) -> None:
         """Write (kv heads, n_tokens, dim) of tokens whose slot and position are (n_tokens,) int64.
 
-        They lie inside the cache: the caller has made room. A slot's positions are filled in their
-        order, without a gap.
+        They lie inside the cache, for which the caller makes room; `ValueError` else. A slot's
+        positions are filled in their order, without a gap.
         """
-        assert key.dtype == value.dtype
-        assert key.dtype in VALUE_DTYPES
         key, value = _dense_last(key), _dense_last(value)
-        threads.attention.append(
-            self.native, key.dtype == torch.bfloat16, key.shape[1], slots.data_ptr(),
-            positions.data_ptr(), key.data_ptr(), key.stride(1), key.stride(0), value.data_ptr(),
-            value.stride(1), value.stride(0),
-        )  # fmt: skip
+        threads.attention.append(self.native, slots, positions, key, value)
 
     def attend(
         self,
@@ -156,24 +150,10 @@ class CachedAttention:
         there are fewer. A token whose first one is -1 sees all.
         """
         query = _dense_last(query)
-        num_tokens = query.shape[1]
-        shape = (num_tokens, self.form.num_heads, self.form.value_dim)
+        shape = (query.shape[1], self.form.num_heads, self.form.value_dim)
         out = torch.empty(shape, dtype=query.dtype, device="cpu")
-        threads.attention.attend(
-            self.native, query.dtype == torch.bfloat16, num_tokens, slots.data_ptr(),
-            positions.data_ptr(), query.data_ptr(), query.stride(1), query.stride(0),
-            *selected_arguments(selected), out.data_ptr(),
-        )  # fmt: skip
+        threads.attention.attend(self.native, slots, positions, query, selected, out)
         return out
-
-
-def selected_arguments(selected: Tensor | None = None) -> tuple[int, int]:
-    """Return selected positions (n_tokens, most) as native calls take them."""
-    if selected is None:
-        return 0, 0
-    assert selected.dtype == torch.int32
-    assert selected.is_contiguous()
-    return selected.data_ptr(), selected.shape[-1]
 
 
 def _dense_last(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Dense matrices in the packed formats: nn.Linear's product on the experts' kernels and threads.
 
-Checks what C++ takes on trust. A row's result does not depend on the other rows of the call.
+A row's result does not depend on the other rows of the call.
 """
 
 from collections.abc import Sequence
@@ -78,10 +78,11 @@ class DenseWeight:
             fmt.encoding.number,
             fmt.group_size or 0,
             matrix.rows,
+            matrix.cols,
             fmt.padded_cols(matrix.cols),
-            matrix.data.data_ptr(),
-            matrix.scales.data_ptr() if matrix.scales is not None else 0,
-            self.bias.data_ptr() if self.bias is not None else 0,
+            matrix.data,
+            matrix.scales,
+            self.bias,
         )
         object.__setattr__(self, "native", native)
 
@@ -101,6 +102,23 @@ class DenseWeight:
         scales = self.matrix.scales
         return self.matrix.data.nbytes + (0 if scales is None else scales.nbytes)
 
+    def rows_at(self, first: int, count: int) -> "DenseWeight":
+        """Return some rows in the same memory, from the first one of a block of 16 on."""
+        matrix = self.matrix
+        num_blocks = -(-matrix.rows // ROWS_PER_BLOCK)
+        begin, end = first // ROWS_PER_BLOCK, -(-(first + count) // ROWS_PER_BLOCK)
+
+        def part(of_all: Tensor | None) -> Tensor | None:
+            if of_all is None:
+                return None
+            each = of_all.numel() // num_blocks
+            return of_all[begin * each : end * each]
+
+        data = part(matrix.data)
+        assert data is not None
+        rows = PackedMatrix(matrix.format, count, matrix.cols, data, part(matrix.scales))
+        return DenseWeight(rows, part(self.bias))
+
     def values(self) -> Tensor:
         """Return the matrix in fp32: (out_features, in_features). Slow: unpacks."""
         return unpack(self.matrix)
@@ -119,23 +137,12 @@ def multiply(threads: CpuThreads, weights: Sequence[DenseWeight], x: Tensor) -> 
     `x` is fp32 or bf16, the results have its dtype. The weights have one format and one number of
     input features, so that `x` is rounded for them once; at most eight.
     """
-    first = weights[0].matrix
-    assert x.dtype in VALUE_DTYPES
-    assert x.shape[-1] == first.cols
-    assert all(w.matrix.format == first.format and w.matrix.cols == first.cols for w in weights)
     x = x.contiguous()
     shape = x.shape[:-1]
     outputs = [
         torch.empty((*shape, weight.matrix.rows), dtype=x.dtype, device="cpu") for weight in weights
     ]
-    threads.dense.run(
-        tuple([weight.native for weight in weights]),
-        x.numel() // first.cols,
-        first.cols,
-        x.dtype == torch.bfloat16,
-        x.data_ptr(),
-        tuple([output.data_ptr() for output in outputs]),
-    )
+    threads.dense.run([weight.native for weight in weights], x, outputs)
     return outputs
 
 
@@ -146,14 +153,9 @@ def multiply_groups(threads: CpuThreads, weights: Sequence[DenseWeight], x: Tens
     last dimension without gaps; the result has its dtype.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
-    num_tokens, first = len(x), weights[0].matrix
-    assert x.dtype in VALUE_DTYPES
-    assert x.shape[1:] == (len(weights), first.cols)
-    out = torch.empty((num_tokens, len(weights), first.rows), dtype=x.dtype, device="cpu")
-    threads.dense.run_groups(
-        [weight.native for weight in weights], num_tokens, first.cols, x.dtype == torch.bfloat16,
-        x.data_ptr(), x.stride(0), x.stride(1), out.data_ptr(),
-    )  # fmt: skip
+    shape = (len(x), len(weights), weights[0].matrix.rows)
+    out = torch.empty(shape, dtype=x.dtype, device="cpu")
+    threads.dense.run_groups([weight.native for weight in weights], x, out)
     return out
 
 

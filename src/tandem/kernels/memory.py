@@ -48,5 +48,5 @@ def _new_chunk(num_bytes: int) -> Tensor:
 
 def _advised(chunk: Tensor, has_huge_pages: bool = True) -> Tensor:
     if has_huge_pages:
-        _native.advise_huge_pages(chunk.data_ptr(), chunk.nbytes)
+        _native.advise_huge_pages(chunk)
     return chunk

@@ -1,4 +1,4 @@
-"""The native CPU kernels: all experts of a layer in one call. Checks what C++ takes on trust.
+"""The native CPU kernels: all experts of a layer in one call.
 
 The result for a (token, expert) pair does not depend on the number of threads, nor on what else is
 in the call: every instruction set adds in one order, however many tokens there are.
@@ -89,9 +89,10 @@ class NativeExperts:
         is of token `row_token[j]`; both int32. Raises `ModelError` for an expert, row or token that
         does not exist.
         """
-        assert store.dtype == torch.uint8
-        assert store.shape[1] == layout.num_bytes
-        assert store.is_contiguous()
+        if store.shape[1:] != (layout.num_bytes,) or store.dtype != torch.uint8:
+            raise TypeError(f"a store {tuple(store.shape)}, expected (n, {layout.num_bytes}) uint8")
+        if store.device.type != "cpu" or not store.is_contiguous():
+            raise TypeError("a store elsewhere or with gaps, expected the host's memory")
         if out is None:
             out = torch.empty(row_token.numel(), layout.hidden_size, device="cpu")
         _require_experts(experts, len(store))
@@ -111,13 +112,11 @@ class NativeExperts:
     ) -> None:
         """Do the same for experts at `addresses` (n,) int64, anywhere in memory, into `out`."""
         self.wake()
-        assert activation.is_gated == layout.is_gated
-        assert hidden.shape[1] == out.shape[1] == layout.hidden_size
-        rows = _Rows(addresses, row_begin, row_token, hidden, out)
+        addresses, row_begin, row_token, hidden = _dense(addresses, row_begin, row_token, hidden)
         try:
             self._engine.run(
-                native_layout(layout), activation.kind, activation.alpha, activation.limit,
-                activation.offset, *rows.arguments(),
+                native_layout(layout), layout.num_bytes, activation.kind, activation.alpha,
+                activation.limit, activation.offset, addresses, row_begin, row_token, hidden, out,
             )  # fmt: skip
         except ValueError as error:  # rows or tokens that do not exist
             raise ModelError(f"the routing of a layer is damaged: {error}") from error
@@ -142,16 +141,16 @@ class NativeExperts:
         num_rows = row_token.numel()
         up = torch.empty(num_rows, native.inner_rows * per_column, device="cpu")
         every = torch.arange(num_rows, dtype=torch.int32, device="cpu")
+        addresses, row_begin, row_token, hidden = _dense(addresses, row_begin, row_token, hidden)
+        project, num_bytes = self._engine.project, layout.num_bytes
         try:
-            rows = _Rows(addresses, row_begin, row_token, hidden, up)
-            self._engine.project(native, True, *rows.arguments())
+            project(native, num_bytes, True, addresses, row_begin, row_token, hidden, up)
             # Blocks of 16 gate and 16 up values alternate.
             halves = up.view(num_rows, -1, per_column, ROWS_PER_BLOCK).transpose(1, 2)
             inner = torch.zeros(num_rows, native.inner_rows, device="cpu")
             flat = halves.reshape(num_rows, per_column, -1)[..., :size].reshape(num_rows, -1)
             inner[:, :size] = activate(flat)
-            rows = _Rows(addresses, row_begin, every, inner, out)
-            self._engine.project(native, False, *rows.arguments())
+            project(native, num_bytes, False, addresses, row_begin, every, inner, out)
         except ValueError as error:
             raise ModelError(f"the routing of a layer is damaged: {error}") from error
 
@@ -161,17 +160,9 @@ class NativeExperts:
         `rows` is (n_rows, hidden_size) fp32, `weights` (n_tokens, top_k) fp32, and `row_of` of the
         same shape, int32, says which row; -1 is padding and adds nothing.
         """
-        assert rows.dtype == weights.dtype == torch.float32
-        assert row_of.dtype == torch.int32
-        assert row_of.shape == weights.shape
-        assert row_of.numel() == 0 or int(row_of.max()) < len(rows)
-        rows, row_of, weights = rows.contiguous(), row_of.contiguous(), weights.contiguous()
-        num_tokens, top_k = weights.shape
-        out = torch.empty(num_tokens, rows.shape[1], device="cpu")
-        self._engine.add_rows(
-            num_tokens, top_k, rows.shape[1], rows.data_ptr(), row_of.data_ptr(),
-            weights.data_ptr(), out.data_ptr(),
-        )  # fmt: skip
+        out = torch.empty(len(row_of), rows.shape[1], device="cpu")
+        rows, row_of, weights = _dense(rows, row_of, weights)
+        self._engine.add_rows(rows, row_of, weights, out)
         return out
 
     def wake(self) -> None:
@@ -180,35 +171,16 @@ class NativeExperts:
 
     def read_all(self, data: Tensor) -> int:
         """Read a tensor's memory with all threads, for timing; returns the bytes read."""
-        return self._engine.read_all(data.data_ptr(), data.nbytes)
+        return self._engine.read_all(data)
 
     def multiply(self, *, bits: int, count_per_thread: int) -> int:
         """Multiply as codes of 4, 8 or 16 bits are, for timing; returns the operations done."""
         return self._engine.multiply(bits, count_per_thread)
 
 
-class _Rows:
-    """The tensors of a call, checked and kept alive while it runs."""
-
-    def __init__(
-        self, addresses: Tensor, row_begin: Tensor, row_token: Tensor, rows: Tensor, out: Tensor
-    ) -> None:
-        assert rows.dtype == out.dtype == torch.float32
-        assert row_begin.dtype == row_token.dtype == torch.int32
-        assert addresses.dtype == torch.int64
-        assert row_begin.numel() == addresses.numel() + 1
-        assert out.shape[0] == row_token.numel()
-        assert out.is_contiguous()
-        self._addresses, self._rows, self._out = addresses.contiguous(), rows.contiguous(), out
-        self._begin, self._token = row_begin.contiguous(), row_token.contiguous()
-
-    def arguments(self) -> tuple[int, ...]:
-        """Return what every entry of the engine takes at its end."""
-        return (
-            self._addresses.numel(), self._rows.shape[0], self._token.numel(),
-            self._addresses.data_ptr(), self._begin.data_ptr(), self._token.data_ptr(),
-            self._rows.data_ptr(), self._out.data_ptr(),
-        )  # fmt: skip
+def _dense(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors without gaps, to be kept alive while a call runs."""
+    return [tensor.contiguous() for tensor in tensors]
 
 
 def _require_experts(experts: Tensor, num_experts: int) -> None:

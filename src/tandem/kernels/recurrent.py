@@ -1,7 +1,7 @@
 """Layers that carry a state from token to token, on the CPU: short convolutions and recurrences.
 
 The tokens of several sequences stand one after the other; each sequence has its state in a slot, in
-fp32. Checks what C++ takes on trust (`csrc/recurrent.hpp` has the equations).
+fp32 (`csrc/recurrent.hpp` has the equations).
 """
 
 from abc import ABC, abstractmethod
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels import _native
-from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+from tandem.kernels.dense import CpuThreads
 
 _BLOCK = 16  # values of a head whose states lie side by side
 MOST_WIDTH = 16  # of a convolution
@@ -115,7 +115,7 @@ class LayerState(ABC):
         """Make the log of drafted tokens of so many values each."""
         self.kept = torch.zeros(len(self.states), dtype=torch.int64, device="cpu")
         self.log = torch.zeros(len(self.states), MOST_DRAFTED, num_values, device="cpu")
-        native.keep_drafts(self.kept.data_ptr(), self.log.data_ptr())
+        native.keep_drafts(self.kept, self.log)
 
 
 class ConvolutionState(LayerState):
@@ -131,14 +131,7 @@ class ConvolutionState(LayerState):
         self._weight = weight.detach().float().t().contiguous()
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self.states = torch.zeros(num_slots, width - 1, channels, device="cpu")
-        self._native = _native.ShortConvolution(
-            channels,
-            width,
-            self._weight.data_ptr(),
-            0 if self._bias is None else self._bias.data_ptr(),
-            has_silu,
-            self.states.data_ptr(),
-        )
+        self._native = _native.ShortConvolution(self._weight, self._bias, has_silu, self.states)
         self._keep_drafts(self._native, channels)
 
     def output_shape(self, num_tokens: int) -> tuple[int, ...]:
@@ -154,13 +147,7 @@ class ConvolutionState(LayerState):
     ) -> None:
         """Add a call to a program: `inputs` is (n_tokens, channels), fp32 or bf16."""
         (x,) = inputs
-        _require_values(x)
-        assert x.shape == output.shape == self.output_shape(len(tokens.slots))
-        program.add_convolution(
-            self._native, len(x), tokens.slots.data_ptr(), tokens.positions.data_ptr(),
-            tokens.have_drafts, x.dtype == torch.bfloat16, x.data_ptr(), x.stride(0),
-            output.data_ptr(),
-        )  # fmt: skip
+        program.add_convolution(self._native, *tokens, x, output)
 
 
 class RecurrenceState(LayerState):
@@ -186,9 +173,9 @@ class RecurrenceState(LayerState):
             form.is_delta,
             form.is_normalised,
             form.scale,
-            0 if self._factor is None else self._factor.data_ptr(),
-            0 if self._skip is None else self._skip.data_ptr(),
-            self.states.data_ptr(),
+            self._factor,
+            self._skip,
+            self.states,
         )
         self._keep_drafts(self._native, self._native.logged_values)
 
@@ -210,30 +197,8 @@ class RecurrenceState(LayerState):
         (n_tokens, value_dim), and perhaps rate (n_tokens, heads).
         """
         value, query, key, decay, *rates = inputs
-        form, num_tokens = self.form, len(tokens.slots)
-        _require_values(value, query, key)
-        assert value.shape == output.shape == self.output_shape(num_tokens)
-        assert query.shape == key.shape == (num_tokens, form.num_key_heads, form.key_dim)
-        assert decay.dtype == torch.float32
-        assert decay.shape == self._decay_shape(num_tokens)
-        assert all(rate.shape == (num_tokens, form.num_heads) for rate in rates)
-        if not all(x.is_contiguous() for x in (decay, *rates)):
-            raise ValueError("decays and rates have gaps")
         rate = rates[0] if rates else None
-        program.add_recurrence(
-            self._native, num_tokens, tokens.slots.data_ptr(), tokens.positions.data_ptr(),
-            tokens.have_drafts, value.dtype == torch.bfloat16,
-            _heads(query), _heads(key), _heads(value),
-            decay.data_ptr(), rate is not None and rate.dtype == torch.bfloat16,
-            0 if rate is None else rate.data_ptr(), output.data_ptr(),
-        )  # fmt: skip
-
-    def _decay_shape(self, num_tokens: int) -> tuple[int, ...]:
-        form = self.form
-        if form.decay == "pair":
-            return num_tokens, form.value_dim
-        by_head = (num_tokens, form.num_heads)
-        return by_head if form.decay == "head" else (*by_head, form.key_dim)
+        program.add_recurrence(self._native, *tokens, query, key, value, decay, rate, output)
 
     def _in_blocks(self, factor: Tensor) -> Tensor:
         """Turn (value_dim, key_dim) into (blocks, key_dim, values of a block)."""
@@ -247,14 +212,3 @@ def new_layer_state(num_slots: int, operation: StateOperation) -> LayerState:
     if isinstance(operation, Convolution):
         return ConvolutionState(num_slots, operation)
     return RecurrenceState(num_slots, operation)
-
-
-def _require_values(first: Tensor, *others: Tensor) -> None:
-    assert first.dtype in VALUE_DTYPES
-    assert all(x.dtype == first.dtype for x in others)
-    if any(x.stride(-1) != 1 for x in (first, *others)):
-        raise ValueError("the last dimension has gaps")
-
-
-def _heads(x: Tensor) -> tuple[int, int, int]:
-    return x.data_ptr(), x.stride(0), x.stride(1)

@@ -1,6 +1,7 @@
 """The private parts of torch that Tandem calls, each with what it stands in for."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -63,6 +64,15 @@ def operator_schema(function: Any) -> Any:
     Stands in for a public way to ask whether they alias or change arguments (2.11 to today).
     """
     return getattr(function, "_schema", None)
+
+
+def without_overrides() -> AbstractContextManager[None]:
+    """Let no mode or subclass of tensor see what is called (2.11 to today).
+
+    Stands in for a public way to leave a mode's block for a while: each look at a tensor's shape
+    would go through it.
+    """
+    return torch._C.DisableTorchFunction()
 
 
 def spin_gpu(cycles: int) -> None:

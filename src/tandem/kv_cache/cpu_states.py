@@ -9,13 +9,8 @@ from torch import Tensor
 
 from tandem.kernels.attention import Segment
 from tandem.kernels.dense import CpuThreads
-from tandem.kernels.recurrent import (
-    MOST_DRAFTED,
-    LayerState,
-    StateOperation,
-    StateTokens,
-    new_layer_state,
-)
+from tandem.kernels.recurrent import LayerState, StateOperation, StateTokens, new_layer_state
+from tandem.kv_cache.moving import pieces_of
 from tandem.kv_cache.states import KeptStates, StateKey
 
 
@@ -42,7 +37,6 @@ class CpuStates(KeptStates[LayerState]):
         """Announce a decode step's tokens: all but the first of a slot may be taken back."""
         self._cuts, self._announced = [], list(segments)
         for segment in segments:
-            assert not self or segment.num_tokens <= 1 + MOST_DRAFTED
             self._drafted[segment.slot] = 0
 
     def advance(
@@ -95,15 +89,12 @@ class CpuStates(KeptStates[LayerState]):
     @torch.inference_mode()
     def put_in(self, slot: int, length: int, data: memoryview) -> None:
         """Let a slot stand where `take_out` has stood; a checkpoint there is kept, too."""
-        source = torch.frombuffer(data, dtype=torch.uint8)
-        states, begin = [], 0
-        for layer in self._layers.values():
-            own = layer.states[slot]
-            part = source[begin : begin + own.nbytes].clone()
-            states.append(part.view(own.dtype).view(own.shape))
-            layer.states[slot] = states[-1]
-            begin += own.nbytes
-        assert begin == len(data)
+        own = [layer.states[slot] for layer in self._layers.values()]
+        pieces = pieces_of(data, [state.nbytes for state in own])
+        states = []
+        for state, piece in zip(own, pieces, strict=True):
+            states.append(piece.clone().view(state.dtype).view(state.shape))
+            state.copy_(states[-1])
         self._lost.discard(slot)
         self._checkpoints.add(slot, length, states)
         self._checkpoints.thin(self._budget)

@@ -73,7 +73,8 @@ class DeviceStates(KeptStates[DeviceLayer]):
         """
         found, row = [], 0
         for segment in segments:
-            assert segment.num_tokens <= 1 + MOST_DRAFTED
+            if segment.num_tokens > 1 + MOST_DRAFTED:
+                raise ValueError(f"{segment.num_tokens} tokens of a slot, expected up to 8")
             found.append(self._run(segment, row, 1))
             row += segment.num_tokens
         self._cuts, self._announced = [], list(segments)

@@ -107,7 +107,7 @@ class IndexStore:
         """Return a layer whose keys were given, as native steps take it: also when it has grown."""
         keys = self._layers[layer, 1]
         native = self._native.setdefault(layer, _native.IndexLayer())
-        native.set_keys(keys.data_ptr(), keys.shape[1], keys.shape[2])
+        native.set_keys(keys)
         return native
 
     def append(

@@ -32,12 +32,18 @@ def put_in(
     data: memoryview,
 ) -> None:
     """Write what `take_out` has returned of so many tokens; the layers have room for them."""
-    source = torch.frombuffer(data, dtype=torch.uint8)
-    begin = 0
-    for part in _memory(layers, index_keys, slot, first, num_tokens):
-        part.copy_(source[begin : begin + part.numel()].view(part.shape))
-        begin += part.numel()
-    assert begin == len(data)
+    parts = list(_memory(layers, index_keys, slot, first, num_tokens))
+    pieces = pieces_of(data, [part.numel() for part in parts])
+    for part, piece in zip(parts, pieces, strict=True):
+        part.copy_(piece.view(part.shape))
+
+
+def pieces_of(data: memoryview, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Cut bytes that came from a file or another slot; raises `ValueError` if not all fit."""
+    if len(data) != sum(sizes):
+        raise ValueError(f"{len(data)} bytes of keys, values or states, expected {sum(sizes)}")
+    pieces: Sequence[Tensor] = torch.frombuffer(data, dtype=torch.uint8).split(list(sizes))
+    return pieces
 
 
 def _memory(

@@ -13,7 +13,6 @@ from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
 from tandem.experts.execution.executor import DirectCall, Executor
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
-from tandem.kernels.native import TOKEN_DTYPES
 from tandem.recording.program import NativeCall, Report, require_contiguous
 
 _INDEX = 1  # the router's choice among a call's inputs
@@ -48,12 +47,7 @@ def _call(threads: CpuThreads, direct: DirectCall) -> NativeCall:
         if direct.add is not None:
             direct.add(program, (hidden, index, weights, out))
             return None if reported is None else lambda: reported(index, 0)
-        number = program.add_experts(
-            direct.layer, index.shape[0], index.shape[1], TOKEN_DTYPES[hidden.dtype],
-            hidden.data_ptr(), index.data_ptr(), TOKEN_DTYPES[weights.dtype],
-            weights.data_ptr(), out.data_ptr(),
-        )  # fmt: skip
-
+        number = program.add_experts(direct.layer, hidden, index, weights, out)
         if reported is None:
             return None
         return lambda: reported(index, program.num_active(number))

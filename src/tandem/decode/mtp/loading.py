@@ -31,7 +31,7 @@ from tandem.hf.dense import PackedLinear, pack_as_loaded, pack_dense_layers
 from tandem.hf.experts import is_experts_module
 from tandem.hf.load import class_of, empty_model, open_foreign
 from tandem.hf.runtime import require_runtime, runtime_of
-from tandem.kernels.dense import CpuThreads, DenseWeight
+from tandem.kernels.dense import CpuThreads
 
 # Options of the model that hold for its MTP layer too.
 _SAME = ("expert_dtype", "dense_dtype", "threads", "isa", "cache_dir")
@@ -109,8 +109,7 @@ def _first_rows(head: nn.Module) -> nn.Module:
     """
     if not isinstance(head, PackedLinear) or head.out_features <= _DRAFTED_TOKENS:
         return head
-    part = dataclasses.replace(head.packed.matrix, rows=_DRAFTED_TOKENS)
-    weight = DenseWeight(part, head.packed.bias)
+    weight = head.packed.rows_at(0, _DRAFTED_TOKENS)
     return PackedLinear(weight, head.threads, head.dtype, head.input_order)
 
 

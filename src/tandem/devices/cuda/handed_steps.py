@@ -105,7 +105,7 @@ class HandedSteps(CapturedSteps):
         if num_rows not in self._layers:
             box, memory = self._mailbox(num_rows)
             top_k, kind = self._cache.geometry.top_k, TOKEN_DTYPES[self._dtype]
-            number = self.coordinator.add_mailbox(num_rows, top_k, kind, memory.data_ptr())
+            number = self.coordinator.add_mailbox(num_rows, top_k, kind, memory)
             self._layers[num_rows] = (
                 number,
                 HandedLayers(

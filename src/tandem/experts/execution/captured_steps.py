@@ -147,8 +147,8 @@ class CapturedSteps:
             self._policy, self._slots = native_step_policy(planner), slots
             assert self._policy is not None
             self.coordinator.manage_slots(
-                self._table.ctypes.data, cache.geometry.num_experts, addresses, self._policy,
-                self._rate, None, self.link(),
+                self._table, addresses, slots.slot_bytes, self._policy, self._rate, None,
+                self.link(),
             )  # fmt: skip
         self._policy.load(*resident_lists(planner), planner.link.free_at)
         slot_of = planner.residency.slot_of

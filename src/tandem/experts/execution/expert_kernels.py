@@ -76,15 +76,15 @@ class ExpertKernels:
         `weights` (n_tokens, top_k) are fp32 as the rows; `row_of` of the same shape, int32 and
         contiguous, says which row, -1 none.
         """
-        num_tokens, top_k = row_of.shape
-        weights = weights.contiguous()
+        num_tokens, weights, add_rows = (
+            len(row_of),
+            weights.contiguous(),
+            self.native._engine.add_rows,
+        )
 
         def sum_rows(rows: Tensor) -> Tensor:
-            out, rows = torch.empty(num_tokens, rows.shape[1], device="cpu"), rows.contiguous()
-            self.native._engine.add_rows(
-                num_tokens, top_k, rows.shape[1], rows.data_ptr(), row_of.data_ptr(),
-                weights.data_ptr(), out.data_ptr(),
-            )  # fmt: skip
+            out = torch.empty(num_tokens, rows.shape[1], device="cpu")
+            add_rows(rows.contiguous(), row_of, weights, out)
             return out
 
         return sum_rows

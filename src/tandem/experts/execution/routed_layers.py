@@ -16,8 +16,6 @@ from tandem.experts.store.packed_layer import PackedLayer
 from tandem.kernels import _native
 from tandem.kernels.native import TOKEN_DTYPES, NativeExperts, native_layout
 
-_TOKEN_BYTES = torch.int32.itemsize
-
 
 def native_layer(layer: HostLayer, functions: ExpertFunctions) -> _native.RoutedLayer | None:
     """Return a layer as the native calls take it; None where the kernels do not know it."""
@@ -26,8 +24,7 @@ def native_layer(layer: HostLayer, functions: ExpertFunctions) -> _native.Routed
         return None
     return _native.RoutedLayer(
         native_layout(layer.layout), activation.kind, activation.alpha, activation.limit,
-        activation.offset, layer.arrivals.num_experts, layer.buffers.data_ptr(),
-        layer.layout.num_bytes,
+        activation.offset, layer.buffers,
     )  # fmt: skip
 
 
@@ -80,9 +77,7 @@ class RoutedLayers:
             return _native.StartedBatch(
                 self._engine, native,
                 batch.experts if addresses is None else addresses, addresses is not None,
-                batch.begin, hidden.shape[0],
-                tokens.data_ptr() + _TOKEN_BYTES * batch.first_token,
-                rows.shape[0], hidden.data_ptr(), rows.data_ptr(),
+                batch.begin, tokens, batch.first_token, hidden, rows,
             )  # fmt: skip
         except ValueError as error:  # rows, experts or tokens that do not exist
             raise ModelError(f"the routing of a layer is damaged: {error}") from error
@@ -99,13 +94,7 @@ class RoutedLayers:
             return None
         hidden, index, weights = [tensor.contiguous() for tensor in call.tensors]
         out = torch.empty_like(hidden)
-        num_tokens, top_k = index.shape
-        active = self._run(
-            native.native, num_tokens, top_k,
-            TOKEN_DTYPES[hidden.dtype], hidden.data_ptr(), index.data_ptr(),
-            TOKEN_DTYPES[weights.dtype], weights.data_ptr(), out.data_ptr(),
-        )  # fmt: skip
-        return out, active
+        return out, self._run(native.native, hidden, index, weights, out)
 
     def _prepared(self, layer: HostLayer, functions: ExpertFunctions) -> _Prepared:
         known = self._layers.get(layer.layer)

@@ -40,9 +40,7 @@ class TwinSteps(CapturedSteps):
         self._twins: dict[int, tuple[int, _native.TwinStream]] = {}
         for rows in NUM_ROWS:
             box = self.coordinator.add_mailbox(rows, geometry.top_k, TOKEN_DTYPES[dtype])
-            twin = _native.TwinStream(
-                self.coordinator, box, table.ctypes.data, threads.engine, 0, 0
-            )
+            twin = _native.TwinStream(self.coordinator, box, table, threads.engine, 0, 0)
             twin.set_patience(PATIENCE_SECONDS)
             self._twins[rows] = box, twin
         self._twin = self._twins[1][1]  # of the step under way
@@ -64,7 +62,7 @@ class TwinSteps(CapturedSteps):
         assert self.is_under_way
         hidden, index, weights = [tensor.contiguous() for tensor in call.tensors]
         out = torch.empty_like(hidden)
-        self._twin.run(_twin_call(call.layer, hidden, index, weights, out))
+        self._twin.run((call.layer, hidden, index, weights, out))
         return out
 
     def direct_call(
@@ -83,13 +81,4 @@ class TwinSteps(CapturedSteps):
     ) -> None:
         """Add a layer (hidden, index, weights, out) to a program, which runs in begun steps."""
         rows = next(rows for rows in NUM_ROWS if rows >= len(tensors[0]))
-        self._twins[rows][1].add_to(program, _twin_call(layer, *tensors))
-
-
-def _twin_call(
-    layer: int, hidden: Tensor, index: Tensor, weights: Tensor, out: Tensor
-) -> tuple[int, int, int, int, int, int, int]:
-    return (
-        layer, len(hidden), hidden.data_ptr(), index.data_ptr(), TOKEN_DTYPES[weights.dtype],
-        weights.data_ptr(), out.data_ptr(),
-    )  # fmt: skip
+        self._twins[rows][1].add_to(program, (layer, *tensors))

@@ -13,16 +13,11 @@ from tandem.core.errors import ModelError
 from tandem.kernels import _native
 from tandem.kernels.formats.blocks import MatrixBlocks
 from tandem.kernels.formats.source_codes import FP8_BLOCK_ROWS
-from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, WeightFormat
+from tandem.kernels.formats.weight_format import WeightFormat
 
-# The numbers are those of csrc/blocks.hpp.
-_NUMBER_TYPES = {
-    torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.uint8: 3,
-    torch.float8_e4m3fn: 3,
-}  # fmt: skip
-_NO_NUMBERS = (0, 0, 0, 0)
-_FIELDS = 0  # the kind of what is in no blocks
-_WORD_BYTES = 4
+_NUMBER_DTYPES = (
+    torch.float16, torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +46,10 @@ class FileBlocks:
         """Columns of the matrix."""
         row_bytes: int = self.rows.shape[1]
         blocks, rest = divmod(row_bytes, _native.block_bytes(self.kind))
-        assert rest == 0
+        if rest:
+            raise ValueError(
+                f"rows of {row_bytes} bytes, expected whole blocks of kind {self.kind}"
+            )
         return blocks * _native.block_cols(self.kind)
 
     def extents(self) -> list[tuple[int, int]]:
@@ -60,7 +58,8 @@ class FileBlocks:
 
     def rows_at(self, chosen: slice) -> "FileBlocks":
         """Return some rows that follow each other."""
-        assert self.order is None
+        if self.order is not None:
+            raise ValueError("rows in another order, expected those of the file")
         return replace(self, rows=self.rows[chosen])
 
 
@@ -104,14 +103,14 @@ class FileFields:
         has_bytes = fmt.encoding.scale in ("e8m0", "e4m3")
         numbers = [self.scales] if self.minima is None else [self.scales, self.minima]
         return self.num_cols * fmt.bits % 32 == 0 and all(
-            part.dtype in _NUMBER_TYPES and (part.element_size() == 1) == has_bytes
+            part.dtype in _NUMBER_DTYPES and (part.element_size() == 1) == has_bytes
             for part in numbers
         )
 
     def rows_at(self, chosen: slice) -> "FileFields":
         """Return some rows, each with words and scales of its own."""
-        assert self.places == 0
-        assert len(self.scales) == self.num_rows
+        if self.places or len(self.scales) != self.num_rows:
+            raise ValueError("rows that share words or scales, expected some for each")
         words, minima = self.words[chosen], self.minima
         return replace(
             self, words=words, shape=(len(words), self.num_cols), scales=self.scales[chosen],
@@ -147,58 +146,31 @@ def write_file_rows(placings: Sequence[Placing]) -> None:
 
 
 def _place(placings: Sequence[Placing]) -> bool:
-    calls = torch.tensor([_call(placing) for placing in placings], dtype=torch.int64, device="cpu")
-    return _native.rearrange_blocks(torch.get_num_threads(), len(calls), calls.data_ptr())
+    blocks: list[tuple[_native.PackedPlace, _native.BlockRows]] = []
+    fields: list[tuple[_native.PackedPlace, _native.FieldRows]] = []
+    for target, fmt, source, _ in placings:
+        rows, cols = source.num_rows, source.num_cols
+        if target.scales is None:
+            raise ValueError(f"rows of a file for {fmt.name}, expected a format with scales")
+        place = fmt.encoding.number, rows, cols, target.words, target.scales, source.factor
+        if isinstance(source, FileFields):
+            fields.append((place, _fields(source, fmt)))
+        else:
+            blocks.append((place, (source.kind, source.rows, source.order, source.table)))
+    return _native.rearrange_rows(torch.get_num_threads(), blocks, fields)
 
 
-def _call(placing: Placing) -> tuple[int, ...]:
-    """Return what csrc/bindings_dense.cpp reads of one."""
-    blocks, fmt, source, _ = placing
-    rows, cols = source.num_rows, source.num_cols
-    assert blocks.scales is not None
-    expected = (fmt.padded_rows(rows) // ROWS_PER_BLOCK, fmt.dwords(cols))
-    assert blocks.words.shape[:2] == expected
-    target = (
-        blocks.words.data_ptr(), blocks.scales.data_ptr(),
-        blocks.words.stride(0) * blocks.words.element_size(),
-        blocks.scales.stride(0) * blocks.scales.element_size(),
-    )  # fmt: skip
-    factor = _address(source.factor)
-    if isinstance(source, FileFields):
-        first = (_FIELDS, source.words.data_ptr(), 0, rows, cols)
-        return (fmt.encoding.number, *first, *target, 0, factor, *_fields(source, fmt))
-    assert source.rows.flags.c_contiguous
-    first = (source.kind, source.rows.ctypes.data, _address(source.order), rows, cols)
-    none = (0,) * 7 + 2 * _NO_NUMBERS
-    return (fmt.encoding.number, *first, *target, _address(source.table), factor, *none)
-
-
-def _fields(source: FileFields, fmt: WeightFormat) -> tuple[int, ...]:
-    assert fmt.group_size is not None
-    words, groups = source.words, -(-source.num_cols // fmt.group_size)
-    is_of_words = words.element_size() == _WORD_BYTES
-    assert is_of_words or words.stride(1) * words.element_size() == 1
-    word_stride = words.stride(1) * _WORD_BYTES if is_of_words else _WORD_BYTES
+def _fields(source: FileFields, fmt: WeightFormat) -> "_native.FieldRows":
+    group = fmt.group_size or source.num_cols
+    groups = -(-source.num_cols // group)
+    scale_rows = FP8_BLOCK_ROWS if fmt.encoding.element == "e4m3" else 1
     return (
-        words.stride(0) * words.element_size(), word_stride, source.places, source.flip,
-        fmt.group_size, -(-groups // source.scales.shape[1]),
-        FP8_BLOCK_ROWS if fmt.encoding.element == "e4m3" else 1,
-        *_numbers(source.scales),
-        *(_NO_NUMBERS if source.minima is None else _numbers(source.minima)),
+        source.words, source.places, source.flip, group, -(-groups // source.scales.shape[1]),
+        scale_rows, source.scales, source.minima,
     )  # fmt: skip
-
-
-def _numbers(numbers: Tensor) -> tuple[int, ...]:
-    size = numbers.element_size()
-    strides = (numbers.stride(0) * size, numbers.stride(1) * size)
-    return (numbers.data_ptr(), _NUMBER_TYPES[numbers.dtype], *strides)
 
 
 def _span(view: Tensor) -> int:
     """Return the bytes from a view's first number to the end of its last one."""
     steps = ((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
     return (sum(steps) + 1) * view.element_size()
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

@@ -10,9 +10,8 @@ from tandem.kernels import _native, engine
 from tandem.kernels.formats.blocks import MatrixBlocks
 from tandem.kernels.formats.weight_format import WeightFormat
 
-# The numbers are those of csrc/quantize.hpp.
 _ROUNDED = ("bf16", "fp16", "int8", "fp8", "int4", "int4z", "mxfp4")  # kinds of formats
-_SOURCE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Rounding(NamedTuple):
@@ -33,23 +32,15 @@ def quantize_natively(roundings: Sequence[Rounding], *, has_search: bool = True)
     instruction set. Returns False, with some blocks written perhaps, if a weight is not finite or
     too large for its format, or if a dtype or a format has no native rounding.
     """
-    if any(r.weight.dtype not in _SOURCE_TYPES or r.format.kind not in _ROUNDED for r in roundings):
+    if any(r.weight.dtype not in _DTYPES or r.format.kind not in _ROUNDED for r in roundings):
         return False
-    calls = torch.tensor([_call(r) for r in roundings], dtype=torch.int64, device="cpu")
-    isa, num_threads = engine.best_isa(), torch.get_num_threads()
-    return _native.quantize(isa, num_threads, has_search, len(calls), calls.data_ptr())
+    calls = [_call(rounding) for rounding in roundings]
+    return _native.quantize(engine.best_isa(), torch.get_num_threads(), has_search, calls)
 
 
-def _call(rounding: Rounding) -> tuple[int, ...]:
-    """Return what csrc/bindings_dense.cpp reads of a matrix."""
+def _call(rounding: Rounding) -> "_native.Rounding":
     blocks, fmt, weight, _, importance = rounding
-    (rows, cols), words, scales = weight.shape, blocks.words, blocks.scales
-    assert words.shape[0] * words.shape[2] == fmt.padded_rows(rows)
     return (
-        fmt.encoding.number, fmt.group_size or 0, rows, cols, fmt.padded_cols(cols),
-        _SOURCE_TYPES[weight.dtype], weight.data_ptr(), *weight.stride(),
-        0 if importance is None else importance.data_ptr(),
-        words.data_ptr(), words.stride(0) * words.element_size(),
-        *((0, 0) if scales is None else
-          (scales.data_ptr(), scales.stride(0) * scales.element_size())),
+        fmt.encoding.number, fmt.group_size or 0, fmt.padded_cols(weight.shape[1]),
+        weight, importance, blocks.words, blocks.scales,
     )  # fmt: skip

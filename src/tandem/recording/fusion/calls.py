@@ -3,19 +3,17 @@
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tandem.hf.opaque_calls import ATTENTION, DENSE, EXPERTS, GROUPS, ROWS, SELECTION, STATES
 from tandem.kernels import _native
-from tandem.kernels.attention import CachedAttention, selected_arguments
+from tandem.kernels.attention import CachedAttention
 from tandem.kernels.dense import CpuThreads, DenseWeight
 from tandem.kernels.recurrent import LayerState, StateTokens
 from tandem.kv_cache.cpu import KvCache
 from tandem.kv_cache.index_keys import NewIndexKeys
 from tandem.recording.fusion.elementwise import are_floats
 from tandem.recording.fusion.graph import Found, Graph
-from tandem.recording.fusion.views import NO_VIEW, view_of
 from tandem.recording.program import NativeCall, require_contiguous
 from tandem.recording.recorder import Operation
 from tandem.recording.routed import routed_call
@@ -47,12 +45,8 @@ def _dense_group(graph: Graph, group: list[Operation]) -> Found:
 
 def _dense_call(threads: CpuThreads, weights: list[DenseWeight]) -> NativeCall:
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        (x,), cols = inputs, weights[0].in_features
-        require_contiguous(x)
-        program.add_dense(
-            [weight.native for weight in weights], x.numel() // cols, cols,
-            x.dtype == torch.bfloat16, x.data_ptr(), [out.data_ptr() for out in outputs],
-        )  # fmt: skip
+        require_contiguous(inputs[0])
+        program.add_dense([weight.native for weight in weights], inputs[0], outputs)
 
     return NativeCall(add, threads)
 
@@ -76,10 +70,7 @@ def _groups_call(threads: CpuThreads, weights: list[DenseWeight]) -> NativeCall:
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (x,), (out,) = inputs, outputs
         require_contiguous(out)
-        program.add_groups(
-            [weight.native for weight in weights], len(x), x.shape[2],
-            x.dtype == torch.bfloat16, x.data_ptr(), x.stride(0), x.stride(1), out.data_ptr(),
-        )  # fmt: skip
+        program.add_groups([weight.native for weight in weights], x, out)
 
     return NativeCall(add, threads)
 
@@ -108,12 +99,8 @@ def _attention_call(cache: KvCache, attention: CachedAttention) -> NativeCall:
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (q, k, v, *selected), (out,) = inputs, outputs
-        program.add_attention(
-            attention.native, q.dtype == torch.bfloat16, q.shape[1], slots.data_ptr(),
-            positions.data_ptr(), q.data_ptr(), q.stride(1), q.stride(0), k.data_ptr(),
-            k.stride(1), k.stride(0), v.data_ptr(), v.stride(1), v.stride(0),
-            *selected_arguments(*selected), out.data_ptr(),
-        )  # fmt: skip
+        chosen = selected[0] if selected else None
+        program.add_attention(attention.native, slots, positions, q, k, v, chosen, out)
 
     return NativeCall(add, cache.threads)
 
@@ -133,10 +120,7 @@ def _rows_call(threads: CpuThreads, weight: DenseWeight) -> NativeCall:
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (numbers,), (out,) = inputs, outputs
         require_contiguous(numbers)
-        program.add_rows(
-            weight.native, weight.in_features, numbers.numel(), numbers.data_ptr(),
-            out.dtype == torch.bfloat16, out.data_ptr(),
-        )  # fmt: skip
+        program.add_rows(weight.native, numbers, out)
 
     return NativeCall(add, threads)
 
@@ -184,11 +168,8 @@ def _selection_call(cache: KvCache, new: NewIndexKeys) -> NativeCall:
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (key, query, *weights), (out,) = inputs, outputs
         require_contiguous(out)
-        program.add_selection(
-            layer, len(key), slots.data_ptr(), positions.data_ptr(), query.shape[1],
-            selection.most, selection.scale, view_of(key), view_of(query),
-            view_of(weights[0]) if weights else NO_VIEW, out.data_ptr(),
-        )  # fmt: skip
+        weight = weights[0] if weights else None
+        program.add_selection(layer, slots, positions, selection.scale, key, query, weight, out)
 
     return NativeCall(add, cache.threads)
 

@@ -9,7 +9,7 @@ from tandem.kernels import _native
 from tandem.recording.fusion.elementwise import KINDS
 from tandem.recording.fusion.graph import Graph
 from tandem.recording.fusion.views import (
-    ELEMENT_TYPES,
+    ELEMENT_DTYPES,
     WRITTEN_DTYPES,
     Small,
     add_combination,
@@ -26,7 +26,7 @@ _FILLINGS = {"zeros": 0.0, "zeros_like": 0.0, "new_zeros": 0.0, "ones_like": 1.0
 def match_copy(graph: Graph, operation: Operation) -> Small | None:
     """Match an operation that only moves values, or fills memory."""
     result = operation.outputs[0] if len(operation.outputs) == 1 else None
-    if result is None or graph.tensor(result).dtype not in ELEMENT_TYPES:
+    if result is None or graph.tensor(result).dtype not in ELEMENT_DTYPES:
         return None
     name, args = operation.name, operation.args
     if name in ("cat", "concat", "concatenate", "stack"):
@@ -51,7 +51,7 @@ def _is_known(graph: Graph, ref: Any, result: Ref) -> bool:
     if not isinstance(ref, Ref):
         return False
     source, target = graph.tensor(ref).dtype, graph.tensor(result).dtype
-    return source in ELEMENT_TYPES and (source == target or target in WRITTEN_DTYPES)
+    return source in ELEMENT_DTYPES and (source == target or target in WRITTEN_DTYPES)
 
 
 def _match_joined(graph: Graph, operation: Operation, result: Ref) -> Small | None:

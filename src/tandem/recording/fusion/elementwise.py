@@ -8,7 +8,7 @@ from torch import Tensor
 from tandem.kernels import _native
 from tandem.recording.fusion.graph import Graph
 from tandem.recording.fusion.views import (
-    ELEMENT_TYPES,
+    ELEMENT_DTYPES,
     FLOAT_DTYPES,
     WRITTEN_DTYPES,
     Small,
@@ -63,7 +63,7 @@ def match_cast(graph: Graph, operation: Operation) -> Small | None:
     source, result = operation.args[0], operation.outputs[0]
     if result is None or graph.tensor(result).dtype not in WRITTEN_DTYPES:
         return None
-    if graph.tensor(source).dtype not in ELEMENT_TYPES or graph.shares_memory(source, result):
+    if graph.tensor(source).dtype not in ELEMENT_DTYPES or graph.shares_memory(source, result):
         return None
     return _small(KINDS["copy"], [source], None)
 
@@ -84,7 +84,7 @@ def _operand(graph: Graph, value: Any, result: Tensor) -> _Operand | None:
     if not isinstance(value, Ref):
         return float(value) if isinstance(value, int | float) else None
     x = graph.tensor(value)
-    if x.dtype not in ELEMENT_TYPES:
+    if x.dtype not in ELEMENT_DTYPES:
         return None
     is_rounded = x.dtype == torch.float32 and result.dtype == torch.bfloat16
     if not is_rounded:

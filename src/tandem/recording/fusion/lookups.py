@@ -8,22 +8,9 @@ from torch import Tensor
 from tandem.kernels import _native
 from tandem.recording.fusion.elementwise import KINDS, are_floats
 from tandem.recording.fusion.graph import Graph
-from tandem.recording.fusion.views import (
-    MAX_DIMENSIONS,
-    Four,
-    Small,
-    View,
-    add_combination,
-    dense_of,
-    in_four,
-    number_view,
-    view_of,
-)
+from tandem.recording.fusion.views import MAX_DIMENSIONS, Small, add_combination, dense
 from tandem.recording.program import require_contiguous
 from tandem.recording.recorder import Operation, Ref
-
-# As C++ takes an index: address, strides, and the number and distance of the places.
-_Index = tuple[int, Four, int, int]
 
 
 def match_lookup(graph: Graph, operation: Operation) -> Small | None:
@@ -66,17 +53,8 @@ def add_rows(program: _native.Program, inputs: list[Tensor], outputs: list[Tenso
     (table, index), (out,) = inputs, outputs
     require_contiguous(index)
     rows = table if table.dim() == 2 else table[:, None]
-    places: _Index = (index.data_ptr(), (0, 0, 1, 0), len(rows), rows.stride(0))
-    view: View = (*view_of(rows)[:2], (0, 0, 0, rows.stride(1)), 0.0)
-    program.add_lookup((1, 1, index.numel(), rows.shape[1]), view, places, dense_of(out))
-
-
-def _places(x: Tensor, dim: int, index: Tensor) -> tuple[_Index, Four]:
-    """Return where `x` is met, and its strides without the dimension that numbers stand for."""
-    strides = list(x.stride())
-    stride, strides[dim] = strides[dim], 0
-    where = (index.data_ptr(), in_four(index.stride(), 0), x.shape[dim], stride)
-    return where, in_four(strides, 0)
+    numbers = index.view(-1, 1).expand(-1, rows.shape[1])
+    program.add_lookup(rows, 0, numbers, dense(out))
 
 
 def _match_gather(graph: Graph, operation: Operation) -> Small | None:
@@ -86,9 +64,7 @@ def _match_gather(graph: Graph, operation: Operation) -> Small | None:
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         x, numbers = inputs
-        places, strides = _places(x, dim, numbers)
-        view: View = (*view_of(x)[:2], strides, 0.0)
-        program.add_lookup(in_four(numbers.shape, 1), view, places, dense_of(outputs[0]))
+        program.add_lookup(x, dim % x.dim(), numbers, dense(outputs[0]))
 
     return Small([source, index], add)
 
@@ -107,9 +83,8 @@ def _match_scatter(graph: Graph, operation: Operation) -> Small | None:
         (before, numbers, *values), (out,) = inputs, outputs
         if not operation.has_effects:
             add_combination(program, KINDS["copy"], [before], out)
-        places, strides = _places(out, dim, numbers)
-        view: View = (*view_of(out)[:2], strides, 0.0)
-        read = view_of(values[0]) if values else number_view(float(value))
-        program.add_scatter(in_four(numbers.shape, 1), read, places, view)
+        part = tuple(slice(size) for size in numbers.shape)
+        read = values[0][part] if values else float(value)
+        program.add_scatter(read, dim % out.dim(), numbers, out)
 
     return Small([target, index, *([value] if is_tensor else [])], add)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tandem.kernels import _native
@@ -111,13 +110,8 @@ def _norm_call(
 ) -> NativeCall:
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (x,), (out,) = inputs, outputs
-        stride = row_stride(x)
-        if stride is None:
+        if row_stride(x) is None:
             raise NotRecordableError("a norm's rows do not lie evenly apart")
-        program.add_norm(
-            x.numel() // x.shape[-1], x.shape[-1], eps, rounds_first, x.dtype == torch.bfloat16,
-            x.data_ptr(), stride, 0 if weight is None else weight.data_ptr(), 1,
-            0, 0, 0, out.data_ptr(),
-        )  # fmt: skip
+        program.add_norm(eps, rounds_first, x, weight, 0, None, out)
 
     return NativeCall(add, threads)

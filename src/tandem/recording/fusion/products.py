@@ -5,13 +5,7 @@ from torch import Tensor
 from tandem.kernels import _native
 from tandem.recording.fusion.elementwise import KINDS, are_floats
 from tandem.recording.fusion.graph import Graph
-from tandem.recording.fusion.views import (
-    MAX_DIMENSIONS,
-    Small,
-    add_combination,
-    in_four,
-    view_of,
-)
+from tandem.recording.fusion.views import MAX_DIMENSIONS, Small, add_combination
 from tandem.recording.recorder import Operation, Ref
 
 # Values of the second matrix. Larger ones are worth a packed form, or torch's own order of reading.
@@ -40,9 +34,8 @@ def match_product(graph: Graph, operation: Operation) -> Small | None:
 
 def _add_matmul(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
     (a, b), (out,) = inputs, outputs
-    depth = a.shape[-1]
     a, b = (x.expand(*out.shape[:-2], *x.shape[-2:]) for x in (a, b))
-    program.add_product(in_four(out.shape, 1), depth, view_of(a), view_of(b), view_of(out))
+    program.add_product(a, b, out)
 
 
 def _add_linear(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
@@ -53,7 +46,6 @@ def _add_linear(program: _native.Program, inputs: list[Tensor], outputs: list[Te
     else:
         flat = out
     b = weight.T.expand(*flat.shape[:-2], *weight.T.shape)
-    sizes, depth = in_four(flat.shape, 1), x.shape[-1]
-    program.add_product(sizes, depth, view_of(x), view_of(b), view_of(flat))
+    program.add_product(x, b, flat)
     if bias:
         add_combination(program, KINDS["add"], [out, bias[0]], out)

@@ -134,10 +134,6 @@ def _ranked_call(threads: CpuThreads, top_k: int, groups: _Groups, weights: _Wei
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (scores, ranks), (chosen, index) = inputs, outputs
         require_contiguous(scores, ranks)
-        program.add_ranked_choice(
-            scores.shape[0], scores.shape[1], top_k, *groups, *weights,
-            scores.dtype == torch.bfloat16, scores.data_ptr(), ranks.data_ptr(),
-            chosen.dtype == torch.bfloat16, chosen.data_ptr(), index.data_ptr(),
-        )  # fmt: skip
+        program.add_ranked_choice(top_k, *groups, *weights, scores, ranks, chosen, index)
 
     return NativeCall(add, threads)

@@ -9,13 +9,7 @@ from tandem.kernels import _native
 from tandem.recording.fusion.elementwise import are_floats
 from tandem.recording.fusion.graph import Graph
 from tandem.recording.fusion.routers import takes_largest
-from tandem.recording.fusion.views import (
-    MAX_DIMENSIONS,
-    Small,
-    dense_of,
-    in_four,
-    view_of,
-)
+from tandem.recording.fusion.views import MAX_DIMENSIONS, Small, dense
 from tandem.recording.recorder import Operation, Ref
 
 # The numbers of ReductionKind in C++.
@@ -65,18 +59,21 @@ def _match_reduction(operation: Operation, x: Tensor) -> Small | None:
         return None
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        index = outputs[1].data_ptr() if is_two else 0
-        add_reduction(program, kind, dim, inputs[0], outputs[0], index)
+        add_reduction(program, kind, dim, inputs[0], *outputs)
 
     return Small([operation.args[0]], add)
 
 
 def add_reduction(
-    program: _native.Program, kind: int, dim: int, x: Tensor, out: Tensor, index: int
+    program: _native.Program,
+    kind: int,
+    dim: int,
+    x: Tensor,
+    out: Tensor,
+    index: Tensor | None = None,
 ) -> None:
-    """Add a sum or the like along a dimension; `index` is where numbers of places go, or 0."""
-    x = _put_last(x, dim)
-    program.add_reduction(kind, in_four(x.shape, 1), view_of(x), dense_of(out), index)
+    """Add a sum or the like along a dimension; `index` is where numbers of places go."""
+    program.add_reduction(kind, _put_last(x, dim), dense(out), index)
 
 
 def _put_last(x: Tensor, dim: int) -> Tensor:
@@ -88,8 +85,7 @@ def _put_last(x: Tensor, dim: int) -> Tensor:
 
 def add_softmax(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
     """Add a softmax over the last dimension."""
-    (x,) = inputs
-    program.add_softmax(in_four(x.shape, 1), view_of(x), dense_of(outputs[0]))
+    program.add_softmax(inputs[0], dense(outputs[0]))
 
 
 def _match_greatest(operation: Operation, x: Tensor) -> Small | None:
@@ -107,8 +103,7 @@ def add_greatest(
     program: _native.Program, x: Tensor, count: int, values: Tensor, index: Tensor
 ) -> None:
     """Add the greatest `count` of the last dimension, best first."""
-    shape = in_four(x.shape, 1)
-    program.add_greatest(shape, view_of(x), count, dense_of(values), index.data_ptr())
+    program.add_greatest(x, dense(values), index)
 
 
 def _match_layer_norm(graph: Graph, operation: Operation, x: Tensor) -> Small | None:
@@ -123,8 +118,6 @@ def _match_layer_norm(graph: Graph, operation: Operation, x: Tensor) -> Small | 
     )
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        weight, bias = (0 if v is None else v.data_ptr() for v in (factors, shifts))
-        sizes, out = in_four(inputs[0].shape, 1), dense_of(outputs[0])
-        program.add_layer_norm(sizes, view_of(inputs[0]), eps, weight, bias, out)
+        program.add_layer_norm(inputs[0], eps, factors, shifts, dense(outputs[0]))
 
     return Small([source], add)

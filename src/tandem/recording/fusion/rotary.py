@@ -111,10 +111,7 @@ def _pairs_call(threads: CpuThreads, heads: int) -> NativeCall:
         require_contiguous(turns)
         if x.stride(-1) != 1:
             raise NotRecordableError("a head's values do not lie side by side")
-        program.add_rotary_pairs(
-            x.shape[0], x.shape[heads], x.shape[3], x.dtype == torch.bfloat16, x.data_ptr(),
-            x.stride(0), x.stride(heads), turns.data_ptr(), out.data_ptr(),
-        )  # fmt: skip
+        program.add_rotary_pairs(x.select(3 - heads, 0), torch.view_as_real(turns), out)
 
     return NativeCall(add, threads)
 
@@ -163,10 +160,6 @@ def _rotary_call(threads: CpuThreads, heads: int) -> NativeCall:
         require_contiguous(cos, sin)
         if x.stride(-1) != 1:
             raise NotRecordableError("a head's values do not lie side by side")
-        program.add_rotary(
-            x.shape[0], x.shape[heads], x.shape[3], x.shape[3], x.dtype == torch.bfloat16,
-            x.data_ptr(), x.stride(0), x.stride(heads), cos.data_ptr(), sin.data_ptr(),
-            out.data_ptr(),
-        )  # fmt: skip
+        program.add_rotary(x.select(3 - heads, 0), cos, sin, out)
 
     return NativeCall(add, threads)

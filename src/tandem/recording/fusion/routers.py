@@ -177,10 +177,6 @@ def _choice_call(
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (logits,), (weights, index) = inputs, outputs
         require_contiguous(logits)
-        program.add_choice(
-            logits.shape[0], logits.shape[1], top_k, is_normalised, scale,
-            logits.dtype == torch.bfloat16, logits.data_ptr(), weights.dtype == torch.bfloat16,
-            weights.data_ptr(), index.data_ptr(),
-        )  # fmt: skip
+        program.add_choice(top_k, is_normalised, scale, logits, weights, index)
 
     return NativeCall(add, threads)

@@ -9,46 +9,18 @@ from torch import Tensor
 from tandem.kernels import _native
 from tandem.recording.recorder import NotRecordableError, Ref
 
-# The numbers of ElementType in C++.
-ELEMENT_TYPES = {
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    torch.int64: 2,
-    torch.int32: 3,
-    torch.bool: 4,
-}
+ELEMENT_DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.bool)
 # What may be written: whole numbers would be rounded to fp32.
 WRITTEN_DTYPES = (torch.float32, torch.bfloat16, torch.bool)
 FLOAT_DTYPES = (torch.float32, torch.bfloat16)
 MAX_DIMENSIONS = 4
 
-Four = tuple[int, int, int, int]
-# Type, address and strides of a tensor, and the number that stands for it where the address is 0.
-View = tuple[int, int, Four, float]
-NO_VIEW: View = (0, 0, (0, 0, 0, 0), 0.0)
 
-
-def view_of(x: Tensor) -> View:
-    """Return a tensor of up to four dimensions as C++ takes it."""
-    return ELEMENT_TYPES[x.dtype], x.data_ptr(), in_four(x.stride(), 0), 0.0
-
-
-def number_view(value: float) -> View:
-    """Return a number that stands for a tensor of any shape."""
-    return 0, 0, (0, 0, 0, 0), value
-
-
-def dense_of(x: Tensor) -> tuple[int, int]:
-    """Return a tensor without gaps as C++ takes it."""
+def dense(x: Tensor) -> Tensor:
+    """Return a tensor that is written, which has no gaps; raises `NotRecordableError`."""
     if not x.is_contiguous():
         raise NotRecordableError("a native operation would write a tensor that has gaps")
-    return ELEMENT_TYPES[x.dtype], x.data_ptr()
-
-
-def in_four(values: Sequence[int], filling: int) -> Four:
-    """Return sizes or strides as those of a tensor that has four dimensions."""
-    first, second, third, last = [*[filling] * (MAX_DIMENSIONS - len(values)), *values]
-    return first, second, third, last
+    return x
 
 
 def in_four_dimensions(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -92,11 +64,8 @@ def add_combination(
     tensors = [x.expand(out.shape) for x in operands if isinstance(x, Tensor)]
     for parts in in_four_dimensions([out, *tensors]):
         rest = iter(parts[1:])
-        views = [view_of(next(rest)) if isinstance(x, Tensor) else number_view(x) for x in operands]
-        views += [NO_VIEW] * (3 - len(views))
-        program.add_elementwise(
-            kind, in_four(parts[0].shape, 1), views[0], views[1], views[2], view_of(parts[0])
-        )
+        read = [next(rest) if isinstance(x, Tensor) else x for x in operands]
+        program.add_elementwise(kind, parts[0], *read)
 
 
 class Small(NamedTuple):

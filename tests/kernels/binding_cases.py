@@ -1,0 +1,450 @@
+"""A right call of every native function that takes memory, and what is wrong with it.
+
+python -O -m tests.kernels.binding_cases: makes all wrong calls, and says which one was not refused.
+"""
+
+import contextlib
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.generate.sampling import SamplingRule
+from tandem.kernels import _native
+from tandem.kernels.dense import CpuThreads, DenseWeight, pack_dense
+from tandem.kernels.formats.expert import ExpertLayout
+from tandem.kernels.formats.packed import PackedMatrix
+from tandem.kernels.formats.weight_format import find_format
+from tandem.kernels.native import native_layout
+
+# What takes no memory: numbers, or objects that were checked when they were made.
+WITHOUT_MEMORY = {
+    "AttentionEngine", "CpuFeatures", "DenseEngine", "DenseMatrix", "DriverLink", "ExpertEngine",
+    "ExpertEngine.bind_workers", "ExpertEngine.multiply", "ExpertEngine.wake", "ExpertLayout",
+    "ForesightTables", "ForesightTables.begin_step", "ForesightTables.scores",
+    "ForesightTables.teach", "IndexLayer", "LoneTerms", "MailboxLayout", "Program",
+    "Program.num_active", "Program.run", "ProjectionLayout", "RecurrentEngine", "RoutedExperts",
+    "StartedBatch.finish", "StepCoordinator", "StepCoordinator.abort_step",
+    "StepCoordinator.begin_copies", "StepCoordinator.begin_step", "StepCoordinator.clear_entries",
+    "StepCoordinator.close", "StepCoordinator.copy_error", "StepCoordinator.drain_copies",
+    "StepCoordinator.finish_step", "StepCoordinator.records", "StepCoordinator.set_dense_seconds",
+    "StepCoordinator.set_hook", "StepCoordinator.submit", "StepCoordinator.take_arrivals",
+    "StepCoordinator.take_decided", "StepLostError", "StepPolicy", "StepPolicy.begin_step",
+    "StepPolicy.copy_finished", "StepPolicy.decide", "StepPolicy.learn", "StepPolicy.link_free_at",
+    "StepPolicy.load", "StepPolicy.resident", "SuccessorTable", "SuccessorTable.followed",
+    "SuccessorTable.learn", "SuccessorTable.note", "SuccessorTable.resize",
+    "SuccessorTable.values", "TokenSampler", "TwinStream.join", "TwinStream.set_dense_seconds",
+    "TwinStream.set_patience", "TwinStream.times", "available_isas", "block_bytes", "block_cols",
+    "decide_lone_layer", "detect_cpu_features",
+}  # fmt: skip
+
+_FORMAT = find_format("int8-g32")
+TOKENS, HEADS, DIM, EXPERTS, TOP_K, HIDDEN = 3, 2, 16, 4, 2, 32
+
+
+class Case(NamedTuple):
+    """A call with its arguments, and which of its tensors, in order, may be of another kind."""
+
+    call: Callable[..., object]
+    args: Sequence[Any]
+    any_size: Sequence[int] = ()
+    larger: Sequence[int] = ()
+    any_stride: Sequence[int] = ()
+    any_type: Sequence[int] = ()
+    numbers: Sequence[int] = ()
+    then: Callable[[], object] | None = None
+    """What makes use of what the call was given."""
+
+
+@cache
+def _threads() -> CpuThreads:
+    return CpuThreads(num_threads=1)
+
+
+@cache
+def _layout() -> ExpertLayout:
+    return ExpertLayout(_FORMAT, HIDDEN, 32, is_gated=True, has_bias=False)
+
+
+def _floats(*shape: int) -> Tensor:
+    return torch.zeros(shape)
+
+
+def _ints(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def _int32(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def _bytes(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.uint8)
+
+
+def _weight() -> DenseWeight:
+    return pack_dense(_floats(16, HIDDEN), None, _FORMAT)
+
+
+def _attention() -> _native.AttentionLayer:
+    layer = _native.AttentionLayer(0, HEADS, 1, DIM, DIM, 0.25, 0.0, 0, None)
+    blocks = [_bytes(1, 1, 4, n) for n in (layer.key_block_bytes, layer.value_block_bytes)]
+    layer.set_cache(*blocks)
+    _KEPT.extend(blocks)
+    return layer
+
+
+_KEPT: list[object] = []  # memory whose addresses native objects have
+
+
+def _kept(*tensors: Tensor) -> tuple[Tensor, ...]:
+    _KEPT.extend(tensors)
+    return tensors
+
+
+def _coordinator() -> _native.StepCoordinator:
+    return _native.StepCoordinator([_routed()], 1, "")
+
+
+def _routed() -> _native.RoutedLayer:
+    (buffers,) = _kept(_bytes(EXPERTS, _layout().num_bytes))
+    return _native.RoutedLayer(native_layout(_layout()), 0, 1.0, float("inf"), 0.0, buffers)
+
+
+def _tokens_of_experts() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return addresses, row_begin, row_token and hidden: of each expert one row, of token 0."""
+    (buffers,) = _kept(_bytes(EXPERTS, _layout().num_bytes))
+    begin = torch.arange(EXPERTS + 1, dtype=torch.int32)
+    addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
+    return addresses, begin, _int32(EXPERTS), _floats(TOKENS, HIDDEN)
+
+
+def _routing() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    weights, out = _floats(TOKENS, TOP_K), _floats(TOKENS, HIDDEN)
+    return _floats(TOKENS, HIDDEN), _ints(TOKENS, TOP_K), weights, out
+
+
+def engine_cases() -> Iterator[tuple[str, Case]]:
+    """Yield the calls that compute at once."""
+    threads, layout = _threads(), native_layout(_layout())
+    engine, size = threads.engine, _layout().num_bytes
+    yield (
+        "ExpertEngine.run",
+        Case(
+            engine.run,
+            (layout, size, 0, 1.0, 1.0, 0.0, *_tokens_of_experts(), _floats(EXPERTS, HIDDEN)),
+            any_size=[3],
+        ),
+    )
+    yield (
+        "ExpertEngine.project",
+        Case(
+            engine.project,
+            (layout, size, True, *_tokens_of_experts(), _floats(EXPERTS, 64)),
+            any_size=[3],
+        ),
+    )
+    sums = _floats(5, DIM), _int32(TOKENS, TOP_K), _floats(TOKENS, TOP_K), _floats(TOKENS, DIM)
+    yield "ExpertEngine.add_rows", Case(engine.add_rows, sums, any_size=[0])
+    yield "ExpertEngine.read_all", Case(engine.read_all, (_bytes(64),), any_size=[0], any_type=[0])
+    yield (
+        "advise_huge_pages",
+        Case(_native.advise_huge_pages, (_bytes(64),), any_size=[0], any_type=[0]),
+    )
+    weight = _weight()
+    yield (
+        "DenseEngine.run",
+        Case(threads.dense.run, ([weight.native], _floats(TOKENS, HIDDEN), [_floats(TOKENS, 16)])),
+    )
+    grouped = [weight.native] * 2, _floats(TOKENS, 2, HIDDEN), _floats(TOKENS, 2, 16)
+    yield "DenseEngine.run_groups", Case(threads.dense.run_groups, grouped)
+    yield (
+        "DenseEngine.read",
+        Case(threads.dense.read, (weight.native, _ints(TOKENS), _floats(TOKENS, HIDDEN))),
+    )
+    yield "RoutedExperts.run", Case(threads.experts.run, (_routed(), *_routing()))
+    layer, head = _attention(), _floats(1, TOKENS, DIM)
+    where = _ints(TOKENS), torch.arange(TOKENS)
+    yield "AttentionEngine.append", Case(threads.attention.append, (layer, *where, head, head))
+    queries = _floats(HEADS, TOKENS, DIM), _int32(TOKENS, 2), _floats(TOKENS, HEADS, DIM)
+    yield "AttentionEngine.attend", Case(threads.attention.attend, (layer, *where, *queries))
+    sampler = _native.TokenSampler("", SamplingRule(temperature=1.0, repetition_penalty=2.0))
+    yield (
+        "TokenSampler.choose",
+        Case(sampler.choose, (_floats(8), torch.tensor([1, 2]), 0.5), any_size=[0, 1]),
+    )
+    assert sampler.choose(_floats(8), array("q", [1, 2]), 0.5) < 8
+    tokens, begin = _int32(EXPERTS + 1), list(range(EXPERTS + 1))
+    rows = tokens, 1, _floats(TOKENS, HIDDEN), _floats(EXPERTS, HIDDEN)
+    yield (
+        "StartedBatch",
+        Case(
+            _native.StartedBatch, (engine, _routed(), range(EXPERTS), False, begin, *rows),
+            any_size=[1], larger=[0, 2],
+        ),
+    )  # fmt: skip
+
+
+def making_cases() -> Iterator[tuple[str, Case]]:
+    """Yield the calls that make what others use."""
+    layout, packed = (
+        native_layout(_layout()),
+        PackedMatrix.empty(16, HIDDEN, _FORMAT),
+    )
+    yield (
+        "make_dense_matrix",
+        Case(
+            _native.make_dense_matrix,
+            (1, packed.format.group_size, 16, HIDDEN, HIDDEN, packed.data, packed.scales,
+             _floats(16)),
+        ),
+    )  # fmt: skip
+    buffers = _bytes(EXPERTS, _layout().num_bytes)
+    yield (
+        "RoutedLayer",
+        Case(_native.RoutedLayer, (layout, 0, 1.0, 1.0, 0.0, buffers), any_size=[0]),
+    )
+    numbers = 0, HEADS, 1, DIM, DIM, 0.25, 0.0, 0
+    layer = _native.AttentionLayer(*numbers, None)
+    yield "AttentionLayer", Case(_native.AttentionLayer, (*numbers, _floats(HEADS)))
+    blocks = [_bytes(2, 1, 4, n) for n in (layer.key_block_bytes, layer.value_block_bytes)]
+    yield "AttentionLayer.set_cache", Case(layer.set_cache, blocks)
+    index = _native.IndexLayer()
+    yield "IndexLayer.set_keys", Case(index.set_keys, (_floats(2, 8, DIM),), any_size=[0])
+    form = HEADS, 1, DIM, DIM, 2, True, False, 1.0
+    of_pairs = _floats(1, DIM, 16), _floats(HEADS, DIM), _floats(2, HEADS, 1, DIM, 16)
+    yield "Recurrence", Case(_native.Recurrence, (*form, *of_pairs), any_size=[2])
+    recurrence = _native.Recurrence(*form, *_kept(*of_pairs))
+    log = _floats(2, 7, recurrence.logged_values)
+    yield "Recurrence.keep_drafts", Case(recurrence.keep_drafts, (_ints(2), log))
+    taps = _floats(4, 8), _floats(8), True, _floats(2, 3, 8)
+    yield "ShortConvolution", Case(_native.ShortConvolution, taps, any_size=[2])
+    convolution = _native.ShortConvolution(*taps)
+    _KEPT.extend(taps)
+    drafts = _ints(2), _floats(2, 7, 8)
+    yield "ShortConvolution.keep_drafts", Case(convolution.keep_drafts, drafts)
+
+
+def placing_cases() -> Iterator[tuple[str, Case]]:
+    """Yield the calls that write packed matrices."""
+    fmt = _FORMAT
+    group, cols = fmt.group_size or 0, 128
+    blocks = PackedMatrix.empty(32, cols, fmt).blocks
+    call = (1, group, cols, _floats(32, cols), _floats(cols), blocks.words, blocks.scales)
+    args = "", 1, True, [call]
+    yield "quantize", Case(_native.quantize, args, any_size=[0], any_stride=[0])
+    place = 1, 32, cols, blocks.words, blocks.scales, _floats(1)
+    q8_0 = _FORMAT
+    small = PackedMatrix.empty(32, cols, q8_0).blocks
+    of_32 = (1, 32, cols, small.words, small.scales, None)
+    rows = 8, _bytes(32, cols // 32 * 34), torch.arange(32), None
+    fields = _int32(32, cols // 4), 0, 0, group, 1, 1, torch.zeros(32, cols // group).half(), None
+    yield (
+        "rearrange_rows",
+        Case(
+            _native.rearrange_rows,
+            (1, [(of_32, rows)], [(place, fields)]),
+            larger=[2, 7, 8],
+            any_stride=[7, 8],
+        ),
+    )
+
+
+def _start_nothing(twin: _native.TwinStream, calls: Sequence[Any]) -> None:
+    twin.start(calls, 0)
+
+
+def coordinator_cases() -> Iterator[tuple[str, Case]]:
+    """Yield the calls of captured steps."""
+    coordinator, table = _coordinator(), _ints(1, EXPERTS)
+    box = _native.MailboxLayout(1, TOKENS, TOP_K, HIDDEN, 0)
+    number = coordinator.add_mailbox(TOKENS, TOP_K, 0)
+    lines = _bytes(box.num_bytes)
+    yield (
+        "StepCoordinator.add_mailbox",
+        Case(coordinator.add_mailbox, (TOKENS, TOP_K, 0, lines)),
+    )
+    (slots,) = _kept(_bytes(2, _layout().num_bytes))
+    addresses = [slot.data_ptr() for slot in slots]
+    yield (
+        "StepCoordinator.manage_slots",
+        Case(coordinator.manage_slots, (table, addresses, slots.shape[1], None, 0.0, None, None)),
+    )
+    engine = _threads().engine
+    yield "TwinStream", Case(_native.TwinStream, (coordinator, number, table, engine, 0, 0))
+    twin = _native.TwinStream(coordinator, number, table, engine, 0, 0)
+    twin.set_patience(0.01)
+    _KEPT.extend((coordinator, twin, table))
+    call = (0, *_routing())
+    for name, function, args in (
+        ("run", twin.run, (call,)),
+        ("add_to", twin.add_to, (_threads().program(), call)),
+        ("start", partial(_start_nothing, twin), ([call],)),
+    ):
+        yield f"TwinStream.{name}", Case(function, args, then=twin.join)
+
+
+def program_cases() -> Iterator[tuple[str, Case]]:
+    """Yield the operations of programs, each in one of its own."""
+    x, heads, out = _floats(TOKENS, DIM), _floats(TOKENS, HEADS, DIM), _floats(TOKENS, DIM)
+    where, weight, attention = (_ints(TOKENS), torch.arange(TOKENS)), _weight(), _attention()
+    taps, before = _kept(_floats(4, DIM), _floats(1, 3, DIM))
+    convolution = _native.ShortConvolution(taps, None, True, before)
+    convolution.keep_drafts(*_kept(_ints(1), _floats(1, 7, DIM)))
+    (states,) = _kept(_floats(1, HEADS, 1, DIM, 16))
+    recurrence = _native.Recurrence(HEADS, 1, DIM, DIM, 0, True, False, 1.0, None, None, states)
+    recurrence.keep_drafts(*_kept(_ints(1), _floats(1, 7, recurrence.logged_values)))
+    _KEPT.extend((weight, convolution, recurrence))
+    index = _native.IndexLayer()
+    index.set_keys(*_kept(_floats(1, 8, DIM)))
+    logits, chosen = _floats(TOKENS, EXPERTS), (_floats(TOKENS, TOP_K), _ints(TOKENS, TOP_K))
+    one_head, rate = _floats(TOKENS, 1, DIM), _floats(TOKENS, HEADS)
+    operations: dict[str, tuple[Any, ...]] = {
+        "norm": (1e-6, True, x, _floats(DIM), 1, x, out),
+        "rotary": (heads, x, x, _floats(TOKENS, HEADS, DIM)),
+        "rotary_pairs": (heads, x, _floats(TOKENS, HEADS, DIM)),
+        "choice": (TOP_K, True, 1.0, logits, *chosen),
+        "ranked_choice": (TOP_K, 2, 1, 1, True, 0.0, 1.0, logits, logits, *chosen),
+        "elementwise": (20, out, x, x),
+        "reduction": (2, x, _floats(TOKENS), _ints(TOKENS)),
+        "softmax": (x, out),
+        "layer_norm": (x, 1e-6, _floats(DIM), _floats(DIM), out),
+        "greatest": (logits, *chosen),
+        "lookup": (_floats(8, DIM), 0, _ints(TOKENS, DIM), out),
+        "scatter": (x, 0, _ints(TOKENS, DIM), _floats(8, DIM)),
+        "product": (x, _floats(DIM, 8), _floats(TOKENS, 8)),
+        "selection": (index, *where, 1.0, x, heads, rate, _int32(TOKENS, 2)),
+        "dense": ([weight.native], _floats(TOKENS, HIDDEN), [_floats(TOKENS, 16)]),
+        "groups": ([weight.native] * 2, _floats(TOKENS, 2, HIDDEN), _floats(TOKENS, 2, 16)),
+        "rows": (weight.native, _ints(TOKENS), _floats(TOKENS, HIDDEN)),
+        "convolution": (convolution, *where, False, x, out),
+        "recurrence": (recurrence, *where, False, one_head, one_head, heads, rate, rate,
+                       _floats(TOKENS, HEADS, DIM)),
+        "attention": (attention, *where, _floats(HEADS, TOKENS, DIM), _floats(1, TOKENS, DIM),
+                      _floats(1, TOKENS, DIM), _int32(TOKENS, 2), _floats(TOKENS, HEADS, DIM)),
+        "experts": (_routed(), *_routing()),
+    }  # fmt: skip
+    strides = {
+        "elementwise": [0, 1, 2], "reduction": [0], "softmax": [0], "layer_norm": [0],
+        "greatest": [0], "lookup": [0, 1], "scatter": [0, 1, 2], "product": [0, 1, 2],
+        "selection": [2, 3, 4],
+    }  # fmt: skip
+    sizes = {"lookup": [0], "scatter": [2]}  # places to choose from
+    numbers = {"elementwise": [1, 2], "scatter": [0]}  # that may stand for a tensor
+    for name, args in operations.items():
+        program = _threads().program()
+        add = getattr(program, f"add_{name}")
+        yield (
+            f"Program.add_{name}",
+            Case(
+                add,
+                args,
+                any_size=sizes.get(name, ()),
+                any_stride=strides.get(name, ()),
+                numbers=numbers.get(name, ()),
+                then=program.run,
+            ),
+        )
+
+
+@cache
+def cases() -> dict[str, Case]:
+    """Return all calls by the names of what is called."""
+    groups = (engine_cases, making_cases, placing_cases, coordinator_cases, program_cases)
+    return {name: case for group in groups for name, case in group()}
+
+
+def public_names() -> set[str]:
+    """Return all functions, classes and methods of the native module."""
+    found = set()
+    for name, value in vars(_native).items():
+        if name.startswith("_"):
+            continue
+        found.add(name)
+        if isinstance(value, type):
+            methods = (n for n, v in vars(value).items() if callable(v) and not n.startswith("_"))
+            found |= {f"{name}.{method}" for method in methods}
+    return found
+
+
+def _leaves(value: Any) -> list[Tensor]:
+    if isinstance(value, list | tuple):
+        return [leaf for part in value for leaf in _leaves(part)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def _with(value: Any, number: int, leaf: object) -> Any:
+    """Return arguments with another tensor in place of one."""
+    left = [number]
+
+    def changed(part: Any) -> Any:
+        if isinstance(part, list | tuple):
+            return type(part)([changed(inner) for inner in part])
+        if isinstance(part, Tensor):
+            left[0] -= 1
+            return leaf if left[0] == -1 else part
+        return part
+
+    return changed(value)
+
+
+def wrong_calls(case: Case) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield what is wrong with a call, and its arguments; all of it must be refused."""
+    for number, x in enumerate(_leaves(tuple(case.args))):
+        wrong: dict[str, object] = {"elsewhere": x.to("meta"), "a list": x.flatten().tolist()}
+        if number not in case.any_type:
+            wrong["another type"] = x.to(torch.float64)
+        if number not in case.numbers:
+            wrong["an address"] = x.data_ptr()
+        if number not in case.any_size:
+            wrong |= {"too small": x[:-1], "nothing": x[:0]}
+        if number not in (*case.any_size, *case.larger):
+            wrong["too large"] = torch.cat([x, x])
+        if number not in case.any_stride and x.numel() > 1:
+            wrong["gaps"] = torch.stack([x, x], -1)[..., 0]
+        for name, leaf in wrong.items():
+            yield f"tensor {number} is {name}", _with(tuple(case.args), number, leaf)
+
+
+def hostile_numbers(case: Case) -> Iterator[Sequence[Any]]:
+    """Yield calls with numbers that are far off: these are refused, or mean something."""
+    for at, value in enumerate(case.args):
+        if type(value) is int:
+            for number in (-1, 1 << 20, 1 << 40, (1 << 63) - 1):
+                yield (*case.args[:at], number, *case.args[at + 1 :])
+
+
+def complaints(name: str) -> list[str]:
+    """Make all wrong calls of a function; return those that were not refused.
+
+    What numbers that are far off do is that the process goes on.
+    """
+    case, found = cases()[name], []
+    for what, args in wrong_calls(case):
+        try:
+            case.call(*args)
+        except (TypeError, ValueError):
+            continue
+        found.append(f"{name}: {what}")
+    for args in hostile_numbers(case):
+        with contextlib.suppress(TypeError, ValueError, IndexError, MemoryError):
+            case.call(*args)
+            if case.then is not None:
+                case.then()
+    return found
+
+
+def main() -> int:
+    """Make all wrong calls of all functions."""
+    assert not sys.argv[1:]
+    found = [complaint for name in cases() for complaint in complaints(name)]
+    print(*found, f"{len(cases())} functions refuse what is wrong", sep="\n")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
