@@ -55,7 +55,9 @@ unit: setup
 	$(PYTEST)
 
 SANITIZED := matmul kernels layers attention recurrent quantize tensors blocks
-sanitize: $(SANITIZED:%=sanitized-%)  ## The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer
+FUZZED := experts rows
+FUZZ_SECONDS ?= 8
+sanitize: $(SANITIZED:%=sanitized-%) $(FUZZED:%=fuzzed-%)  ## The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 
 sanitized:
 	@cmake -S csrc -B build/sanitize -DTANDEM_SANITIZE=ON -DTANDEM_WARNINGS_ARE_ERRORS=ON >/dev/null
@@ -64,8 +66,14 @@ sanitized:
 sanitized-%: sanitized
 	build/sanitize/check_$*
 
-fuzz: setup  ## Damaged model files for an hour, guided by coverage; what is found lies in build/fuzz
-	$(BIN)/python -m tests.fuzz --count 100000000 --seconds 510
+# What was found before, then new sizes and bytes; a find lies in build/fuzz, and once mended in corpus.
+fuzzed-%: sanitized
+	@mkdir -p build/fuzz/native-$*
+	build/sanitize/fuzz_$* -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=build/fuzz/$*- build/fuzz/native-$* csrc/fuzz/corpus/$*
+
+fuzz: setup  ## Damaged model files and hostile sizes for an hour; what is found lies in build/fuzz
+	@$(MAKE) --no-print-directory FUZZ_SECONDS=300 $(FUZZED:%=fuzzed-%)
+	$(BIN)/python -m tests.fuzz --count 100000000 --seconds 300
 
 wheel:  ## Wheels for Linux x86-64 in build/wheels; needs no compiler (it installs one from the package index)
 	wheels/build.sh build/wheels $(WHEEL_PYTHONS)

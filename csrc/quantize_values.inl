@@ -44,12 +44,14 @@ inline Vector inverse(Vector x) {
 
 // The nearest fp16 number, ties to even; infinity beyond them.
 inline Vector to_half(Vector x) {
-  const Integers bits = bits_of(x), sign = bits & ~0x7FFFFFFF, size = bits & 0x7FFFFFFF;
+  const Integers bits = bits_of(x), sign = bits & ~0x7FFFFFFF, all = bits & 0x7FFFFFFF;
+  const Integers most = Integers{} + 0x47800000;                        // 65,536
+  const Integers size = all < most ? all : most;                        // also of what is no number
   const Integers normal = (size + 0xFFF + ((size >> 13) & 1)) & ~0x1FFF;
   const Integers subnormal = bits_of((from_bits(size) + 0.5f) - 0.5f);  // in steps of 2^-24
   Integers result = size < 0x38800000 ? subnormal : normal;             // 2^-14
   const Integers infinite = Integers{} + kInfinity;
-  result = result >= 0x47800000 ? infinite : result;                    // 65,536
+  result = result >= most ? infinite : result;
   return from_bits(result | sign);
 }
 

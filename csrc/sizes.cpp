@@ -41,6 +41,8 @@ void require_projection(const char* name, const ProjectionLayout& projection, In
   require_columns(format, projection.group, projection.cols);
   require(projection.cols >= inputs, std::string("the columns of ") + name, projection.cols,
           "at least its inputs, " + std::to_string(inputs));
+  for (const Index at : {projection.data, projection.scales, std::max<Index>(projection.bias, 0)})
+    require(at % 4 == 0, std::string("a part of ") + name + " lies where it", at, "a multiple of 4");
   const Index blocks = blocks_of(rows);
   require_part(name, projection.data, blocks * code_bytes(format, projection.cols), expert_bytes);
   const Index scales = blocks * scale_bytes(format, projection.cols, projection.group);
@@ -168,6 +170,7 @@ void require_columns(Format format, std::int64_t group, std::int64_t cols) {
 void require_layout(const ExpertLayout& layout, std::int64_t expert_bytes) {
   require_side("the hidden size", layout.hidden_size);
   require_side("inner rows", layout.inner_rows);
+  require(expert_bytes % 4 == 0, "an expert's bytes", expert_bytes, "a multiple of 4");
   require(layout.inner_rows % kBlockRows == 0, "inner rows", layout.inner_rows, "whole blocks of 16");
   const Index up_rows = layout.inner_rows * (layout.is_gated ? 2 : 1);
   require_projection("the first matrix", layout.up, up_rows, layout.hidden_size, expert_bytes);
@@ -222,6 +225,9 @@ void require_room(const QuantizeCall& call, const QuantizeBytes& bytes) {
   require_parts("data", blocks, call.data_stride, code_bytes(call.format, call.padded_cols),
                 bytes.data);
   const Index scales = scale_bytes(call.format, call.padded_cols, call.group);
+  const auto at = static_cast<Index>(reinterpret_cast<std::uintptr_t>(call.scales) % 2);
+  require(call.scale_stride % 2 == 0 && at == 0, "the stride of scales", call.scale_stride,
+          "a multiple of 2, from an even address on");  // they are written as halves
   if (scales > 0) require_parts("scales", blocks, call.scale_stride, scales, bytes.scales);
 }
 
