@@ -16,7 +16,7 @@ _LORIS_SECONDS = 0.5
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 _SCHEMAS: tuple[object, ...] = (
     {"type": "integer", "multipleOf": 499979},
-    {"enum": [f"{number:06} and more" for number in range(60_000)]},
+    {"enum": [f"{number:06} and {'more ' * 8}" for number in range(60_000)]},
     {"type": "string", "pattern": "(a|b)*a(a|b){18}"},
     {"properties": {f"property{number}": {"type": "string"} for number in range(5000)}},
 )
@@ -157,10 +157,16 @@ KINDS: dict[str, Callable[[Target, str], Awaitable[None]]] = {
         _RESPONSES, lambda: {"input": "x", "max_output_tokens": 1, "tools": _TOOLS}
     ),
 }
+_PATTERN = {"properties": {"x": {"type": "string", "pattern": "(a|b)*a(a|b){18}"}}}
+_PATTERNS = [{"type": "function", "function": {"name": f"f{n}", "parameters": _PATTERN}}
+             for n in range(60)]  # fmt: skip
 SCHEMA_KINDS: dict[str, Callable[[Target, str], Awaitable[None]]] = {
     "schema": _posting(
         _TEXT,
         lambda: {"prompt": "x", "max_tokens": 4, "json_schema": random.choice(_SCHEMAS)},
+    ),
+    "patterns": _posting(
+        _CHAT, lambda: {"messages": _MESSAGES, "max_tokens": 4, "tools": _PATTERNS}
     ),
 }
 

@@ -16,8 +16,8 @@ from tandem.server.event_stream import EventStream
 from tests.server.running import RunningServer
 
 INFO = ModelInfo(
-    model_type="tiny", vocabulary=128, context=64, max_running=1, num_layers=1, num_experts=4,
-    device="cpu", why_padded=None, why_no_images=None,
+    model_type="tiny", vocabulary=128, end_ids=(), context=64, max_running=1, num_layers=1,
+    num_experts=4, device="cpu", why_padded=None, why_no_images=None,
 )  # fmt: skip
 
 

@@ -19,8 +19,8 @@ from tandem.server.service import trimming_headers
 
 LIMIT = 400
 INFO = ModelInfo(
-    model_type="tiny", vocabulary=128, context=LIMIT, max_running=1, num_layers=1, num_experts=4,
-    device="cpu", why_padded=None, why_no_images=None,
+    model_type="tiny", vocabulary=128, end_ids=(), context=LIMIT, max_running=1, num_layers=1,
+    num_experts=4, device="cpu", why_padded=None, why_no_images=None,
 )  # fmt: skip
 SYSTEM = {"role": "system", "content": "be short"}
 LONG = [

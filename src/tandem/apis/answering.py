@@ -5,18 +5,17 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tandem.apis.errors import ApiError
 from tandem.apis.images import TEXT_ONLY, ImageReader, without_sources
-from tandem.apis.ruling import chat_grammar, followed, text_grammar
+from tandem.apis.ruling import GrammarWriter, chat_grammar, described_tools, text_grammar
 from tandem.apis.schemas import ChatRequest, CompletionRequest, Sampling, Tool
 from tandem.apis.turns import described, template_options, tools_of, turn_of
-from tandem.core.errors import ConfigError
 from tandem.dialects.format import ChatFormat, ChatPrompt
-from tandem.dialects.grammar import free_grammar
-from tandem.dialects.native_grammar import native_grammar
 from tandem.dialects.reader import AnswerReader
+from tandem.dialects.tool_grammar import free_calls
 from tandem.engine.messages import ModelInfo
 from tandem.foreign_types import Tokenizer
 from tandem.generate.conversation import trim_conversation
@@ -37,6 +36,8 @@ class GenerationRequest:
 
     fields: dict[str, Any]
     prompt_text: str
+    grammar: GrammarWriter | None = None
+    """Writes the grammar that the answer follows; the same for all requests of a body."""
     reader: AnswerReader | None = None
     has_one_call: bool = False
     """Whether more calls than one are dropped."""
@@ -101,7 +102,7 @@ class GenerationRequests:
         prompt, num_dropped = _fitting([*map(turn_of, body.messages)], written, limit, body)
         fields = self._fields(body, prompt.ids, info)
         fields["images"] = prompt.images
-        fields["grammar"] = ruled or self._free(body, tools, prompt)
+        grammar = ruled or self._free(body, tools, prompt)
         fields["thinking"] = None if is_ruled else self._thinking(body, prompt)
         fields["keeps_special"] |= self._format.keeps_special(has_tools=bool(tools))
         if body.logprobs:
@@ -112,6 +113,7 @@ class GenerationRequests:
             GenerationRequest(
                 fields=one,
                 prompt_text=prompt.text,
+                grammar=grammar,
                 reader=self._format.reader(prompt, shown_tools, is_ruled=is_ruled),
                 has_one_call=body.parallel_tool_calls is False,
                 num_dropped_turns=num_dropped,
@@ -165,13 +167,12 @@ class GenerationRequests:
         for prompt in body.prompts:
             ids = self.text_ids(prompt, info, has_special=body.add_special_tokens is not False)
             fields = self._fields(body, ids, info)
-            fields["grammar"] = grammar
             fields["num_top_logprobs"] = body.logprobs
             fields["has_prompt_logprobs"] = bool(body.echo) and body.logprobs is not None
             text = prompt if isinstance(prompt, str) else str(prompt)
             echo = self._echo(prompt) if body.echo else ""
             generation_requests += [
-                GenerationRequest(fields=one, prompt_text=text, echo=echo)
+                GenerationRequest(fields=one, prompt_text=text, grammar=grammar, echo=echo)
                 for one in _choices(fields, body.n)
             ]
         return generation_requests
@@ -248,22 +249,21 @@ class GenerationRequests:
             has_begun=prompt.is_thinking,
         )
 
-    def _free(self, body: ChatRequest, tools: list[Tool], prompt: ChatPrompt) -> str | None:
-        """Return the grammar that rules calls alone, where the form of a call is known."""
+    def _free(
+        self, body: ChatRequest, tools: list[Tool], prompt: ChatPrompt
+    ) -> GrammarWriter | None:
+        """Return what writes the grammar of calls alone, where the form of a call is known."""
         native = self._format.native
         if not tools or (native is None and not self._format.has_our_marks):
             return None
-        ways = {
-            "is_thinking": prompt.is_thinking,
-            "can_think": self._format.thinks,
-            "has_one_call": body.parallel_tool_calls is False,
-        }
-        if native is None:
-            return free_grammar(followed(tools), self._format.marks, **ways)
-        try:
-            return native_grammar(followed(tools), native, **ways)
-        except ConfigError:  # a schema too odd for tags: what comes is taken apart alone
-            return None
+        return partial(
+            free_calls,
+            described_tools(tools),
+            self._format.marks if native is None else native,
+            is_thinking=prompt.is_thinking,
+            can_think=self._format.thinks,
+            has_one_call=body.parallel_tool_calls is False,
+        )
 
 
 def _fitting(

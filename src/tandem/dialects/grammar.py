@@ -1,7 +1,7 @@
 """Grammars of answers, as llguidance writes them: JSON of a schema, calls of tools.
 
-A grammar travels as text: it is written and checked here, where the request arrives, and followed
-where tokens are chosen (`tandem.engine.constraint`). Loads no torch.
+A grammar travels as text: it is written and checked in the grammar process, and followed where
+tokens are chosen (`tandem.engine.constraint`). Loads no torch.
 """
 
 import json
@@ -13,6 +13,7 @@ import llguidance
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from tandem.core.errors import ConfigError
+from tandem.dialects.grammar_limits import LIMITS, complaint
 
 # One space at most: without a bound a weak model writes white space for ever, and pretty JSON costs
 # twice the tokens.
@@ -39,7 +40,9 @@ def regex_grammar(pattern: str) -> str:
 
 def choice_grammar(texts: Sequence[str]) -> str:
     """Return the grammar of one of some texts."""
-    lark = f"start: {' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}"
+    # A terminal: alternatives of a rule are items that the parser holds, each of them.
+    written = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    lark = f"start: CHOICE\nCHOICE: {written}"
     return checked(llguidance.LLMatcher.grammar_from_lark(lark), "choice")
 
 
@@ -48,8 +51,7 @@ def written_grammar(text: str) -> str:
     try:
         lark = any_to_lark(text)
     except (GbnfToLarkError, ValueError, LookupError, RecursionError) as error:
-        first_line = str(error).partition("\n")[0]
-        raise ConfigError(f"the grammar cannot be followed: {first_line}") from error
+        raise ConfigError(complaint(str(error))) from error
     return checked(llguidance.LLMatcher.grammar_from_lark(lark), "grammar")
 
 
@@ -163,8 +165,7 @@ def _spaced(words: Sequence[str]) -> str:
 
 def checked(grammar: str, what: str = "schema") -> str:
     """Return a grammar that can be followed; raises `ConfigError` for another."""
-    problem = llguidance.LLMatcher.validate_grammar(grammar)
+    problem = llguidance.LLMatcher.validate_grammar(grammar, limits=LIMITS)
     if problem and not problem.startswith("WARNING"):
-        first_line = problem.strip().partition("\n")[0]
-        raise ConfigError(f"the {what} cannot be followed: {first_line}")
+        raise ConfigError(complaint(problem, what))
     return grammar

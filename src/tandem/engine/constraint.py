@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ConfigError
+from tandem.dialects.grammar_limits import complaint, new_matcher
 from tandem.foreign_types import Tokenizer
 
 
@@ -46,19 +47,21 @@ class GrammarConstraint:
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, grammar: str, vocabulary: int) -> None:
         """Stand at the grammar's beginning."""
-        self._matcher = llguidance.LLMatcher(tokenizer, grammar)
+        self._matcher = new_matcher(tokenizer, grammar)
         self._end_id = tokenizer.eos_token
         self._bits = torch.zeros(-(-vocabulary // 32), dtype=torch.int32, device="cpu")
         self._places = torch.arange(32, dtype=torch.int32, device="cpu")
         self._expanded_bits = self._expanded = torch.zeros(0, dtype=torch.int32, device="cpu")
 
     def restrict(self, scores: Tensor) -> Tensor:
-        """Return scores (1, vocabulary) with -inf for what the grammar forbids."""
+        """Return scores (1, vocabulary) with -inf for what the grammar forbids.
+
+        Raises `ConfigError` where the grammar grows too complex to be followed any further.
+        """
         bits = self._bits
-        if self._matcher.is_error():  # a grammar that grew too complex: end what there is
-            bits.zero_()
-        else:
+        if not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(bits.data_ptr(), bits.numel() * 4)
+        self._require_no_error()
         if not torch.equal(bits, self._expanded_bits):  # text between calls: the same for long
             allowed = ((bits[:, None] >> self._places) & 1).flatten()[: scores.shape[-1]].bool()
             if not allowed.any():
@@ -68,4 +71,12 @@ class GrammarConstraint:
 
     def accept(self, token: int) -> bool:
         """Take the token that came; tell whether the grammar is at its end."""
-        return not self._matcher.consume_token(token) or self._matcher.is_stopped()
+        if not self._matcher.consume_token(token):
+            self._require_no_error()
+        return self._matcher.is_stopped()
+
+    def _require_no_error(self) -> None:
+        if self._matcher.is_error():
+            raise ConfigError(
+                f"{complaint(self._matcher.get_error())}; the answer ended here, make it simpler"
+            )

@@ -17,13 +17,14 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from tandem.core.errors import TandemError
+from tandem.core.errors import ConfigError, TandemError
 from tandem.decode.images import why_no_images
 from tandem.engine.constraint import Grammars
 from tandem.engine.live import LiveSnapshots
 from tandem.engine.messages import (
     EXIT_CANNOT_LOAD,
     EXIT_DEVICE_LOST,
+    Alive,
     Cancel,
     EngineSettings,
     EngineStatistics,
@@ -41,7 +42,7 @@ from tandem.engine.messages import (
 from tandem.experts.execution.device import DeviceLostError
 from tandem.experts.store.host_memory import process_bytes
 from tandem.experts.tracing.cache_statistics import CacheStatistics
-from tandem.experts.tracing.events import ExpertStatistics
+from tandem.experts.tracing.events import ExpertStatistics, LayerExecuted
 from tandem.generate.failure import StepFailedError
 from tandem.generate.generator import Generator
 from tandem.generate.pace import Pace
@@ -57,6 +58,8 @@ from tandem.hf.runtime import require_runtime
 
 _log = logging.getLogger("tandem.engine")
 _REPORT_SECONDS = 0.5
+# So often a long step says that it goes on.
+_ALIVE_SECONDS = 1.0
 # So long a thread that writes to disk is waited for, and at the end altogether.
 _WRITER_SECONDS = 0.02
 _WRITING_SECONDS = 5.0
@@ -100,16 +103,17 @@ class Engine:
             pace=None if settings.max_gap is None else Pace(settings.max_gap),
         )
         vocabulary = vocabulary_size(model)
-        self._grammars = Grammars(tokenizer, vocabulary, sorted(end_of_sequence_ids(model)))
+        self._end_ids = tuple(sorted(end_of_sequence_ids(model)))
+        self._grammars = Grammars(tokenizer, vocabulary, self._end_ids)
         executor = runtime.executor
         self._executor = executor
         self._experts, self._cache = ExpertStatistics(), CacheStatistics()
         self._live = LiveSnapshots(executor)
         self._is_stopped = False
-        self._last_report = 0.0
+        self._last_report = self._last_alive = 0.0
         self._warm_up()
         # An event a layer and step: without slots there is nothing to count of them.
-        executor.listeners.append(self._experts)
+        executor.listeners += [self._experts, self._layer_done]
         if self._speculation is not None:
             self._speculation.experts = self._experts
         if executor.cache is not None:
@@ -129,6 +133,7 @@ class Engine:
         return ModelInfo(
             model_type=str(self._model.config.model_type),
             vocabulary=vocabulary,
+            end_ids=self._end_ids,
             context=context_tokens(self._model),
             max_running=self._scheduler.max_running,
             num_layers=len(executor.store),
@@ -213,7 +218,7 @@ class Engine:
         if not isinstance(error, TandemError):
             _log.error("a request failed inside the engine process", exc_info=error)
             message = "the request failed inside the server; see its log"
-        self._connection.send(Failed(list(numbers), message))
+        self._connection.send(Failed(list(numbers), message, isinstance(error, ConfigError)))
 
     def _resolved(self, options: SamplingOptions) -> SamplingOptions:
         """Let a seed alone mean sampling, as in OpenAI's API, where the model samples."""
@@ -240,6 +245,13 @@ class Engine:
         self._send_snapshot()
         if time.perf_counter() - self._last_report > _REPORT_SECONDS:
             self._send_report()
+
+    def _layer_done(self, event: LayerExecuted) -> None:
+        """Say that a step goes on: a prefill chunk may take minutes where experts are on disk."""
+        now = time.perf_counter()
+        if now - self._last_alive > _ALIVE_SECONDS:
+            self._last_alive = now
+            self._connection.send(Alive())
 
     def _send_snapshot(self) -> None:
         snapshot = self._live.due()

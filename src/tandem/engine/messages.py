@@ -103,6 +103,8 @@ class ModelInfo:
 
     model_type: str
     vocabulary: int
+    end_ids: tuple[int, ...]
+    """Tokens that end an answer."""
     context: int | None
     max_running: int
     """As many requests as the model lets run at a time."""
@@ -133,6 +135,12 @@ class Failed(NamedTuple):
 
     request_ids: list[int]
     message: str
+    is_theirs: bool = False
+    """Whether it is for what they asked."""
+
+
+class Alive(NamedTuple):
+    """A step goes on; comes about once a second while one takes longer."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -63,6 +63,10 @@ class EngineProcess:
         """Send a message, or nothing if the process is gone."""
         self._outbox.put(message)
 
+    def kill(self) -> None:
+        """End it at once, whatever it does; `on_end` follows."""
+        self._process.kill()
+
     async def stop(self, *, is_patient: bool) -> None:
         """Ask it to end; after some seconds, or at once if it has nothing to end, make it."""
         self.send(Stop())

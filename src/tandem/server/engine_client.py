@@ -10,7 +10,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,9 @@ _FIRST_GUESS_SECONDS = 5.0
 _NEWEST = 0.2
 # A page that reads slowly gets the newest snapshots only.
 _SNAPSHOTS = 4
+# The engine process is silent when so many times in a row nothing has come since the last look.
+# Looks are counted, not seconds: after this process itself has stood still, its pipe is full.
+_LOOKS = 8
 _LOST = "the model cannot be loaded; the server's log says why; mend that and restart the server"
 
 
@@ -91,12 +94,24 @@ class TokenOutputs:
 class EngineClient:
     """Submits requests to the engine process, and keeps that process alive."""
 
-    def __init__(self, load: ModelLoader, settings: EngineSettings, *, max_waiting: int) -> None:
-        """Take what the process needs; `start` starts it."""
+    def __init__(
+        self,
+        load: ModelLoader,
+        settings: EngineSettings,
+        *,
+        max_waiting: int,
+        most_silent_seconds: float = math.inf,
+    ) -> None:
+        """Take what the process needs; `start` starts it.
+
+        A process that says nothing for `most_silent_seconds` while requests run is ended.
+        """
         self.on_begin: Callable[[float], None] = lambda seconds: None
         """Receives how long a request has waited when a sequence slot is free for it."""
         self._load, self._settings = load, settings
         self._max_waiting = max_waiting
+        self._most_silent_seconds = most_silent_seconds
+        self._silent_looks = 0
         self._numbers = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
         self._waiting = WaitingLine()
@@ -136,6 +151,8 @@ class EngineClient:
     async def start(self) -> ModelInfo:
         """Start the engine process and wait for the model; `ExecutionError` if it cannot load."""
         self._begin_process()
+        if self._most_silent_seconds < math.inf:
+            self._keep(self._look())
         await self._ready.wait()
         if self.info is None:
             raise ExecutionError(self._first_problem or "the engine process ended while loading")
@@ -225,7 +242,18 @@ class EngineClient:
     def _begin_process(self) -> None:
         self._process = EngineProcess(self._load, self._settings, self._take, self._ended)
 
+    async def _look(self) -> None:
+        """End the process when it is silent: a step that hangs would hold up everybody."""
+        while True:
+            await asyncio.sleep(self._most_silent_seconds / _LOOKS)
+            self._silent_looks += 1
+            if not self._ready.is_set() or not self.num_running:
+                self._silent_looks = 0
+            elif self._silent_looks == _LOOKS and self._process is not None:
+                self._process.kill()  # `_ended` follows
+
     def _take(self, message: object) -> None:
+        self._silent_looks = 0
         if isinstance(message, Progressed):
             for token_output in message.token_outputs:
                 self._hand_on(token_output)
@@ -237,7 +265,10 @@ class EngineClient:
         elif isinstance(message, Failed):
             if not message.request_ids:  # no request's fault: the model's, while it loads
                 self._first_problem = self._first_problem or message.message
-            self.fail(message.request_ids, message.message)
+            if message.is_theirs:
+                self._tell(message.request_ids, ApiError(400, message.message))
+            else:
+                self.fail(message.request_ids, message.message)
         elif isinstance(message, Ready):
             self.info = message.info
             self._first_problem = None
@@ -271,14 +302,24 @@ class EngineClient:
                 self._ready.set()  # wakes `start`, which finds no model
             return
         self._ready.clear()
-        _log.error("the engine process ended (exit code %s); starting it again", process.exit_code)
+        what = "ended"
+        if self._silent_looks >= _LOOKS:
+            what = f"gave no sign of life for {self._most_silent_seconds:g} seconds"
+        self._silent_looks = 0
+        _log.error(
+            "the engine process %s (exit code %s); starting it again", what, process.exit_code
+        )
         self.fail(
             running,
-            "the engine process ended while this request was running; ask again",
+            f"the engine process {what} while this request was running; ask again",
             status=503,
         )
         self.num_restarts += 1
-        task = asyncio.get_running_loop().create_task(self._restart())
+        self._keep(self._restart())
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something beside, until `close`."""
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -299,6 +340,8 @@ class EngineClient:
         if not self._ready.is_set() or self._process is None or self.info is None:
             return
         free = self._num_slots - self.num_running
+        if not self.num_running:
+            self._silent_looks = 0
         while free > 0 and len(self._waiting):
             pending = self._pending[self._waiting.pop()]
             pending.is_running = True
@@ -308,8 +351,11 @@ class EngineClient:
 
     def fail(self, numbers: Sequence[int], message: str, *, status: int = 500) -> None:
         """Drop requests that have not ended, with a sentence for their clients."""
+        self._tell(numbers, server_error(message, status=status))
+
+    def _tell(self, numbers: Sequence[int], error: ApiError) -> None:
         for pending in self._drop(numbers):
-            pending.token_outputs.put_nowait(server_error(message, status=status))
+            pending.token_outputs.put_nowait(error)
         self._send_waiting()
 
     def _retry_after(self) -> int:

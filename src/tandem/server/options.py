@@ -66,6 +66,11 @@ class ServerOptions:
     request_timeout: float = option(
         600.0, help="seconds after which a request is given up", metavar="SECONDS"
     )
+    engine_timeout: float = option(
+        300.0, help="seconds without a sign of life from the engine process, while requests run, "
+        "after which it is started again; a prompt's computation gives one with every layer",
+        metavar="SECONDS",
+    )  # fmt: skip
     shutdown_timeout: float = option(
         20.0, help="seconds that running requests have to end when the server does",
         metavar="SECONDS",
@@ -104,6 +109,7 @@ class ServerOptions:
         require_range("part_tokens", self.part_tokens, 1, what="a number of tokens")
         require_range("max_gap", self.max_gap, 1e-3, what="seconds")
         require_range("request_timeout", self.request_timeout, 1e-3, what="seconds")
+        require_range("engine_timeout", self.engine_timeout, 1e-3, what="seconds")
         require_range("shutdown_timeout", self.shutdown_timeout, 0, what="seconds")
         if self.context is not None:
             require_range("context", self.context, 2, what="a number of tokens")

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -15,6 +16,7 @@ from tandem.server.metrics import Metrics
 from tandem.server.options import ServerOptions
 
 _log = logging.getLogger("tandem.server")
+T = TypeVar("T")
 
 
 class RunningAnswer:
@@ -28,6 +30,7 @@ class RunningAnswer:
         *,
         endpoint: str,
         generation_requests: list[GenerationRequest],
+        grammar: str | None = None,
         owner: bytes = b"",
         seconds: float | None = None,
     ) -> None:
@@ -45,7 +48,7 @@ class RunningAnswer:
         self._status: str | None = None
         self._engine = engine
         self._token_outputs = engine.submit(
-            *({**one.fields, "owner": owner} for one in generation_requests)
+            *({**one.fields, "grammar": grammar, "owner": owner} for one in generation_requests)
         )
         if options.log_prompts:
             for generation_request in generation_requests:
@@ -93,20 +96,6 @@ class RunningAnswer:
         self._engine.cancel(self._token_outputs)
         self._end("499")
 
-    async def unless_gone(self, request: Request, work: Coroutine[object, object, None]) -> None:
-        """Do the work, but stop when the client leaves."""
-        task = asyncio.ensure_future(work)
-        leaving = asyncio.ensure_future(_disconnect(request))
-        try:
-            await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise ApiError(499, "the client has left")
-            await task
-        finally:
-            for one in (task, leaving):
-                one.cancel()
-            self.cancel()
-
     def _end(self, status: str) -> None:
         """Count and log, once."""
         if self._status is not None:
@@ -124,6 +113,20 @@ class RunningAnswer:
             self._endpoint, status, sum(q.prompt_tokens for q in self._questions),
             self._tokens, now - self._began,
         )  # fmt: skip
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Do the work, but stop when the client leaves."""
+    task = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnect(request))
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client has left")
+        return await task
+    finally:
+        for one in (task, leaving):
+            one.cancel()
 
 
 async def _single(token_outputs: TokenOutputs) -> AsyncIterator[tuple[int, TokenOutput]]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import functools
 import logging
 import math
@@ -26,16 +27,18 @@ from tandem.apis.schemas import Asked
 from tandem.core.errors import TandemError
 from tandem.core.registry import nearest_names
 from tandem.dialects.format import TemplateError
+from tandem.engine.grammar_process import Tables
 from tandem.engine.messages import ModelInfo
 from tandem.foreign_types import Tokenizer
 from tandem.hf.text_tokens import TextTooLongError
 from tandem.server.api_keys import OWNER
 from tandem.server.engine_client import EngineClient
 from tandem.server.event_stream import EventStream
+from tandem.server.grammars import Grammars
 from tandem.server.metrics import Metrics
 from tandem.server.options import ServerOptions
 from tandem.server.refusals import plain
-from tandem.server.running_answer import RunningAnswer
+from tandem.server.running_answer import RunningAnswer, unless_gone
 
 _log = logging.getLogger("tandem.server")
 _KEEP_ALIVE_SECONDS = 15.0
@@ -72,6 +75,7 @@ class Server:
         self.names = options.names(model)
         self.model = self.names[0]
         self.metrics = Metrics(engine)
+        self.grammars = Grammars(self._tables)
         self.generation_requests = GenerationRequests(
             tokenizer, context=options.context, trims=options.context_full == "trim",
             images=images,
@@ -91,9 +95,14 @@ class Server:
             generation_requests = await self.in_thread(
                 api.requests, body, info, is_long=is_long(request)
             )
+            writer = generation_requests[0].grammar
+            grammar = None
+            if writer is not None:
+                grammar = await unless_gone(request, self.grammars.build(writer))
             answer = RunningAnswer(
                 self.engine, self.metrics, self.options,
                 endpoint=api.endpoint, generation_requests=generation_requests,
+                grammar=grammar,
                 owner=body.owner,
                 seconds=_deadline(request),
             )  # fmt: skip
@@ -109,8 +118,23 @@ class Server:
             async for index, token_output in answer:
                 reply.take(index, token_output)
 
-        await answer.unless_gone(request, collect())
+        try:
+            await unless_gone(request, collect())
+        finally:
+            answer.cancel()
         return JSONResponse(reply.whole(), headers=headers)
+
+    def _tables(self) -> Tables:
+        """Return what the grammar process builds its tables of."""
+        info = self.engine.info
+        if info is None:
+            raise server_error("the model is being loaded; ask again soon", status=503)
+        backend = copy.copy(getattr(self.tokenizer, "backend_tokenizer", None))
+        if backend is None:
+            return Tables(None, info.vocabulary, info.end_ids)
+        backend.no_padding()
+        backend.no_truncation()
+        return Tables(backend.to_str(), info.vocabulary, info.end_ids)
 
     @contextlib.contextmanager
     def counted(self, endpoint: str) -> Iterator[None]:

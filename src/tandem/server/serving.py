@@ -106,10 +106,14 @@ async def _serve(
     listener: socket.socket,
     on_ready: Callable[[str], None],
 ) -> None:
-    engine = EngineClient(source.load_model, settings, max_waiting=options.max_waiting)
+    engine = EngineClient(
+        source.load_model, settings, max_waiting=options.max_waiting,
+        most_silent_seconds=options.engine_timeout,
+    )  # fmt: skip
     tokenizer = source.load_tokenizer()
+    service = Server(engine, tokenizer, options, source.name, source.load_images())
     app = create_app(
-        Server(engine, tokenizer, options, source.name, source.load_images()),
+        service,
         api_keys=api_keys,
         allowed_hosts=_LOCAL_NAMES if is_loopback(options.host) else None,
     )
@@ -120,6 +124,7 @@ async def _serve(
     async def start_engine() -> None:
         try:
             await engine.start()
+            service.grammars.start()
             on_ready(_address(listener))
         except TandemError as error:
             problem.append(error)
@@ -131,6 +136,7 @@ async def _serve(
         await server.serve(sockets=[listener])
     finally:
         starting.cancel()
+        service.grammars.close()
         await engine.close()
     await asyncio.sleep(0)  # a Ctrl-C that uvicorn has answered comes through here at the latest
     if problem:

@@ -1,0 +1,65 @@
+"""Grammars of answers that may call tools, of tools as clients describe them."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from tandem.core.errors import ConfigError
+from tandem.dialects.grammar import CallForm, call_grammar, free_grammar, json_grammar
+from tandem.dialects.native_grammar import NativeForm, native_grammar
+
+ANY_OBJECT: Mapping[str, object] = {"type": "object"}
+
+
+class DescribedTool(NamedTuple):
+    """A tool that may be called."""
+
+    name: str
+    schema: Mapping[str, object]
+    is_strict: bool
+    """Whether arguments that its schema cannot rule must not come."""
+
+
+def calls_or_json(
+    tools: Sequence[DescribedTool], form: CallForm, schema: Mapping[str, object]
+) -> str:
+    """Return the grammar of one call, or of a document of a schema."""
+    return call_grammar(_followed(tools), form, or_json=schema)
+
+
+def free_calls(
+    tools: Sequence[DescribedTool],
+    form: CallForm | NativeForm,
+    *,
+    is_thinking: bool,
+    can_think: bool,
+    has_one_call: bool,
+) -> str | None:
+    """Return the grammar of any text in which calls are ruled; None where they cannot be."""
+    rules = _followed(tools)
+    if isinstance(form, CallForm):
+        return free_grammar(
+            rules, form, is_thinking=is_thinking, can_think=can_think, has_one_call=has_one_call
+        )
+    try:
+        return native_grammar(
+            rules, form, is_thinking=is_thinking, can_think=can_think, has_one_call=has_one_call
+        )
+    except ConfigError:  # a schema too odd for tags: what comes is taken apart alone
+        return None
+
+
+def _followed(tools: Sequence[DescribedTool]) -> list[tuple[str, Mapping[str, object]]]:
+    """Return (name, schema) of tools.
+
+    A schema that no grammar follows lets any object pass, unless it was said to be strict.
+    """
+    found: list[tuple[str, Mapping[str, object]]] = []
+    for name, schema, is_strict in tools:
+        try:
+            json_grammar(schema)
+        except ConfigError:
+            if is_strict:
+                raise
+            schema = ANY_OBJECT
+        found.append((name, schema))
+    return found

@@ -1,0 +1,268 @@
+"""Grammars made to be slow: what they cost is theirs, and no other request's."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.apis.errors import ApiError
+from tandem.core.errors import ConfigError
+from tandem.dialects.grammar import json_grammar, regex_grammar
+from tandem.engine.grammar_process import Tables
+from tandem.server.grammars import Grammars
+from tests.hf.tiny import byte_tokenizer
+from tests.server.running import Reply, RunningServer, running_server
+
+SLOW = {"type": "integer", "multipleOf": 499979}
+PROPERTIES = {"properties": {f"property{n}": {"type": "string"} for n in range(5000)}}
+LONG_LIST = {"enum": [f"{n:06} and {'more ' * 8}" for n in range(60_000)]}
+PATTERN = {"type": "string", "pattern": "(a|b)*a(a|b){18}"}
+ARGUMENTS = {"type": "object", "properties": {"x": PATTERN}, "required": ["x"]}
+WORDS = "processor time"
+MESSAGES = [{"role": "user", "content": "x"}]
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SLOW}}
+TOOL = {"name": "f", "parameters": {"type": "object", "properties": {"x": SLOW}}}
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "json_schema": (TEXT, {"prompt": "x", "json_schema": SLOW}),
+    "5,000 properties": (TEXT, {"prompt": "x", "json_schema": PROPERTIES}),
+    "response_format": (CHAT, {"messages": MESSAGES, "response_format": FORM}),
+    "tools": (CHAT, {"messages": MESSAGES, "tools": [{"type": "function", "function": TOOL}]}),
+    "required": (
+        CHAT,
+        {"messages": MESSAGES, "tools": [{"type": "function", "function": TOOL}],
+         "tool_choice": "required"},
+    ),
+    "responses": (RESPONSES, {"input": "x", "tools": [{"type": "function", **TOOL}]}),
+    "text.format": (
+        RESPONSES,
+        {"input": "x", "text": {"format": {"type": "json_schema", "name": "x", "schema": SLOW}}},
+    ),
+    "messages": (
+        "/v1/messages",
+        {"messages": MESSAGES, "max_tokens": 4,
+         "tools": [{"name": "f", "input_schema": TOOL["parameters"]}]},
+    ),
+    "grammar": (TEXT, {"prompt": "x", "grammar": 'start: %json {"type": "integer", '
+                       '"multipleOf": 499979}'}),
+}  # fmt: skip
+MAY_PASS: dict[str, tuple[str, dict[str, Any]]] = {
+    "3 MB": (TEXT, {"prompt": "x", "max_tokens": 1, "json_schema": LONG_LIST}),
+    "60 tools": (
+        CHAT,
+        {"messages": MESSAGES, "max_tokens": 1, "tool_choice": "required",
+         "tools": [{"type": "function", "function": {"name": f"f{n}", "parameters": ARGUMENTS}}
+                   for n in range(60)]},
+    ),
+    "pattern": (TEXT, {"prompt": "x", "max_tokens": 1, "guided_regex": "(a|b)*a(a|b){18}"}),
+    "choice": (
+        TEXT, {"prompt": "x", "max_tokens": 1, "guided_choice": [f"{n} x" for n in range(5000)]}
+    ),
+}  # fmt: skip
+
+
+def grammar_process(server: RunningServer) -> int:
+    """Return the number of the process that builds grammars."""
+    for children in Path(f"/proc/{server.process.pid}/task").glob("*/children"):
+        for child in map(int, children.read_text(encoding="ascii").split()):
+            if b"grammar_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return child
+    raise AssertionError("no process builds grammars")
+
+
+def wait_until(is_so: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def under_way(function: Callable[[], Reply]) -> Iterator[list[Reply]]:
+    """Ask in a thread; the list has the reply at the end."""
+    found: list[Reply] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    try:
+        yield found
+    finally:
+        thread.join()
+
+
+@pytest.mark.parametrize("kind", [*REFUSED, *MAY_PASS])
+def test_a_stream_goes_on_beside_a_slow_grammar(server: RunningServer, kind: str) -> None:
+    path, body = {**REFUSED, **MAY_PASS}[kind]
+    num_tokens = 0
+    with server.streaming(max_tokens=30000, temperature=0, ignore_eos=True) as stream:
+        stream.readline()
+        with under_way(partial(server.ask, "POST", path, body)) as found:
+            assert server.ask("GET", "/health").status == 200
+            while not found:
+                num_tokens += stream.readline().startswith(b"data: {")
+    reply = found[0]
+    if kind in REFUSED:
+        assert (reply.status, WORDS in reply.json["error"]["message"]) == (400, True), reply.body
+        # The limit is three tenths of a second of a core, at the lowest priority.
+        assert num_tokens > 5
+    else:
+        assert reply.status in (200, 400), reply.body
+
+
+def test_a_killed_grammar_process_costs_no_request(server: RunningServer) -> None:
+    for number in (11, 12):
+        body = {"prompt": "x", "max_tokens": 2, "guided_regex": f"[0-9]{{{number}}}"}
+        assert server.ask("POST", TEXT, body).status == 200
+        killed = grammar_process(server)
+        path, slow = REFUSED["json_schema"]
+        with under_way(partial(server.ask, "POST", path, slow)) as found:
+            os.kill(killed, signal.SIGKILL)
+        assert found[0].status == 400
+    assert grammar_process(server) != killed
+
+
+def test_a_grammar_that_grows_too_complex_ends_its_own_answer(server: RunningServer) -> None:
+    rules = "\n".join(f'r{i}: "a" r{i * 7 % 1500}? | /[a-z]/ r{i * 3 % 1500}?' for i in range(1500))
+    grammar = f'start: "x" s+\ns: {" | ".join(f"r{i}" for i in range(1500))}\n{rules}'
+    with server.streaming(max_tokens=30000, temperature=0, ignore_eos=True) as stream:
+        stream.readline()
+        reply = server.ask("POST", TEXT, {"prompt": "x", "max_tokens": 9, "grammar": grammar})
+        assert reply.status == 400
+        assert "the answer ended here" in reply.error["message"]
+        assert stream.readline() is not None
+    server.wait_for("tandem_requests_running", 0)
+
+
+def test_no_process_outlives_a_killed_server(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with running_server(tiny_checkpoint, cache=tmp_path) as server:
+        body = {"prompt": "x", "max_tokens": 1, "guided_regex": "[0-9]"}
+        assert server.ask("POST", TEXT, body).status == 200
+        child = grammar_process(server)
+        server.process.kill()
+        server.process.wait()
+        wait_until(lambda: not Path(f"/proc/{child}").exists(), "it outlives its server")
+
+
+def test_a_silent_engine_process_is_started_again(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with running_server(tiny_checkpoint, "--engine-timeout", "4", cache=tmp_path) as server:
+        stopped = server.decode_process
+        with server.streaming(max_tokens=30000, ignore_eos=True) as stream:
+            stream.readline()
+            os.kill(stopped, signal.SIGSTOP)
+            rest = stream.read().decode()
+        assert "gave no sign of life for 4 seconds" in rest
+        server.wait_until_ready()
+        assert server.chat(max_tokens=2).status == 200
+        assert not Path(f"/proc/{stopped}").exists()
+
+
+# ---- without a server ----------------------------------------------------------------------------
+
+
+def tables() -> Tables:
+    return Tables(byte_tokenizer().backend_tokenizer.to_str(), 128, (2,))
+
+
+def run(test: Callable[[Grammars], Awaitable[None]]) -> None:
+    @contextlib.asynccontextmanager
+    async def opened() -> AsyncIterator[Grammars]:
+        grammars = Grammars(tables)
+        try:
+            yield grammars
+        finally:
+            grammars.close()
+
+    async def whole() -> None:
+        async with opened() as grammars:
+            await test(grammars)
+
+    asyncio.run(whole())
+
+
+def slow(number: int) -> "partial[str]":
+    return partial(json_grammar, {**SLOW, "maximum": 10**9 + number})
+
+
+def test_what_has_passed_is_not_built_again() -> None:
+    async def test(grammars: Grammars) -> None:
+        job = partial(regex_grammar, "[0-9]+")
+        first = await grammars.build(job)
+        assert first == job()
+        process = grammars.pid
+        assert process is not None
+        os.kill(process, signal.SIGKILL)
+        assert await grammars.build(job) == first
+        assert grammars.pid == process
+        await grammars.build(partial(regex_grammar, "[a-z]+"))
+        assert grammars.pid != process
+
+    run(test)
+
+
+def test_an_honest_grammar_passes_slow_ones() -> None:
+    """Sixteen slow ones need five seconds of a core; an honest one waits for moments of each."""
+
+    async def test(grammars: Grammars) -> None:
+        tasks = [asyncio.ensure_future(grammars.build(slow(n))) for n in range(16)]
+        honest = asyncio.ensure_future(grammars.build(partial(regex_grammar, "[0-9]+")))
+        assert await honest is not None
+        assert sum(not task.done() for task in tasks) > 8
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(result, ConfigError)
+            assert WORDS in str(result)
+
+    run(test)
+
+
+def test_the_line_of_grammars_is_bounded() -> None:
+    async def test(grammars: Grammars) -> None:
+        tasks = [asyncio.ensure_future(grammars.build(slow(n))) for n in range(100)]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        error = done.pop().exception()
+        assert isinstance(error, ApiError)
+        assert error.status == 429
+        for task in tasks:
+            task.cancel()
+
+    run(test)
+
+
+def test_a_grammar_that_nobody_waits_for_is_not_built_on() -> None:
+    async def test(grammars: Grammars) -> None:
+        await grammars.build(partial(regex_grammar, "x"))
+        children = Path(f"/proc/{grammars.pid}/task/{grammars.pid}/children")
+        tasks = [asyncio.ensure_future(grammars.build(slow(0))) for _ in range(2)]
+        while not children.read_text(encoding="ascii"):
+            await asyncio.sleep(0)
+        tasks[0].cancel()
+        await asyncio.sleep(0)
+        assert children.read_text(encoding="ascii"), "the other one waits"
+        tasks[1].cancel()
+        while children.read_text(encoding="ascii"):
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[1]
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [(Tables(None, 128, (2,)), "no fast tokenizer"), (Tables("", 128, ()), "end-of-sequence")],
+)
+def test_a_tokenizer_without_tables_is_told(given: Tables, words: str) -> None:
+    async def test() -> None:
+        grammars = Grammars(lambda: given)
+        with pytest.raises(ConfigError, match=words):
+            await grammars.build(partial(regex_grammar, "x"))
+        grammars.close()
+
+    asyncio.run(test())
