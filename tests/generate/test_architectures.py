@@ -10,6 +10,7 @@ from tandem.core.errors import UnsupportedModelError
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.padded import PaddedBatch
 from tandem.generate.generator import Generator
+from tandem.hf.compat import cache_argument
 from tests.architectures import FIRST_PLAIN_TOKEN, VOCABULARY, architectures, build_tiny_model
 from tests.threads import two_threads
 
@@ -115,3 +116,14 @@ def test_logits_in_slots_are_the_models(name: str) -> None:
 def test_other_models_are_refused_with_a_reason(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=r"cannot generate|call model\.generate"):
         Generator(build_tiny_model(name))
+
+
+def test_a_padded_batch_leaves_no_offset_of_positions_on_a_model() -> None:
+    """The model's own forward would add that of the last prompts, were they two, to another's."""
+    model: Any = build_tiny_model("qwen3_vl_moe")
+    PaddedBatch(model, [[40, 41], [42, 43]], 0).prefill()
+    cache = cache_argument(model)
+    first = model(torch.tensor([[40, 41, 42]]), use_cache=True)
+    second = model(torch.tensor([[43]]), use_cache=True, **{cache: first[cache]})
+    whole = model(torch.tensor([[40, 41, 42, 43]]))
+    torch.testing.assert_close(second.logits[0, -1], whole.logits[0, -1], rtol=1e-4, atol=1e-4)

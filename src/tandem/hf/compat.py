@@ -140,8 +140,16 @@ def forget_positions(cache: object) -> None:
 
 
 def first_position_ids(model: PreTrainedModel, ids: Tensor, kwargs: dict[str, object]) -> Tensor:
-    """Return the positions that `generate` gives a prompt's tokens (5.17 to today)."""
+    """Return the positions that `generate` gives a prompt's tokens (5.17 to today).
+
+    Models with images note on themselves by how much a prompt's positions are off its length, which
+    their next forward without positions would add, whatever its prompt is: that note is taken back.
+    """
+    noting = vars(getattr(model, "model", model))
+    before = noting.get("rope_deltas")
     positions: Tensor = model._prepare_position_ids_for_generation(ids, dict(kwargs))
+    if "rope_deltas" in noting:
+        noting["rope_deltas"] = before
     return positions
 
 
