@@ -10,11 +10,18 @@ from llguidance.hf import from_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tandem.core.errors import ConfigError
 from tandem.dialects.dialect import CALL, END_CALL, END_THINK, THINK
 from tandem.dialects.format import ChatFormat
-from tandem.dialects.grammar import CallForm, call_grammar, free_grammar
+from tandem.dialects.grammar import (
+    CallForm,
+    call_grammar,
+    free_grammar,
+    json_grammar,
+    written_grammar,
+)
 from tandem.dialects.native_grammar import native_grammar
-from tandem.engine.constraint import Grammars
+from tandem.engine.constraint import GrammarConstraint, Grammars
 from tests.architectures import VOCABULARY
 from tests.hf.tiny import byte_tokenizer
 
@@ -102,6 +109,34 @@ def test_any_scores_make_a_call_once_it_is_opened(seed: int) -> None:
     call = json.loads(text.removeprefix(f"x<y{CALL}").removesuffix(END_CALL))
     assert call["name"] == "f"
     assert call["arguments"]["n"] in (1, 22)
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_an_object_of_many_optional_properties_can_be_written(is_closed: bool) -> None:
+    names = [f"property_{number}_name" for number in range(190)]
+    schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+    grammar = json_grammar(schema | {"additionalProperties": not is_closed})
+    constraint = Grammars(byte_tokenizer(), VOCABULARY, [END_ID]).constraint(grammar)
+    text = json.dumps(dict.fromkeys(names[::7], "x"), separators=(",", ":"))
+    for token in byte_tokenizer()(text)["input_ids"]:
+        assert constraint.restrict(torch.zeros(1, VOCABULARY))[0, token] == 0
+        constraint.accept(token)
+
+
+def test_an_answer_ends_where_its_masks_take_too_long() -> None:
+    tokenizer = byte_tokenizer()
+    tables = from_tokenizer(tokenizer, VOCABULARY, [END_ID])
+    grammar = written_grammar('start: s\ns: s s | s s s | "a" | "b"')
+    (token,) = tokenizer("a")["input_ids"]
+    constraint = GrammarConstraint(tables, grammar, VOCABULARY, slow_mask_seconds=0.0)
+
+    def follow() -> None:
+        for _ in range(2000):
+            constraint.restrict(torch.zeros(1, VOCABULARY))
+            constraint.accept(token)
+
+    with pytest.raises(ConfigError, match="seconds a token to be followed; the answer ended here"):
+        follow()
 
 
 ANY = {"type": "object", "properties": {

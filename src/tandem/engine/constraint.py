@@ -1,6 +1,7 @@
 """Answers that follow a grammar, token by token, by llguidance."""
 
 import threading
+import time
 from collections.abc import Sequence
 
 import llguidance
@@ -8,7 +9,12 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ConfigError
-from tandem.dialects.grammar_limits import complaint, new_matcher
+from tandem.dialects.grammar_limits import (
+    MOST_SLOW_SECONDS,
+    SLOW_MASK_SECONDS,
+    complaint,
+    new_matcher,
+)
 from tandem.foreign_types import Tokenizer
 
 
@@ -45,8 +51,16 @@ class Grammars:
 class GrammarConstraint:
     """One answer on its way through a grammar; see `generate.running.Constraint`."""
 
-    def __init__(self, tokenizer: llguidance.LLTokenizer, grammar: str, vocabulary: int) -> None:
+    def __init__(
+        self,
+        tokenizer: llguidance.LLTokenizer,
+        grammar: str,
+        vocabulary: int,
+        *,
+        slow_mask_seconds: float = SLOW_MASK_SECONDS,
+    ) -> None:
         """Stand at the grammar's beginning."""
+        self._slow_mask_seconds, self._seconds_left = slow_mask_seconds, MOST_SLOW_SECONDS
         self._matcher = new_matcher(tokenizer, grammar)
         self._end_id = tokenizer.eos_token
         self._bits = torch.zeros(-(-vocabulary // 32), dtype=torch.int32, device="cpu")
@@ -60,7 +74,10 @@ class GrammarConstraint:
         """
         bits = self._bits
         if not self._matcher.is_error():
+            # By the processor's time: on a busy machine the same answers end.
+            begin = time.thread_time()
             self._matcher.unsafe_compute_mask_ptr(bits.data_ptr(), bits.numel() * 4)
+            self._note_mask(time.thread_time() - begin)
         self._require_no_error()
         if not torch.equal(bits, self._expanded_bits):  # text between calls: the same for long
             allowed = ((bits[:, None] >> self._places) & 1).flatten()[: scores.shape[-1]].bool()
@@ -74,6 +91,14 @@ class GrammarConstraint:
         if not self._matcher.consume_token(token):
             self._require_no_error()
         return self._matcher.is_stopped()
+
+    def _note_mask(self, seconds: float) -> None:
+        self._seconds_left -= max(0.0, seconds - self._slow_mask_seconds)
+        if self._seconds_left < 0:
+            raise ConfigError(
+                f"the grammar takes more than {SLOW_MASK_SECONDS} seconds a token to be followed; "
+                "the answer ended here, make it simpler"
+            )
 
     def _require_no_error(self) -> None:
         if self._matcher.is_error():
