@@ -113,7 +113,7 @@ def test_any_scores_make_a_call_once_it_is_opened(seed: int) -> None:
 
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_an_object_of_many_optional_properties_can_be_written(is_closed: bool) -> None:
-    names = [f"property_{number}_name" for number in range(190)]
+    names = [f"property_{number}_name" for number in range(400)]
     schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
     grammar = json_grammar(schema | {"additionalProperties": not is_closed})
     constraint = Grammars(byte_tokenizer(), VOCABULARY, [END_ID]).constraint(grammar)
