@@ -205,8 +205,7 @@ void init_attention(AttentionCall* self, int cache_type, std::int64_t num_heads,
   require(cache_type >= 0 && cache_type <= static_cast<int>(KvType::kInt8), "a type of a KV cache");
   constexpr std::int64_t kMost = 1 << 20;
   require(num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0 && key_dim > 0 &&
-              value_dim > 0 && num_heads <= kMost && key_dim <= kMost && value_dim <= kMost &&
-              window >= 0,
+              value_dim > 0 && num_heads <= kMost && key_dim <= kMost && value_dim <= kMost,
           "as many heads for each KV head, and 1 to 2^20 of them and of their values");
   AttentionCall call{};
   call.layout = {static_cast<KvType>(cache_type), key_dim, value_dim};
