@@ -11,11 +11,12 @@ SOURCE = Path(__file__).parents[2] / "src" / "tandem"
 HOMES = {"hf/compat.py", "kernels/torch_private.py"}
 PUBLIC = {"_replace", "_asdict", "_fields", "_make"}  # of a NamedTuple, by Python's documentation
 ELSEWHERE = {
-    # argparse lists its flags nowhere else
+    # argparse lists its flags and groups of them nowhere else
     ("cli/completion.py", "_actions"),
-    ("cli/parser.py", "_actions"),
+    *product(("cli/parser.py",), ("_actions", "_action_groups", "_group_actions")),
+    *product(("core/config.py",), ("_ArgumentGroup", "_action_groups")),
     # public, whatever its name: a process that ends at once
-    ("engine/engine.py", "_exit"),
+    *product(("engine/engine.py", "engine/grammar_process.py"), ("_exit",)),
     # Triton's interpreter takes its fast way for these functions alone; a kernel cannot import them
     *product(
         (

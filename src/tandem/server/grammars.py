@@ -160,7 +160,7 @@ class Grammars:
     def _control_soon(self) -> "asyncio.Task[socket.socket]":
         if self._starting is None:
             self._starting = asyncio.ensure_future(asyncio.to_thread(self._begin))
-            # Whoever asks gets the reason; at the end nobody may.
+            # Each request gets the reason; at the end there may be none.
             self._starting.add_done_callback(lambda done: done.cancelled() or done.exception())
         return self._starting
 
