@@ -18,7 +18,7 @@ SHAPE ?= qwen3-30b-a3b
 # Tests with one instruction set of the CPU kernels: make test ISA=portable. Without it they run with
 # the best, and those whose results depend on the kernels with each that this processor has.
 ISA ?=
-PYTEST := $(BIN)/pytest -n 2 --dist loadgroup $(if $(ISA),--isa $(ISA))
+PYTEST := $(BIN)/pytest -n 3 --dist loadgroup $(if $(ISA),--isa $(ISA))
 
 # Which Pythons to build and check wheels with: 3.11 gives one for 3.11, one from 3.12 on gives one for all
 # that follow.
@@ -50,7 +50,7 @@ types: setup
 floors: setup
 	$(BIN)/lint-imports
 
-# Two processes; which tests must share one is said in tests/conftest.py.
+# Three processes for two cores, as tests of servers wait; which tests must share one is said in tests/conftest.py.
 unit: setup
 	$(PYTEST)
 

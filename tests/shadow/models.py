@@ -45,7 +45,7 @@ class Spoken(NamedTuple):
 def quick_loads() -> Iterator[None]:
     """Leave out what costs an interpreter minutes: kernels compiled ahead, and long trials.
 
-    `test_load.py` does it once.
+    `test_parts.py` measures a machine, compiles and tries a hand-over without it.
     """
     from tandem.devices.cuda import handed_layers  # imports kernels, which are interpreted by now
 
