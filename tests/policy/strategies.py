@@ -30,6 +30,8 @@ def problems(draw: st.DrawFn, max_experts: int = 8) -> LayerProblem:
         link=link,
         link_busy=draw(st.floats(0.0, 0.01)),
         max_fetches=draw(st.sampled_from([0, 1, 3, 1 << 30])),
+        cpu_slowdown=draw(st.sampled_from([1.0, 1.3, 2.0])),
+        link_slowdown=draw(st.sampled_from([1.0, 1.2])),
     )
 
 

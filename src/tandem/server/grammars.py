@@ -192,7 +192,11 @@ async def _ask_fork(control: socket.socket, build: Build) -> dict[str, str | Non
     """Return what a fork answers; raises `EOFError` if none has begun."""
     ours, theirs = socket.socketpair()
     with theirs:
-        socket.send_fds(control, [b"b"], [theirs.fileno()])
+        try:
+            socket.send_fds(control, [b"b"], [theirs.fileno()])
+        except OSError:  # the process has ended
+            ours.close()
+            raise
     reader, writer = await asyncio.open_connection(sock=ours)
     try:
         writer.write(framed(build))

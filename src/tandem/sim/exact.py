@@ -73,15 +73,15 @@ class Relaxation:
         self._gpu = np.concatenate(([0.0], np.cumsum(gpu[order])))
         self._cpu = np.concatenate(([0.0], np.cumsum(cpu[order][::-1])))[::-1]
 
-    def bound(self, cpu: Floats, gpu: Floats) -> Floats:
-        """Return a lower bound on max(T_gpu, T_cpu) for partial sums (cpu, gpu)."""
+    def bound(self, cpu: Floats, gpu: Floats, slowdown: float = 1.0) -> Floats:
+        """Return a lower bound on max(T_gpu, slowdown * T_cpu) for partial sums (cpu, gpu)."""
         # On the line between neighbouring prefixes gpu rises and cpu falls; where they are equal
         # is the bound, by interpolation of their difference.
-        difference = self._gpu - self._cpu  # rising
-        gap = cpu - gpu
+        difference = self._gpu - slowdown * self._cpu  # rising
+        gap = slowdown * cpu - gpu
         at_gpu = np.interp(gap, difference, self._gpu)
         at_cpu = np.interp(gap, difference, self._cpu)
-        return np.maximum(gpu + at_gpu, cpu + at_cpu)
+        return np.maximum(gpu + at_gpu, slowdown * (cpu + at_cpu))
 
 
 class _Frontier:

@@ -98,13 +98,32 @@ class _Rest:
         least = np.full(len(partial.done), np.inf)
         for count, (cpu, gpu) in enumerate(zip(self._cpu, self._gpu, strict=True)):
             fetches = partial.fetches + count
-            bound = self._residents.bound(partial.cpu + cpu, partial.done + gpu)
+            slowdown = _least_slowdown(problem, int(fetches.min(initial=MAX_EXPERTS)))
+            bound = self._residents.bound(partial.cpu + cpu, partial.done + gpu, slowdown)
+            bound = np.maximum(bound, _slowed(problem, partial.cpu + cpu, fetches))
             if count:
                 arrival = problem.link_busy + fetches * problem.link
                 bound = np.maximum(bound, arrival + self._gpu[1])
             bound[fetches > problem.max_fetches] = np.inf
             least = np.minimum(least, bound)
         return least
+
+
+def _slowed(problem: LayerProblem, cpu: Floats, fetches: Ints) -> Floats:
+    """Return CPU seconds beside so many copies, as `pipeline_seconds` has them."""
+    arrival = problem.link_busy + fetches * problem.link
+    slowed: Floats = cpu + (problem.cpu_slowdown - 1.0) * np.minimum(cpu, arrival)
+    return slowed
+
+
+def _least_slowdown(problem: LayerProblem, fetches: int) -> float:
+    """Return what the CPU is slowed by at least beside so many copies, whatever it computes.
+
+    `_slowed` is concave in the CPU's seconds: the ratio is least where these are most.
+    """
+    most = sum(problem.cpu) + problem.cpu_first
+    arrival = problem.link_busy + fetches * problem.link
+    return 1.0 + (problem.cpu_slowdown - 1.0) * (min(1.0, arrival / most) if most else 0.0)
 
 
 class _Search:
@@ -139,7 +158,8 @@ class _Search:
             partial = self._prune(self._branch(partial, i), self.rest(decided))
         if not len(partial.done):
             return None
-        mask = int(partial.mask[int(np.argmin(np.maximum(partial.done, partial.cpu)))])
+        cpu = _slowed(self._problem, partial.cpu, partial.fetches)
+        mask = int(partial.mask[int(np.argmin(np.maximum(partial.done, cpu)))])
         return [bool(mask >> i & 1) for i in range(len(order))]
 
     def _branch(self, partial: _Partial, i: int) -> _Partial:

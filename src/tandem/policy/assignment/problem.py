@@ -2,8 +2,8 @@
 
 Two cost models stand side by side. `equation_seconds` is DALI's program (equations 3 to 9): each
 processor's time is a sum, a fetched expert takes max(transfer, computation). `pipeline_seconds` is
-what an executor does: copies run one after another beside the GPU's computation, and the first
-expert on the CPU costs a surcharge.
+what an executor does: copies run one after another beside the GPU's computation, the first expert
+on the CPU costs a surcharge, and CPU and link slow each other while both work.
 """
 
 from collections.abc import Sequence
@@ -91,15 +91,18 @@ def pipeline_seconds(
     """Return when the GPU and the CPU are done if copies overlap with computation."""
     on_gpu, fetched, on_cpu = by_processor(problem, fetch, spill)
     wait, gpu = problem.wait, problem.gpu
+    link = problem.link if on_cpu else problem.link / problem.link_slowdown
     done = sum(gpu[i] for i in on_gpu if wait[i] == 0)
     for i in sorted((i for i in on_gpu if wait[i] > 0), key=wait.__getitem__):
         done = max(done, wait[i]) + gpu[i]
     arrival = problem.link_busy
     for i in fetched:
-        arrival += problem.link
+        arrival += link
         done = max(done, arrival) + gpu[i]
-    cpu = sum(problem.cpu[i] for i in on_cpu)
-    return done, (cpu + problem.cpu_first if on_cpu else 0.0)
+    if not on_cpu:
+        return done, 0.0
+    cpu = problem.cpu_first + sum(problem.cpu[i] for i in on_cpu)
+    return done, cpu + (problem.cpu_slowdown - 1.0) * min(cpu, arrival)
 
 
 def priced(
