@@ -62,11 +62,12 @@ Half the experts resident, `dali-testbed`. Time of the policy's answer under equ
 the exact optimum (a Pareto frontier with a linear-relaxation bound; above 64 active experts that
 bound itself). `balanced` here minimises the equations. By default it minimises what an executor
 really runs, where copies overlap with computation, and CPU and link slow each other by the
-profile's factors: such plans are at the exact optimum of overlapped copies (second row of the first
-table; `tandem.sim.exact_overlapped`) and above that of the equations (third row). The equations' plans were up to 11 % slower at batch 8 and 10 % at batch
-32 with CPU, GPU and link, 48 cells (docs/decisions/0002-overlapped-plans.md). `--costs equations`
-executes them; a simulation reports all three. 0.00 % rests on profiles whose GPU time hardly
-depends on the token count below 32 tokens; there the search equals brute force in property tests.
+profile's factors: such plans are at the exact optimum of overlapped copies (second row of the
+first table; `tandem.sim.exact_overlapped`) and above that of the equations (third row). The
+equations' plans were up to 11 % slower at batch 8 and 10 % at batch 32 with CPU, GPU and link, 48
+cells (docs/decisions/0002-overlapped-plans.md). `--costs equations` executes them; a simulation
+reports all three. 0.00 % rests on profiles whose GPU time hardly depends on the token count below
+32 tokens; there the search equals brute force in property tests.
 """,
     "eviction": """
 ## Eviction: hit rate, and the share of the gap from LRU to Belady that is closed
