@@ -14,7 +14,7 @@ QUOTES = '"""'
 _PROMPT = "> "
 _PROMPT_WITHIN_QUOTES = ". "
 _HISTORY_MESSAGES = 1000
-# Stands in the history for the end of a line within a message: a character that nobody types.
+# Stands in the history for the end of a line within a message: a character that users do not type.
 _WITHIN_MESSAGE = "\x1e"
 _KEYS = (
     "set enable-bracketed-paste on",

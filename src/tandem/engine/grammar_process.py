@@ -108,7 +108,7 @@ def _be_fork(connection: socket.socket, tokenizer: llguidance.LLTokenizer | str)
 
 
 def _limit(connection: socket.socket, build: Build) -> None:
-    """Let the kernel end this fork: each of these signals does if nobody handles it."""
+    """Let the kernel end this fork: these signals do, as none of them is handled."""
     number = connection.fileno()
     fcntl.fcntl(number, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(number, fcntl.F_SETFL, fcntl.fcntl(number, fcntl.F_GETFL) | os.O_ASYNC)
