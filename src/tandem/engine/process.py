@@ -8,7 +8,9 @@ handed on after `on_end`.
 import asyncio
 import contextlib
 import multiprocessing
+import os
 import queue
+import select
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +21,11 @@ from typing import Any
 from tandem.engine.messages import EngineSettings, ModelLoader, Stop
 
 _KILL_AFTER_SECONDS = 10.0
+# Read before the loop does other things.
+_MOST_MESSAGES = 64
+# How much the engine gives way to the HTTP side, as nice(1) counts it: where clients and model want
+# the same processors, what the model has said is to reach them.
+_NICENESS = 5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -84,14 +91,13 @@ class EngineProcess:
             await self._has_ended.wait()
 
     def _read(self) -> None:
-        """Hand on the message that has come, or the end."""
+        """Hand on the messages that have come, or the end."""
         try:
-            message = self._ours.recv()
+            for message in came(self._ours):
+                self._on_message(message)
         except (EOFError, OSError):
             self._loop.remove_reader(self._ours.fileno())
             self._ending = self._loop.create_task(self._end())
-            return
-        self._on_message(message)
 
     def _write(self, connection: Connection) -> None:
         with contextlib.suppress(OSError):
@@ -113,6 +119,19 @@ class EngineProcess:
         self._on_end(self)
 
 
+def came(connection: Connection) -> Iterator[object]:
+    """Yield the message that has come and those behind it, without waiting for more.
+
+    A busy loop looks here seldom: with one message a look, streams would fall behind the engine.
+    """
+    coming = select.poll()
+    coming.register(connection.fileno(), select.POLLIN)
+    for _ in range(_MOST_MESSAGES):
+        yield connection.recv()
+        if not coming.poll(0):
+            return
+
+
 @contextlib.contextmanager
 def _held_signals() -> Iterator[None]:
     """Keep signals from a process that is started meanwhile, until it says what becomes of them."""
@@ -130,6 +149,7 @@ def _run(load: ModelLoader, settings: EngineSettings, connection: Connection) ->
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    os.nice(_NICENESS)
     from tandem.engine.engine import run_engine
 
     run_engine(load, settings, connection)

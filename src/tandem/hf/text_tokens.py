@@ -5,6 +5,7 @@ Rust panic in it is no `Exception`. Both are a sentence here.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 from tandem.core.errors import ConfigError
@@ -32,9 +33,14 @@ def require_room(tokenizer: Tokenizer, num_characters: int, most_tokens: int | N
     """Raise `TextTooLongError` for a text that has too many tokens however they are cut."""
     if most_tokens is None or num_characters <= _SHORT_CHARACTERS:
         return
-    longest = max(map(len, tokenizer.get_vocab()), default=1)
+    longest = _longest_token(tokenizer)
     if num_characters > most_tokens * longest:
         raise TextTooLongError(num_characters // longest, most_tokens)
+
+
+@functools.lru_cache(maxsize=4)  # to list a vocabulary takes a tenth of a second
+def _longest_token(tokenizer: Tokenizer) -> int:
+    return max(map(len, tokenizer.get_vocab()), default=1)
 
 
 def token_ids(

@@ -117,5 +117,13 @@ def most_connections() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return _MOST_CONNECTIONS
-    room = soft - len(os.listdir("/proc/self/fd")) - _OWN_DESCRIPTORS
+    room = (soft - len(os.listdir("/proc/self/fd")) - _OWN_DESCRIPTORS) * 4 // 5
     return max(_FEWEST_CONNECTIONS, min(_MOST_CONNECTIONS, room))
+
+
+def accepted_at_once(connections: int) -> int:
+    """Return how many are accepted at a time, where there may be so many.
+
+    Until one is closed for another the loop accepts four times: the fifth that is left.
+    """
+    return max(1, connections // 16)

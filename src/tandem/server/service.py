@@ -6,8 +6,6 @@ import copy
 import functools
 import logging
 import math
-import os
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,11 +43,8 @@ _KEEP_ALIVE_SECONDS = 15.0
 _DEADLINE = "X-Tandem-Deadline"
 # A shorter body is read sooner than a thread begins.
 _SHORT_BODY_BYTES = 16 << 10
-# Longer ones are read one after the other, so that clients which send many of them leave the
-# processor to the model and to others' short ones.
-_LONG_BODY_BYTES = 512 << 10
-# How much less of the processor that thread gets, as nice(1) counts it.
-_NICENESS = 10
+# Longer ones wait for each other and not for short ones.
+_LONG_BODY_BYTES = 64 << 10
 # So many names of ignored fields and of other models are logged, each once.
 _MOST_NOTED = 256
 
@@ -82,7 +77,9 @@ class Server:
         )  # fmt: skip
         self.max_body_bytes = options.max_body_bytes(has_images=images is not None)
         self._noted: set[str] = set()
-        self._for_long = ThreadPoolExecutor(1, "tandem-long-bodies", _give_way)
+        # One thread each: every other one that runs Python makes the event loop wait for its turn.
+        self._for_short = ThreadPoolExecutor(1, "tandem-short-bodies")
+        self._for_long = ThreadPoolExecutor(1, "tandem-long-bodies")
         self.began = int(time.time())
 
     # ---- answers ---------------------------------------------------------------------------------
@@ -214,7 +211,8 @@ class Server:
         self, function: Callable[..., T], *args: object, is_long: bool = False
     ) -> T:
         """Run what may take long, such as writing a long prompt, beside the event loop."""
-        loop, pool = asyncio.get_running_loop(), self._for_long if is_long else None
+        loop = asyncio.get_running_loop()
+        pool = self._for_long if is_long else self._for_short
         try:
             return await loop.run_in_executor(pool, function, *args)
         except TandemError:
@@ -287,12 +285,6 @@ async def _events(api: Api[Any], reply: Reply, answer: RunningAnswer) -> AsyncIt
 def is_long(request: Request) -> bool:
     """Tell whether a request's body, which was read, is among the long ones."""
     return int(request.state.num_bytes) > _LONG_BODY_BYTES
-
-
-def _give_way() -> None:
-    """Let this thread have less of the processor than others."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def _deadline(request: Request) -> float | None:

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import logging
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,20 +16,26 @@ from tandem.core.errors import ConfigError, TandemError
 from tandem.engine.messages import EngineSettings, ModelLoader
 from tandem.foreign_types import Tokenizer
 from tandem.server.app import create_app
-from tandem.server.connections import ConnectionLimits, Connections, most_connections
+from tandem.server.connections import (
+    ConnectionLimits,
+    Connections,
+    accepted_at_once,
+    most_connections,
+)
 from tandem.server.engine_client import EngineClient
 from tandem.server.http_protocol import BoundedHttp
+from tandem.server.log import written_in_a_thread
 from tandem.server.options import ServerOptions, is_loopback, require_key
 from tandem.server.service import Server
 
 _log = logging.getLogger("tandem.server")
+# How long the event loop waits for a thread that runs Python, after each system call; Python's own
+# 5 ms make it ten times as long under load.
+_SWITCH_SECONDS = 0.0005
 _LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]"]
 # The seconds that uvicorn gives streams to end after they got the reason.
 _LAST_SECONDS = 3
-# So many connections are accepted at a time. Until one is closed for another the loop accepts four
-# times: together fewer than the descriptors that are left for other things.
-_ACCEPTED_AT_ONCE = 8
-# And so many more wait in the kernel.
+# So many connections wait in the kernel.
 _KERNEL_QUEUE = 1024
 
 
@@ -55,7 +62,7 @@ class _Uvicorn(uvicorn.Server):
             app,
             http=functools.partial(BoundedHttp, connections),  # type: ignore[arg-type]
             ws="none",
-            backlog=_ACCEPTED_AT_ONCE,
+            backlog=accepted_at_once(connections.limits.connections),
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=_LAST_SECONDS,
@@ -91,9 +98,11 @@ def serve(
     Raises `TandemError` for what a user can mend: a port that is taken, a model that cannot load.
     """
     require_key(options.host, api_keys)
+    sys.setswitchinterval(_SWITCH_SECONDS)
     listener = _listen(options.host, options.port)
     try:
-        asyncio.run(_serve(source, options, settings, api_keys, listener, on_ready))
+        with written_in_a_thread():
+            asyncio.run(_serve(source, options, settings, api_keys, listener, on_ready))
     finally:
         listener.close()
 

@@ -1,0 +1,67 @@
+"""The server's log is written in a thread: who reads it slowly, or not at all, holds no client up.
+
+A pipe takes 64 KB; then a write waits for its reader. So lines wait in a queue of bounded length,
+and those that find it full are counted and left out.
+"""
+
+import contextlib
+import logging
+import logging.handlers
+import queue
+import threading
+from collections.abc import Iterator
+
+_MOST_LINES = 10_000
+# At the end, for a reader that still reads.
+_LAST_SECONDS = 1.0
+
+Lines = queue.Queue[logging.LogRecord | None]
+
+
+class _Queue(logging.handlers.QueueHandler):
+    """Hands lines to a thread, without ever waiting."""
+
+    def __init__(self, most_lines: int) -> None:
+        """Keep at most so many lines that are not written."""
+        self.lines: Lines = queue.Queue(most_lines)
+        super().__init__(self.lines)
+        self._num_lost = 0
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Take a line, or count it; the next one that is taken says how many were lost."""
+        if self._num_lost:
+            record.msg = f"{record.msg} ({self._num_lost} lines before it were lost)"
+        try:
+            self.lines.put_nowait(record)
+        except queue.Full:
+            self._num_lost += 1
+        else:
+            self._num_lost = 0
+
+
+@contextlib.contextmanager
+def written_in_a_thread(
+    most_lines: int = _MOST_LINES,
+) -> Iterator[Lines]:
+    """Let a thread write what is logged meanwhile, by the handlers that there are.
+
+    Yields the queue of lines that are not written yet.
+    """
+    root = logging.getLogger()
+    handlers, log = root.handlers[:], _Queue(most_lines)
+
+    def write() -> None:
+        while (record := log.lines.get()) is not None:
+            for handler in handlers:
+                handler.handle(record)
+
+    thread = threading.Thread(target=write, name="tandem-log", daemon=True)
+    thread.start()
+    root.handlers[:] = [log]
+    try:
+        yield log.lines
+    finally:
+        root.handlers[:] = handlers
+        with contextlib.suppress(queue.Full):
+            log.lines.put(None, timeout=_LAST_SECONDS)
+        thread.join(_LAST_SECONDS)
