@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 IS_WHOLE = os.environ.get("TANDEM_DRY_GPU") == "1"
 
 
+@pytest.mark.timeout(7200 if IS_WHOLE else 600)
 @pytest.mark.parametrize("capability", ["75", "89", "90", "120"] if IS_WHOLE else ["89"])
 def test_kernels_are_bound_specialised_compiled_and_launched(capability: str) -> None:
     """In a process of its own: elsewhere in the tests kernels are interpreted."""
