@@ -21,8 +21,8 @@ from tandem.dialects.grammar import json_grammar, written_grammar
 from tandem.dialects.grammar_limits import LIMITS, SLOW_MASK_SECONDS
 
 _TOKENS = 150_000
-_STEPS = 200
-_SECONDS = 5.0  # of one grammar, at most
+_STEPS = 1000
+_SECONDS = 20.0  # of one grammar, at most
 _NAMES = [f"property_{number}_name" for number in range(190)]
 _OBJECT = {"type": "object", "properties": {name: {"type": "string"} for name in _NAMES}}
 _HONEST = {"190 optional properties": _OBJECT, "any JSON": {}}
