@@ -1,8 +1,8 @@
 """The runtime of a model, and the parts of every device that can be named."""
 
+import contextlib
 import importlib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +11,10 @@ import tandem
 from tandem.core.errors import CapacityError, ConfigError, ModelError
 from tandem.devices import DEVICES, kind_of
 from tandem.experts.execution.executor import CpuExecutor
+from tandem.hf.checkpoint import open_model
+from tandem.hf.config import OffloadConfig
+from tandem.hf.load import load_checkpoint
+from tandem.hf.packed_writer import FileSink
 from tandem.hf.runtime import require_runtime, runtime_of
 from tests.hf.tiny import save_tiny_checkpoint
 
@@ -36,15 +40,32 @@ def test_a_models_runtime_is_found_until_and_after_it_is_closed(tmp_path: Path) 
 
 
 def test_a_model_of_others_has_no_runtime() -> None:
-    for model in (torch.nn.Linear(2, 2), SimpleNamespace(hf_quantizer=object())):
-        assert runtime_of(model) is None
+    assert runtime_of(torch.nn.Linear(2, 2)) is None
     with pytest.raises(ModelError, match="Tandem did not load this Linear"):
         require_runtime(torch.nn.Linear(2, 2))
 
 
-def test_only_the_quantizer_and_the_runtime_know_where_it_hangs() -> None:
-    found = {path.name for path in SOURCE.rglob("*.py") if "hf_quantizer" in path.read_text()}
-    assert found == {"quantizer.py", "runtime.py"}
+def test_nothing_is_found_by_way_of_transformers_own_attribute() -> None:
+    files = SOURCE.rglob("*.py")
+    assert not [path.name for path in files if "hf_quantizer" in path.read_text()]
+
+
+@pytest.mark.seam
+def test_a_load_leaves_nothing_on_the_users_options(tmp_path: Path) -> None:
+    options = OffloadConfig(expert_dtype="int4")
+    before = dict(vars(options))
+    checkpoint = open_model(save_tiny_checkpoint(tmp_path / "tiny"))
+    seen = list[dict[str, object]]()
+
+    class Sink(FileSink):
+        def begin(self, expected_bytes: int) -> None:
+            seen.append(dict(vars(options)))
+            super().begin(expected_bytes)
+
+    with contextlib.closing(Sink(tmp_path, "", lambda *_: None)) as sink:
+        load_checkpoint(checkpoint, options, sink=sink)
+    assert seen == [before]
+    assert vars(options) == before
 
 
 @pytest.mark.parametrize("name", [name for name in DEVICES if name != "cpu"])

@@ -16,7 +16,7 @@ from tandem.checkpoint.packed_files import require_checksums
 from tandem.cli.main import main
 from tandem.core.errors import CapacityError, ModelError
 from tandem.experts.store.host_store import HostLayer
-from tandem.hf import pack as pack_module
+from tandem.hf import packed_writer
 from tests.architectures import result_of, tiny_inputs
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.programs import python
@@ -100,13 +100,13 @@ def test_an_interrupted_run_is_gone_on_with(
     target = tmp_path / "packed"
     pack_until(checkpoint, target, 2)
     written: list[int] = []
-    take = pack_module.FileSink.take
+    take = packed_writer.FileSink.take
 
-    def note(sink: pack_module.FileSink, layer: HostLayer) -> None:
+    def note(sink: packed_writer.FileSink, layer: HostLayer) -> None:
         written.append(layer.layer)
         take(sink, layer)
 
-    monkeypatch.setattr(pack_module.FileSink, "take", note)
+    monkeypatch.setattr(packed_writer.FileSink, "take", note)
     done = tandem.pack(checkpoint, target, expert_dtype="int4")
     assert done.resumed_layers == 2
     assert written == [2, 3]

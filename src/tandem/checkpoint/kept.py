@@ -183,24 +183,29 @@ class KeptCopies:
             taken, free = taken - oldest.num_bytes, free + oldest.num_bytes
         return leaving
 
-    @contextlib.contextmanager
-    def _alone(self, name: str) -> Iterator[bool]:
-        """Hold a name's lock; yield False if another process does."""
+    def _alone(self, name: str) -> contextlib.AbstractContextManager[bool]:
+        """Hold a name's lock; it is False if another process does."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.directory / f".{name}.lock", os.O_CREAT | os.O_RDWR)
-        try:
-            if fcntl is not None:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    yield False
-                    return
-            yield True
-        finally:
-            os.close(lock)
+        return alone(self.directory / f".{name}.lock")
 
     def _note(self, name: str) -> Path:
         return self.directory / f"{name}.json"
+
+
+@contextlib.contextmanager
+def alone(file: Path) -> Iterator[bool]:
+    """Hold a lock; yield False if another process does."""
+    lock = os.open(file, os.O_CREAT | os.O_RDWR)
+    try:
+        if fcntl is not None:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+        yield True
+    finally:
+        os.close(lock)
 
 
 def _read(note: Path) -> KeptCopy | None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tandem.checkpoint.config_values import experts_per_token
+from tandem.checkpoint.sources.source import Source
 from tandem.core.errors import ConfigError
 from tandem.decode.slots import MAX_STEP_TOKENS
 from tandem.devices import kind_of
@@ -24,8 +25,9 @@ from tandem.hf.dense import has_quantised_experts, is_packable_embedding, packab
 from tandem.hf.device_linear import device_layers
 from tandem.hf.experts import is_experts_module
 from tandem.hf.load import empty_model, is_widened_on, open_foreign, source_config
+from tandem.hf.load_job import LoadJob
+from tandem.hf.packed_writer import stored_name
 from tandem.hf.quantizer import OffloadQuantizer
-from tandem.hf.save import stored_name
 from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.kv_cache.windows import most_kept
 
@@ -126,12 +128,12 @@ class ModelSizes:
 def model_sizes(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> ModelSizes:
     """Add up what a checkpoint takes with these options; raises `UnsupportedModelError`."""
     if isinstance(checkpoint, GgufCheckpoint) or _is_foreign(checkpoint):
-        config, offload.source = open_foreign(checkpoint)
+        config, source = open_foreign(checkpoint)
         is_gguf = isinstance(checkpoint, GgufCheckpoint)
-        if is_gguf and is_widened_on(offload, offload.source):
+        if is_gguf and is_widened_on(offload, source):
             config.dtype = torch.float32
-            return config_sizes(config, offload, kv_dtype=torch.bfloat16)
-        return config_sizes(config, offload)
+            return config_sizes(config, offload, source, kv_dtype=torch.bfloat16)
+        return config_sizes(config, offload, source)
     if checkpoint.is_packed:
         dense_dtype, device = offload.dense_dtype, offload.device
         offload = OffloadConfig.from_dict(checkpoint.quantization or {})
@@ -148,18 +150,21 @@ def _is_foreign(checkpoint: Checkpoint) -> bool:
 
 
 def config_sizes(
-    config: PreTrainedConfig, offload: OffloadConfig, *, kv_dtype: torch.dtype | None = None
+    config: PreTrainedConfig,
+    offload: OffloadConfig,
+    source: Source | None = None,
+    *,
+    kv_dtype: torch.dtype | None = None,
 ) -> ModelSizes:
-    """Add up what a model of a config takes with these options, whose `source` is let go.
+    """Add up what a model of a config takes with these options, of a source's codes if given.
 
     `kv_dtype` is what keys and values are kept in; None: the model's dtype.
     """
     model = empty_model(config)
-    quantizer = OffloadQuantizer(offload)
+    quantizer = OffloadQuantizer(offload, job=LoadJob(options=offload, source=source))
     quantizer.announce_layers(model)
     on_device = kind_of(offload.device).holds_dense_parts
     codes = quantizer.dense_code_formats(model, on_device=on_device)
-    offload.source = None
     store, text = quantizer.runtime.store, config.get_text_config()
     dtype = next(model.parameters()).dtype
     layers = _kv_bytes_by_layer(text, kv_dtype or dtype, latents=2)

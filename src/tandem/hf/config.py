@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from tandem.checkpoint.sources.source import Source
 from tandem.core.config import from_mapping, require_types
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
@@ -120,10 +119,6 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
     """The format of each MoE layer; only in packed checkpoints whose layers differ."""
     dense_formats: dict[str, str] | None = None
     """Linear layers in another format than `dense_dtype`, or "none"; only in packed checkpoints."""
-    source: Source | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
-    """The quantised checkpoint that `tandem.load` reads; never written."""
-    sink: Any = dataclasses.field(default=None, init=False, repr=False, compare=False)
-    """Where `tandem.pack` puts the experts (a `LayerSink`); never written."""
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, the value and what is expected."""
@@ -161,8 +156,7 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
     def to_dict(self) -> dict[str, object]:
         """Return the fields for config.json; those that say nothing new are left out."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in ("cache_dir", "source", "sink"):  # of one machine or load, not of the model
-            del defaults[name]
+        del defaults["cache_dir"]  # of one machine, not of the model
         kept = ("quant_method", "expert_dtype")
         values = {name: vars(self).get(name, default) for name, default in defaults.items()}
         return {k: v for k, v in values.items() if k in kept or v != defaults[k]}

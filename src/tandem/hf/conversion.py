@@ -5,8 +5,7 @@ An operation's own errors are kept and raised after loading: Transformers would 
 printed traceback.
 """
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,72 +16,7 @@ from tandem.checkpoint.sources.source import SourceTensor
 from tandem.checkpoint.stored_experts import put_experts, put_fused
 from tandem.core.errors import ModelError, TandemError, UnsupportedModelError
 from tandem.experts.store.host_store import HostLayer
-from tandem.hf.dense_codes import DenseCodes
-
-Loaded = Tensor | SourceTensor
-
-
-class LayerSink(Protocol):
-    """Takes each layer of experts when it is complete, such as into a file."""
-
-    def begin(self, expected_bytes: int) -> None:
-        """Hear how many bytes all layers will take; raises `CapacityError`."""
-
-    def resume(self, layer: HostLayer) -> None:
-        """Fill a layer that an earlier run has taken; it is complete then."""
-
-    def take(self, layer: HostLayer) -> None:
-        """Take a complete layer; raises `TandemError`. Its memory may be given back."""
-
-
-class StoreWriter:
-    """Finds the host layer of a parameter name and keeps the first error of a load."""
-
-    def __init__(self, layers: dict[str, HostLayer]) -> None:
-        self.layers = layers  # by the names of the experts modules
-        self.exact: set[str] = set()
-        """Names of the parameters that are to come as the codes of a source."""
-        self.dense = DenseCodes()
-        self.sink: LayerSink | None = None
-        self.bytes_to_forget = 0
-        """Of quantised experts, which come first: as many as do not fit beside the model."""
-        self.error: TandemError | None = None
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "StoreWriter":
-        # Transformers copies each converter per key; a copied store would be filled and lost.
-        return self
-
-    def find(self, parameter: str) -> tuple[HostLayer, str] | None:
-        """Return (layer, tensor name) of a parameter such as `layers.3.mlp.experts.down_proj`."""
-        module, _, tensor_name = parameter.rpartition(".")
-        layer = self.layers.get(module)
-        return (layer, tensor_name) if layer and tensor_name in layer.arrivals.shapes else None
-
-    def needs_nothing(self, layer: HostLayer) -> bool:
-        """Whether to leave a layer's tensors unread: an earlier run packed it, or all is lost."""
-        if self.sink is None:
-            return False
-        return self.error is not None or layer.arrivals.is_complete
-
-    def note_stored(self, layer: HostLayer) -> None:
-        """Hand a layer that has become complete to the sink."""
-        if self.sink is not None and layer.arrivals.is_complete:
-            self.sink.take(layer)
-
-    def forgets(self, read: Iterable[Loaded]) -> bool:
-        """Whether pages of these tensors are to be dropped when they have been read; counts them.
-
-        The others stay cached, and the next start does not read them from the disk.
-        """
-        is_wanted = self.bytes_to_forget > 0
-        if is_wanted:
-            weights = (tensor.weight for tensor in read if isinstance(tensor, SourceTensor))
-            self.bytes_to_forget -= sum(weight.num_bytes for weight in weights)
-        return is_wanted
-
-    def keep_error(self, error: TandemError) -> None:
-        """Remember the first error; the load fails with it at its end."""
-        self.error = self.error or error
+from tandem.hf.load_job import Loaded, StoreWriter
 
 
 def placeholder(like: Loaded) -> Tensor:

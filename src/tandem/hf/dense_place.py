@@ -5,10 +5,6 @@ and asks for Accelerate. Embeddings stay on the host beside a GPU: of their hund
 step reads a row a token.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-
 import torch
 from torch import Tensor, nn
 
@@ -23,18 +19,13 @@ from tandem.hf.dense import PackedEmbedding, is_packable_embedding
 # With these, Transformers would spread a model over GPUs, CPU and disk.
 _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
-_CHOSEN: ContextVar[torch.device | None] = ContextVar("tandem_dense_device", default=None)
-
 
 def dense_device(config: OffloadConfig, device_map: object) -> torch.device:
     """Return where the dense parts go: what the user says, else the GPU if the options name it.
 
-    Inside `placing_on` that device. Raises `ConfigError` for a map to several devices or to none,
-    and `CapacityError` for a GPU that is not there.
+    Raises `ConfigError` for a map to several devices or to none, and `CapacityError` for a GPU that
+    is not there.
     """
-    chosen = _CHOSEN.get()
-    if chosen is not None:
-        return chosen
     places = _places(config, device_map)
     devices = {_find_device(place) for place in places}
     names = ", ".join(sorted(map(str, places)))
@@ -52,16 +43,6 @@ def dense_device(config: OffloadConfig, device_map: object) -> torch.device:
     if device.type == "cuda":
         kind_of("cuda").require()
     return device
-
-
-@contextmanager
-def placing_on(device: torch.device) -> Iterator[None]:
-    """Let the dense parts of what `from_pretrained` loads inside go to a device."""
-    token = _CHOSEN.set(device)
-    try:
-        yield
-    finally:
-        _CHOSEN.reset(token)
 
 
 def move_dense_parts(model: nn.Module, device: torch.device) -> None:

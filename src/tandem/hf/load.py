@@ -25,8 +25,10 @@ from tandem.hf.assembly import assemble
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint, open_model
 from tandem.hf.compat import choose_no_implementation
 from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype, parse_expert_dtype
-from tandem.hf.dense_place import dense_device, placing_on
-from tandem.hf.packed_reading import read_packed, reading_afterwards, verify_files
+from tandem.hf.dense_place import dense_device
+from tandem.hf.load_job import LoadJob
+from tandem.hf.packed_reading import read_packed, verify_files
+from tandem.hf.packed_writer import FileSink
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.formats.weight_format import formats_of
 
@@ -75,27 +77,31 @@ def load_checkpoint(
     dtype: str | torch.dtype = "auto",
     device_map: object = None,
     num_layers: int | None = None,
+    sink: FileSink | None = None,
 ) -> PreTrainedModel:
     """Load a checkpoint whose files have been checked; arguments as of `load`.
 
-    `num_layers` loads the first layers only, for checks.
+    `num_layers` loads the first layers only, for checks; a `sink` takes the experts.
     """
     if checkpoint.is_packed:
         _check_packed_dtype(checkpoint, offload)
-    device = dense_device(offload, device_map)
+    job = LoadJob(
+        options=offload, sink=sink, device=dense_device(offload, device_map),
+        is_read_afterwards=checkpoint.is_packed,
+    )  # fmt: skip
     common: dict[str, object] = {
         "dtype": dtype,
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # the report names them, and then they are refused
     }
-    with foreign_errors(f"Transformers cannot load {checkpoint.path}"), placing_on(device):
+    with foreign_errors(f"Transformers cannot load {checkpoint.path}"), job.under_way():
         if checkpoint.is_packed:
-            loaded, report = _from_pretrained(checkpoint, offload, num_layers, common)
+            loaded, report = _from_pretrained(checkpoint, job, num_layers, common)
         elif _is_plain(checkpoint):
             with reading_along(_readable_ahead(checkpoint, num_layers)):
-                loaded, report = _from_pretrained(checkpoint, offload, num_layers, common)
+                loaded, report = _from_pretrained(checkpoint, job, num_layers, common)
         else:
-            loaded, report = _from_source(checkpoint, offload, num_layers, device, common)
+            loaded, report = _from_source(checkpoint, job, num_layers, common)
     require_own_weights(checkpoint.path, loaded, report, is_whole=num_layers is None)
     if checkpoint.is_packed:
         again = partial(assemble, loaded, require_runtime(loaded), offload)
@@ -119,34 +125,26 @@ def _is_plain(checkpoint: AnyCheckpoint) -> TypeGuard[Checkpoint]:
 
 
 def _from_pretrained(
-    checkpoint: Checkpoint,
-    offload: OffloadConfig,
-    num_layers: int | None,
-    common: dict[str, object],
+    checkpoint: Checkpoint, job: LoadJob, num_layers: int | None, common: dict[str, object]
 ) -> tuple[PreTrainedModel, LoadReport]:
     """Let Transformers load what it reads by itself; returns the model and what it reports."""
     # A packed checkpoint says itself how its experts are stored.
-    mine: dict[str, object] = {} if checkpoint.is_packed else {"quantization_config": offload}
+    mine: dict[str, object] = {} if checkpoint.is_packed else {"quantization_config": job.options}
     config = own_config(checkpoint)
     if num_layers is not None:
         keep_first_layers(config, num_layers)
     mine |= {"config": config, "trust_remote_code": checkpoint.runs_code}
     named = _named_class(checkpoint.config.get("architectures"))
     loader = named or transformers.AutoModelForCausalLM
-    with reading_afterwards():
-        result: tuple[PreTrainedModel, LoadReport] = loader.from_pretrained(
-            str(checkpoint.directory), local_files_only=not checkpoint.runs_code,
-            use_safetensors=True, **mine, **common,
-        )  # fmt: skip
+    result: tuple[PreTrainedModel, LoadReport] = loader.from_pretrained(
+        str(checkpoint.directory), local_files_only=not checkpoint.runs_code,
+        use_safetensors=True, **mine, **common,
+    )  # fmt: skip
     return result
 
 
 def _from_source(
-    checkpoint: AnyCheckpoint,
-    offload: OffloadConfig,
-    num_layers: int | None,
-    device: torch.device,
-    common: dict[str, object],
+    checkpoint: AnyCheckpoint, job: LoadJob, num_layers: int | None, common: dict[str, object]
 ) -> tuple[PreTrainedModel, LoadReport]:
     """Let Transformers load weights that only we read; returns the model and what it reports."""
     config, source = open_foreign(checkpoint, num_layers)
@@ -155,15 +153,15 @@ def _from_source(
         _name_projectors(checkpoint.path)
         if common["dtype"] == "auto":
             common["dtype"] = config.dtype
-            is_widened = is_widened_on(offload, source, device)
+            is_widened = job.sink is None and is_widened_on(job.options, source, job.device)
             if is_widened:
                 common["dtype"] = torch.float32
-    offload.source = source
+    job.source = source
     loaded, report = class_of(config).from_pretrained(
         None,
         config=config,
         state_dict=source.state_dict(),
-        quantization_config=offload,
+        quantization_config=job.options,
         **common,
     )
     if is_widened:
@@ -183,9 +181,8 @@ def is_widened_on(
     16 bits of the file would be 32. In bf16 errors of the first token, whose values are the largest
     by far, reach all others.
     """
-    keeps_blocks = offload.dense_dtype != "none" and offload.sink is None
     is_on_gpu = dense_place is not None and dense_place.type != "cpu"
-    if not keeps_blocks or offload.device != "cpu" or is_on_gpu:
+    if offload.dense_dtype == "none" or offload.device != "cpu" or is_on_gpu:
         return False
     wanted = offload.parsed_expert_dtype
     if wanted is None:

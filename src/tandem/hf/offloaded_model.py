@@ -17,7 +17,7 @@ from tandem.core.errors import ConfigError
 from tandem.devices.cuda.embedding import HostEmbedding
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.dense import PackedModule
-from tandem.hf.runtime import require_runtime
+from tandem.hf.runtime import Runtime, give_runtime, require_runtime
 from tandem.hf.stand_in import refuse_to_copy
 from tandem.kernels.dense import DenseWeight
 
@@ -90,8 +90,9 @@ class OffloadedModel:
         refuse_to_copy()
 
 
-def as_offloaded(model: PreTrainedModel) -> None:
-    """Give a model the methods of `OffloadedModel`."""
+def as_offloaded(model: PreTrainedModel, runtime: Runtime) -> None:
+    """Give a model its runtime, and the methods of `OffloadedModel`."""
+    give_runtime(model, runtime)
     if not isinstance(model, OffloadedModel):
         model.__class__ = _offloaded_class(type(model))  # type: ignore[arg-type]
 

@@ -6,9 +6,7 @@ itself packs nothing more, and its pages are entered as they lie.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
@@ -30,8 +28,6 @@ from tandem.hf.runtime import require_runtime
 _TIGHT_SHARE = 0.75
 # What takes less shows nothing.
 _PATIENCE_SECONDS = 2.0
-
-_has_reader: ContextVar[bool] = ContextVar("has_reader", default=False)
 
 
 def read_packed(
@@ -80,24 +76,14 @@ def verify_files(checkpoint: AnyCheckpoint, *, has_progress: bool | None = None)
         return require_checksums(checkpoint.directory, bar.update)
 
 
-@contextmanager
-def reading_afterwards() -> Iterator[None]:
-    """Say that `read_packed` follows the `from_pretrained` inside."""
-    token = _has_reader.set(True)
-    try:
-        yield
-    finally:
-        _has_reader.reset(token)
-
-
 def map_packed(model: PreTrainedModel) -> None:
     """Enter the pages of a model that `from_pretrained` has mapped, from the disk if they must.
 
-    Nothing happens where they do not fit into memory, nor inside `reading_afterwards`.
+    Nothing happens where they do not fit into memory.
     """
     tensors = _mapped_tensors(model)
     total = sum(tensor.nbytes for tensor in tensors)
-    if _has_reader.get() or total > available_bytes():
+    if total > available_bytes():
         return
     with _progress(total) as bar:
         map_ahead(tensors, bar.update)

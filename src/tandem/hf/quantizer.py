@@ -31,7 +31,7 @@ from tandem.hf.config import (
     parse_expert_dtype,
     stored_format,
 )
-from tandem.hf.conversion import ReadSource, StoreExpertwise, StoreFused, StorePacked, StoreWriter
+from tandem.hf.conversion import ReadSource, StoreExpertwise, StoreFused, StorePacked
 from tandem.hf.dense import has_quantised_experts
 from tandem.hf.dense_codes import quantised_layers
 from tandem.hf.dense_files import expect_stored_layers
@@ -39,6 +39,7 @@ from tandem.hf.dense_place import dense_device
 from tandem.hf.device_linear import has_kernels, where
 from tandem.hf.experts import EXPERTS_IMPLEMENTATION, is_experts_module
 from tandem.hf.finite import require_finite_weights
+from tandem.hf.load_job import LoadJob
 from tandem.hf.offloaded_model import as_offloaded
 from tandem.hf.packed_reading import map_packed
 from tandem.hf.runtime import Runtime
@@ -55,13 +56,15 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
 
     quantization_config: OffloadConfig
 
-    def __init__(self, quantization_config: OffloadConfig, **kwargs: object) -> None:
+    def __init__(
+        self, quantization_config: OffloadConfig, *, job: LoadJob | None = None, **kwargs: object
+    ) -> None:
         super().__init__(quantization_config, **kwargs)
         # `merge_quantization_configs` marks every model whose config.json names us as quantized.
         self.pre_quantized = quantization_config.packed_format is not None
-        store = HostStore()
-        self.runtime = Runtime(quantization_config, store)
-        self._writer = StoreWriter(self.runtime.layers)
+        self._job = job or LoadJob.present(quantization_config)
+        self._writer = self._job.writer
+        self.runtime = Runtime(quantization_config, HostStore(), layers=self._writer.layers)
         self._targets: dict[str, str] = {}
         """Of the source's names, the parameters in which they end."""
         self._from_source: set[str] = set()
@@ -73,7 +76,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
 
     def update_device_map(self, device_map: object) -> None:
         """Note where the dense parts go in the end, and have all weights read on the host."""
-        self.runtime.device = dense_device(self.quantization_config, device_map)
+        chosen = self._job.device
+        self.runtime.device = chosen or dense_device(self.quantization_config, device_map)
 
     def prepare_config(self, config: PreTrainedConfig) -> None:
         """Name the packed files, which Transformers alone cannot find by their usual name."""
@@ -102,16 +106,15 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, **kwargs: Any
     ) -> PreTrainedModel:
-        model.hf_quantizer = self  # as Transformers does it a little later
-        if self.quantization_config.source is not None:
-            require_source_shapes(model, self.quantization_config.source.weights)
+        source, sink = self._job.source, self._job.sink
+        if source is not None:
+            require_source_shapes(model, source.weights)
         own, store = self.announce_layers(model), self.runtime.store
-        self._writer.sink = self.quantization_config.sink
-        if self._writer.sink is not None:
+        if sink is not None:
             source_dtype = next(iter(own.values())).down_proj.dtype
-            self._writer.sink.begin(store.expected_bytes(source_dtype))
+            sink.begin(store.expected_bytes(source_dtype))
             for layer in store:
-                self._writer.sink.resume(layer)
+                sink.resume(layer)
         dense_format = parse_dense_dtype(self.quantization_config.dense_dtype)
         if self.pre_quantized and dense_format is not None:
             stored = self.quantization_config.dense_formats or {}
@@ -121,8 +124,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         if is_here or has_kernels():
             formats = self.dense_code_formats(model, on_device=not is_here)
             self._writer.dense.expect(formats, getattr(model, "all_tied_weights_keys", {}))
-        if self._writer.sink is None and not self.pre_quantized:  # a packed file is mapped
-            source = self.quantization_config.source
+        if sink is None and not self.pre_quantized:  # a packed file is mapped
             # Plain weights on their way to a GPU are views of the files.
             is_counted = is_here or source is not None
             room = _room_beside(store, own, _dense_bytes(model, formats) if is_counted else 0)
@@ -142,7 +144,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         None for those that it has quantised and that do not: no format holds them, or `dense_dtype`
         is another than "auto".
         """
-        source = self.quantization_config.source
+        source = self._job.source
         if source is None:
             return {}
         found = quantised_layers(model, source, self._targets, are_apart=on_device)
@@ -163,7 +165,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
                 )
             stored = map(parse_expert_dtype, config.expert_formats)
             return dict(zip(names, stored, strict=True))
-        source = config.source
+        source = self._job.source
         if source is not None:
             self._targets = target_names(model, source.weights)
             self._from_source = set(self._targets.values())
@@ -208,7 +210,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             if is_expert_merge(converter) and _targets_experts(converter):
                 converter.operations = [StoreExpertwise(self._writer)]
                 converter.force_cpu = True
-            elif self.quantization_config.source and isinstance(converter, WeightConverter):
+            elif self._job.source is not None and isinstance(converter, WeightConverter):
                 converter.operations = [ReadSource(), *converter.operations]
         return conversions
 
@@ -229,19 +231,19 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             arrivals.require_complete()
             use_experts(module.config, EXPERTS_IMPLEMENTATION)
             keep_elsewhere(module, arrivals.shapes)
-        as_offloaded(model)
+        as_offloaded(model, runtime)
         announce_steps(model, lambda: runtime.executor)
         if not self.pre_quantized:
             map_ahead(mapped_tensors(model))
             require_finite_weights(model)
-        # Files need not stay open.
-        self.quantization_config.source = self.quantization_config.sink = None
+        self._job.source = self._job.sink = None  # files need not stay open
         self._targets, self._from_source = {}, set()
         place = where(runtime.device, runtime.threads)
         self._writer.dense.put_in(model, runtime.threads, place)
         assemble(model, runtime, self.quantization_config)
         if self.pre_quantized:
-            map_packed(model)
+            if not self._job.is_read_afterwards:
+                map_packed(model)
         else:  # what has not been packed
             copy_out_of_files(model)
         return model

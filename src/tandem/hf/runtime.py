@@ -1,6 +1,6 @@
 """What a loaded model's experts run on: `runtime_of` finds it.
 
-The quantizer makes it while Transformers loads the model; nothing else asks a model for that.
+The quantizer makes it while Transformers loads the model, to which it then belongs.
 """
 
 from collections.abc import Iterator
@@ -19,6 +19,8 @@ from tandem.hf.config import OffloadConfig
 from tandem.hf.experts import bind_all
 from tandem.hf.lookahead.look_ahead import LookAhead
 from tandem.kernels.dense import CpuThreads
+
+_ATTRIBUTE = "tandem_runtime"  # of the model
 
 
 @dataclass(eq=False)
@@ -104,9 +106,13 @@ class Runtime:
 
 def runtime_of(model: PreTrainedModel) -> Runtime | None:
     """Return the runtime of a model that Tandem loaded; None for another."""
-    quantizer = getattr(model, "hf_quantizer", None)
-    runtime = getattr(quantizer, "runtime", None)  # quantizers of other methods have none
-    return runtime if isinstance(runtime, Runtime) else None
+    runtime: Runtime | None = getattr(model, _ATTRIBUTE, None)
+    return runtime
+
+
+def give_runtime(model: PreTrainedModel, runtime: Runtime) -> None:
+    """Let a model have a runtime."""
+    vars(model)[_ATTRIBUTE] = runtime
 
 
 def require_runtime(model: PreTrainedModel) -> Runtime:

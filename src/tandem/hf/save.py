@@ -1,23 +1,14 @@
 """`tandem.save`: write a loaded model as a packed checkpoint that loads without conversion."""
 
-import copy
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from tandem.checkpoint.packed import DENSE_FILE, experts_file, packed_name, require_new
-from tandem.checkpoint.packed_files import write_index, write_tensors
+from tandem.checkpoint.packed import require_new
 from tandem.core.errors import ModelError
-from tandem.experts.store.host_store import HostLayer
-from tandem.experts.store.packed_layer import PackedLayer
-from tandem.foreign_types import PreTrainedConfig, PreTrainedModel, Tokenizer
-from tandem.hf.config import PACKED_FORMAT_VERSION, OffloadConfig
-from tandem.hf.dense import packed_layers
-from tandem.hf.dense_files import dense_formats_of, stored_tensors
-from tandem.hf.runtime import Runtime, require_runtime, runtime_of
+from tandem.foreign_types import PreTrainedModel, Tokenizer
+from tandem.hf.packed_writer import PackedWriter
+from tandem.hf.runtime import Runtime, runtime_of
 
 
 def save(
@@ -64,75 +55,11 @@ def save(
 def _write(
     model: PreTrainedModel, runtime: Runtime, directory: Path, on_progress: Callable[[int], None]
 ) -> None:
-    files, sums, num_bytes = {}, {}, 0
-    for file, tensors in _files(model, runtime):
-        sums[file] = write_tensors(directory, file, tensors)
-        files[file] = {name: tensor.nbytes for name, tensor in tensors.items()}
-        num_bytes += sum(files[file].values())
-        on_progress(num_bytes)
-    write_index(directory, files, sums)
-    write_configs(model, directory)
-
-
-def write_configs(model: PreTrainedModel, directory: Path) -> None:
-    """Write config.json of a packed checkpoint, and the model's generation config."""
-    _packed_config(model).save_pretrained(directory)
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(directory)
-
-
-def _files(model: PreTrainedModel, runtime: Runtime) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield (file name, tensors): the dense parts, then one file per MoE layer."""
-    yield DENSE_FILE, dense_tensors(model, runtime)
+    """Write the dense parts, one file per MoE layer, and what makes a checkpoint of them."""
+    files = PackedWriter(directory)
+    files.write_dense(model)
+    on_progress(files.num_bytes)
     for layer in runtime.store:
-        yield experts_file(layer.layer), layer_tensors(layer)
-
-
-def layer_tensors(layer: HostLayer) -> dict[str, Tensor]:
-    """Return what a packed checkpoint holds of a layer, by the names in its file."""
-    name = layer.arrivals.name
-    return {f"{name}.{packed_name(part)}": tensor for part, tensor in layer.stored().items()}
-
-
-def dense_tensors(model: PreTrainedModel, runtime: Runtime) -> dict[str, Tensor]:
-    """Return the state dict without experts; of tied tensors only the first, loading ties again."""
-    tensors: dict[str, Tensor] = {}
-    seen: set[tuple[int, torch.Size]] = set()
-    packed = [path for path, _ in packed_layers(model)]
-    experts = {
-        f"{name}.{x}" for name, layer in runtime.layers.items() for x in layer.arrivals.shapes
-    }
-    for name, tensor in model.state_dict().items():
-        if name.rpartition(".")[0] in packed or name in experts:
-            continue
-        place = (tensor.data_ptr(), tensor.shape)
-        if tensor.numel() and place in seen:
-            continue
-        seen.add(place)
-        tensors[name] = tensor.contiguous()
-    return tensors | stored_tensors(model)
-
-
-def _packed_config(model: PreTrainedModel) -> PreTrainedConfig:
-    config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
-    formats = [stored_name(layer) for layer in require_runtime(model).store]
-    dense_dtype, dense_formats = dense_formats_of(model)
-    config.quantization_config = OffloadConfig(
-        expert_dtype=formats[0] if len(set(formats)) == 1 else "auto",
-        dense_dtype=dense_dtype,
-        dense_formats=dense_formats or None,
-        packed_format=PACKED_FORMAT_VERSION,
-        expert_formats=formats if len(set(formats)) > 1 else None,
-    )
-    if hasattr(config, "transformers_weights"):
-        del config.transformers_weights  # set by the quantizer while it loads
-    return config
-
-
-def stored_name(layer: HostLayer) -> str:
-    """Name what a layer is kept in, as `expert_dtype` does."""
-    if isinstance(layer, PackedLayer):
-        return layer.layout.format_name
-    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in layer.stored().values()}
-    return dtypes.pop()
+        files.write_experts(layer)
+        on_progress(files.num_bytes)
+    files.finish(model)

@@ -24,9 +24,6 @@ class TensorFiles:
         self.entries = entries
         self._open: dict[Path, Any] = {}
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "TensorFiles":
-        return self  # open files are not copied
-
     def read(self, name: str) -> Tensor:
         """Return a tensor; its memory is the mapped file's."""
         file = self.entries[name].file

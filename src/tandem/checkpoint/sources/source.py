@@ -44,9 +44,6 @@ class SourceTensor:
         self.dtype = dtype or torch.float32
         self.shape = torch.Size(weight.shape)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "SourceTensor":
-        return self
-
     def __getitem__(self, index: object) -> "SourceTensor":
         return self
 
@@ -90,9 +87,6 @@ class Source:
         self.weights = weights
         self.plain = plain
         self.plain_experts = plain_experts
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "Source":
-        return self  # Transformers copies configs, and files are not copied
 
     @property
     def num_bytes(self) -> int:

@@ -30,6 +30,7 @@ from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import PackedLinear, pack_as_loaded, pack_dense_layers
 from tandem.hf.experts import is_experts_module
 from tandem.hf.load import class_of, empty_model, open_foreign
+from tandem.hf.load_job import LoadJob
 from tandem.hf.runtime import require_runtime, runtime_of
 from tandem.kernels.dense import CpuThreads
 
@@ -171,7 +172,8 @@ def _loaded(
     dtype: torch.dtype,
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """Let Transformers load the layer; return it and the tensors beside it, by their new names."""
-    state = _tensors(checkpoint, names, offload)
+    job = LoadJob(options=offload)
+    state = _tensors(checkpoint, names, job)
     has_experts = any(is_experts_module(module) for module in empty_model(config).modules())
     if has_experts:
         mine = {"quantization_config": offload}
@@ -180,7 +182,8 @@ def _loaded(
     beside = {n: _values(state.pop(n)) for n in list(state) if not n.startswith("model.")}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         state[name] = torch.zeros(_TOKENS, config.hidden_size, dtype=dtype, device="cpu")
-    with foreign_errors(f"Transformers cannot load the MTP layer of {checkpoint.path}"):
+    what = f"Transformers cannot load the MTP layer of {checkpoint.path}"
+    with foreign_errors(what), job.under_way():
         head, report = class_of(config).from_pretrained(
             None, config=config, state_dict=state, dtype=dtype,
             output_loading_info=True, ignore_mismatched_sizes=True, **mine,
@@ -189,17 +192,15 @@ def _loaded(
     return head, beside
 
 
-def _tensors(
-    checkpoint: Checkpoint, names: Mapping[str, str], offload: OffloadConfig
-) -> dict[str, object]:
+def _tensors(checkpoint: Checkpoint, names: Mapping[str, str], job: LoadJob) -> dict[str, object]:
     """Return the layer's tensors by their new names, as Transformers takes them."""
     if checkpoint.quantization is None:
         return {new: checkpoint.files.slice_of(old) for old, new in names.items()}
     source = open_foreign(checkpoint)[1]
     plain = {names[old]: x for old, x in source.plain.items() if old in names}
     weights = {names[old]: x for old, x in source.weights.items() if old in names}
-    offload.source = Source(source.method, weights, plain)
-    return offload.source.state_dict()
+    job.source = Source(source.method, weights, plain)
+    return job.source.state_dict()
 
 
 def _values(stored: Any) -> Tensor:

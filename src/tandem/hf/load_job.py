@@ -1,0 +1,110 @@
+"""One load, as it is under way: what it is of, and where what streams in goes.
+
+Transformers makes the quantizer by itself, of the user's options alone, so a job that has more to
+say is the present one while `from_pretrained` runs.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tandem.checkpoint.sources.source import Source, SourceTensor
+from tandem.core.errors import TandemError
+from tandem.experts.store.host_store import HostLayer
+from tandem.hf.config import OffloadConfig
+from tandem.hf.dense_codes import DenseCodes
+from tandem.hf.packed_writer import FileSink
+
+Loaded = Tensor | SourceTensor
+
+
+class StoreWriter:
+    """Finds the host layer of a parameter name and keeps the first error of a load."""
+
+    def __init__(self, sink: FileSink | None) -> None:
+        """Hand complete layers to a sink, if there is one."""
+        self.layers: dict[str, HostLayer] = {}
+        """By the names of the experts modules."""
+        self.exact: set[str] = set()
+        """Names of the parameters that are to come as the codes of a source."""
+        self.dense = DenseCodes()
+        self.bytes_to_forget = 0
+        """Of quantised experts, which come first: as many as do not fit beside the model."""
+        self.error: TandemError | None = None
+        self._sink = sink
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "StoreWriter":
+        # Transformers copies each converter per key; a copied store would be filled and lost.
+        return self
+
+    def find(self, parameter: str) -> tuple[HostLayer, str] | None:
+        """Return (layer, tensor name) of a parameter such as `layers.3.mlp.experts.down_proj`."""
+        module, _, tensor_name = parameter.rpartition(".")
+        layer = self.layers.get(module)
+        return (layer, tensor_name) if layer and tensor_name in layer.arrivals.shapes else None
+
+    def needs_nothing(self, layer: HostLayer) -> bool:
+        """Whether to leave a layer's tensors unread: an earlier run packed it, or all is lost."""
+        if self._sink is None:
+            return False
+        return self.error is not None or layer.arrivals.is_complete
+
+    def note_stored(self, layer: HostLayer) -> None:
+        """Hand a layer that has become complete to the sink."""
+        if self._sink is not None and layer.arrivals.is_complete:
+            self._sink.take(layer)
+
+    def forgets(self, read: Iterable[Loaded]) -> bool:
+        """Whether pages of these tensors are to be dropped when they have been read; counts them.
+
+        The others stay cached, and the next start does not read them from the disk.
+        """
+        is_wanted = self.bytes_to_forget > 0
+        if is_wanted:
+            weights = (tensor.weight for tensor in read if isinstance(tensor, SourceTensor))
+            self.bytes_to_forget -= sum(weight.num_bytes for weight in weights)
+        return is_wanted
+
+    def keep_error(self, error: TandemError) -> None:
+        """Remember the first error; the load fails with it at its end."""
+        self.error = self.error or error
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class LoadJob:
+    """What one load is of and what it is for."""
+
+    options: OffloadConfig
+    source: Source | None = None
+    """The quantised checkpoint that is read; None: Transformers reads the weights by itself."""
+    sink: FileSink | None = None
+    """Where `tandem.pack` puts the experts."""
+    device: torch.device | None = None
+    """Where the dense parts go in the end; None: where the options and the device map say."""
+    is_read_afterwards: bool = False
+    """Whether the caller brings the pages of a packed checkpoint into memory."""
+    writer: StoreWriter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.writer = StoreWriter(self.sink)
+
+    @classmethod
+    def present(cls, options: OffloadConfig) -> "LoadJob":
+        """Return the job that is under way; of a `from_pretrained` of the user's own, a new one."""
+        return _PRESENT.get() or cls(options=options)
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Let the quantizer that `from_pretrained` makes inside do this job."""
+        token = _PRESENT.set(self)
+        try:
+            yield
+        finally:
+            _PRESENT.reset(token)
+
+
+_PRESENT: ContextVar[LoadJob | None] = ContextVar("tandem_load_job", default=None)

@@ -1,0 +1,215 @@
+"""The files of a packed checkpoint: of a whole model, or layer by layer while one is loaded."""
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from tandem.checkpoint.packed import DENSE_FILE, experts_file, packed_name
+from tandem.checkpoint.packed_files import FileSums, sha256_of, write_index, write_tensors
+from tandem.core.errors import CapacityError, ModelError
+from tandem.core.units import format_bytes
+from tandem.experts.store.host_store import HostLayer
+from tandem.experts.store.packed_layer import PackedLayer
+from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
+from tandem.hf.config import PACKED_FORMAT_VERSION, OffloadConfig, plain_name
+from tandem.hf.dense import packed_layers
+from tandem.hf.dense_files import dense_formats_of, stored_tensors
+from tandem.hf.runtime import require_runtime
+
+PROGRESS_FILE = "packing.json"
+# (bytes of experts written, all of them); called after each layer.
+OnProgress = Callable[[int, int], None]
+
+
+class PackedWriter:
+    """Writes files of tensors into a directory, and in the end what makes a checkpoint of them."""
+
+    def __init__(self, directory: Path) -> None:
+        """Write into `directory`, which is there."""
+        self.directory = directory
+        self.sums: dict[str, FileSums] = {}
+        self._sizes: dict[str, dict[str, int]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors so far."""
+        return sum(sum(sizes.values()) for sizes in self._sizes.values())
+
+    def write_experts(self, layer: HostLayer) -> None:
+        """Write the file of a layer."""
+        name, tensors = experts_file(layer.layer), layer_tensors(layer)
+        self.sums[name] = write_tensors(self.directory, name, tensors)
+        self.note(name, tensors)
+
+    def write_dense(self, model: PreTrainedModel) -> None:
+        """Write the file of what is no expert."""
+        tensors = _dense_tensors(model)
+        self.sums[DENSE_FILE] = write_tensors(self.directory, DENSE_FILE, tensors)
+        self.note(DENSE_FILE, tensors)
+
+    def note(self, name: str, tensors: dict[str, Tensor]) -> None:
+        """Note that a file holds these tensors."""
+        self._sizes[name] = {name: tensor.nbytes for name, tensor in tensors.items()}
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """Write the index and config.json, and the model's generation config."""
+        write_index(self.directory, dict(sorted(self._sizes.items())), self.sums)
+        _packed_config(model).save_pretrained(self.directory)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(self.directory)
+
+
+class FileSink:
+    """Takes complete layers into files; knows those that an earlier run has written."""
+
+    def __init__(self, directory: Path, identity: str, on_progress: OnProgress) -> None:
+        """Go on with what an earlier run noted; another source or other options start again."""
+        self._files, self._identity, self._on_progress = (
+            PackedWriter(directory), identity, on_progress,
+        )  # fmt: skip
+        self.num_resumed = 0
+        self._done_bytes = self._expected_bytes = 0
+        self._pool = ThreadPoolExecutor(1, "tandem-pack")
+        self._writing: Future[None] | None = None
+        try:
+            noted = json.loads((directory / PROGRESS_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            noted = {}
+        if noted.get("identity") == identity and "sums" in noted:
+            self._files.sums = {name: FileSums(*sums) for name, sums in noted["sums"].items()}
+
+    def begin(self, expected_bytes: int) -> None:
+        """Hear how many bytes of experts come; raises `CapacityError` if the disk has no room."""
+        self._expected_bytes = expected_bytes
+        directory = self._files.directory
+        there = sum((directory / n).stat().st_size for n in self._files.sums if self._has(n))
+        free = shutil.disk_usage(directory).free
+        if expected_bytes - there > free:
+            raise CapacityError(
+                f"packing writes {format_bytes(expected_bytes - there)} of experts to "
+                f"{directory.parent}, which has {format_bytes(free)} free; make room, name "
+                "another disk, or choose a smaller expert_dtype"
+            )
+
+    def resume(self, layer: HostLayer) -> None:
+        """Map a layer's file if it is there and whole; the layer is complete then."""
+        name, files = experts_file(layer.layer), self._files
+        if not self._has(name) or sha256_of(files.directory / name) != files.sums[name].sha256:
+            files.sums.pop(name, None)
+            return
+        for tensor_name, tensor in self._mapped(layer).items():
+            layer.adopt(tensor_name, tensor)
+        self.num_resumed += 1
+        files.note(name, layer_tensors(layer))
+        self._tell(layer)
+
+    def take(self, layer: HostLayer) -> None:
+        """Write a layer beside what comes next, when the one before is written."""
+        self._wait()
+        self._writing = self._pool.submit(self._write, layer)
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self._pool.shutdown()
+
+    def finish(self, model: PreTrainedModel) -> int:
+        """Write the dense parts, the index and the config; return the bytes of all tensors."""
+        self._wait()
+        self._files.write_dense(model)
+        self._files.finish(model)
+        return self._files.num_bytes
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+
+    def _write(self, layer: HostLayer) -> None:
+        """Write a layer, and let it read from the file from now on."""
+        try:
+            self._files.write_experts(layer)
+            self._write_progress()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            name, directory = experts_file(layer.layer), self._files.directory
+            raise ModelError(
+                f"cannot write {name} beside {directory.parent}: {reason}; make room and pack again"
+            ) from error
+        layer.move_to(self._mapped(layer))
+        self._tell(layer)
+
+    def _has(self, name: str) -> bool:
+        return name in self._files.sums and (self._files.directory / name).exists()
+
+    def _mapped(self, layer: HostLayer) -> dict[str, Tensor]:
+        """Return what the file of a layer holds, by the layer's names."""
+        prefix = f"{layer.arrivals.name}.{packed_name('')}"
+        with safe_open(self._files.directory / experts_file(layer.layer), framework="pt") as file:
+            return {name.removeprefix(prefix): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+    def _tell(self, layer: HostLayer) -> None:
+        self._done_bytes += layer.num_bytes
+        self._on_progress(self._done_bytes, self._expected_bytes)
+
+    def _write_progress(self) -> None:
+        text = json.dumps({"identity": self._identity, "sums": self._files.sums})
+        partial = self._files.directory / f"{PROGRESS_FILE}.part"
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(self._files.directory / PROGRESS_FILE)
+
+
+def layer_tensors(layer: HostLayer) -> dict[str, Tensor]:
+    """Return what a packed checkpoint holds of a layer, by the names in its file."""
+    name = layer.arrivals.name
+    return {f"{name}.{packed_name(part)}": tensor for part, tensor in layer.stored().items()}
+
+
+def _dense_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the state dict without experts; of tied tensors only the first, loading ties again."""
+    tensors: dict[str, Tensor] = {}
+    seen: set[tuple[int, torch.Size]] = set()
+    packed = [path for path, _ in packed_layers(model)]
+    experts = {
+        f"{name}.{x}"
+        for name, layer in require_runtime(model).layers.items()
+        for x in layer.arrivals.shapes
+    }
+    for name, tensor in model.state_dict().items():
+        if name.rpartition(".")[0] in packed or name in experts:
+            continue
+        place = (tensor.data_ptr(), tensor.shape)
+        if tensor.numel() and place in seen:
+            continue
+        seen.add(place)
+        tensors[name] = tensor.contiguous()
+    return tensors | stored_tensors(model)
+
+
+def _packed_config(model: PreTrainedModel) -> PreTrainedConfig:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    formats = [stored_name(layer) for layer in require_runtime(model).store]
+    dense_dtype, dense_formats = dense_formats_of(model)
+    config.quantization_config = OffloadConfig(
+        expert_dtype=formats[0] if len(set(formats)) == 1 else "auto",
+        dense_dtype=dense_dtype,
+        dense_formats=dense_formats or None,
+        packed_format=PACKED_FORMAT_VERSION,
+        expert_formats=formats if len(set(formats)) > 1 else None,
+    )
+    if hasattr(config, "transformers_weights"):
+        del config.transformers_weights  # set by the quantizer while it loads
+    return config
+
+
+def stored_name(layer: HostLayer) -> str:
+    """Name what a layer is kept in, as `expert_dtype` does."""
+    if isinstance(layer, PackedLayer):
+        return layer.layout.format_name
+    return {plain_name(tensor.dtype) for tensor in layer.stored().values()}.pop()
