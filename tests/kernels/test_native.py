@@ -16,10 +16,12 @@ from tandem.core.errors import ConfigError
 from tandem.kernels import _native
 from tandem.kernels.activations import apply_activation
 from tandem.kernels.cpu import usable_topology
-from tandem.kernels.formats.expert import ExpertLayout, pack_expert, unpack_expert
+from tandem.kernels.engine import start_engine
+from tandem.kernels.formats.expert import ExpertLayout, unpack_expert
 from tandem.kernels.formats.weight_format import find_format
 from tandem.kernels.native import ActivationKind, NativeActivation, NativeExperts
 from tandem.kernels.reference import expert_ffn
+from tests.kernels.formats.sources import pack_expert
 
 FORMATS = ["bf16", "fp16", "fp8", "int8-g128", "int8-g32", "int4-g32", "int4-g64", "int4-g128",
            "int4z-g32", "int4z-g128", "mxfp4", "q4_k", "q5_k", "q6_k", "int5-g32", "int5z-g32",
@@ -204,8 +206,8 @@ def test_an_activation_in_torch_gives_what_the_native_one_gives(fmt: str, is_gat
 def test_rows_add_up_in_the_routers_order() -> None:
     rows, weights = torch.randn(50, 33), torch.rand(20, 3)
     row_of = torch.randint(-1, 50, (20, 3), dtype=torch.int32)
-    found = NativeExperts(num_threads=2).add_rows(rows, row_of, weights)
-    expected = torch.zeros(20, 33)
+    found, expected = torch.empty(20, 33), torch.zeros(20, 33)
+    start_engine(num_threads=2).add_rows(rows, row_of, weights, found)
     for k in range(3):
         chosen = row_of[:, k] >= 0
         expected[chosen] += rows[row_of[chosen, k].long()] * weights[chosen, k, None]

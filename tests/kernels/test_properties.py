@@ -15,10 +15,11 @@ from torch import Tensor
 from tandem.core.errors import ModelError
 from tandem.kernels import _native
 from tandem.kernels.activations import apply_activation
-from tandem.kernels.formats.expert import ExpertLayout, pack_expert, unpack_expert
+from tandem.kernels.formats.expert import ExpertLayout, unpack_expert
 from tandem.kernels.formats.weight_format import FORMATS, WeightFormat, find_format
 from tandem.kernels.native import ActivationKind, NativeActivation, NativeExperts
 from tandem.kernels.reference import expert_ffn
+from tests.kernels.formats.sources import pack_expert
 
 ISAS = _native.available_isas()
 ENGINES = {isa: NativeExperts(num_threads=2, isa=isa) for isa in ISAS}

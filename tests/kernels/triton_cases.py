@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.activations import apply_activation
-from tandem.kernels.formats import ExpertLayout, pack_expert, unpack_expert
+from tandem.kernels.formats import ExpertLayout, unpack_expert
 from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.kernels.native import ActivationKind, NativeActivation
 from tandem.kernels.reference import expert_ffn
+from tests.kernels.formats.sources import pack_expert
 
 SWIGLU = NativeActivation(ActivationKind.SWIGLU)
 ACTIVATIONS = (

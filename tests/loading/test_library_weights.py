@@ -12,9 +12,10 @@ from torch import Tensor
 
 from tandem.checkpoint.sources.files import open_tensors
 from tandem.checkpoint.sources.source import READERS
-from tandem.kernels.formats import pack_codes, unpack
+from tandem.kernels.formats import unpack
 from tandem.kernels.formats.blocks import CodedMatrix
 from tandem.kernels.formats.packed import PackedMatrix, write_codes
+from tests.kernels.formats.sources import pack_codes
 
 FILE = Path(__file__).parent / "data" / "libraries.safetensors"
 

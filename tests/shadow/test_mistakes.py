@@ -18,7 +18,7 @@ from tandem.devices.cuda.driver import DriverError
 from tandem.devices.cuda.stream_ops import StreamOps
 from tandem.devices.cuda.streams import CudaStreams, Stream
 from tandem.experts.store.host_store import HostStore
-from tandem.kernels.native import NativeExperts
+from tandem.kernels.dense import CpuThreads
 from tests.experts.machines import make_store
 from tests.shadow.device import shadow_gpu
 from tests.shadow.executors import make_executor, run_steps
@@ -265,7 +265,7 @@ def test_work_on_another_stream_in_a_capture_is_found(gpu: ShadowGpu) -> None:
 def test_an_address_of_the_gpu_for_native_code_is_found(gpu: ShadowGpu) -> None:
     rows, row_of, weights = torch.zeros(3, 4, device=CUDA), torch.zeros(1, 2), torch.zeros(1, 2)
     with pytest.raises(TypeError, match=r"rows is \(3, 4\) of float32 on a device"):
-        NativeExperts().add_rows(rows, row_of.int(), weights)
+        CpuThreads(num_threads=1).engine.add_rows(rows, row_of.int(), weights, torch.zeros(1, 4))
 
 
 def test_a_hand_over_that_does_not_wait_is_found_by_its_trial(

@@ -154,17 +154,6 @@ class NativeExperts:
         except ValueError as error:
             raise ModelError(f"the routing of a layer is damaged: {error}") from error
 
-    def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor) -> Tensor:
-        """Sum weight * row over k, first to last: (n_tokens, hidden_size) fp32.
-
-        `rows` is (n_rows, hidden_size) fp32, `weights` (n_tokens, top_k) fp32, and `row_of` of the
-        same shape, int32, says which row; -1 is padding and adds nothing.
-        """
-        out = torch.empty(len(row_of), rows.shape[1], device="cpu")
-        rows, row_of, weights = _dense(rows, row_of, weights)
-        self._engine.add_rows(rows, row_of, weights, out)
-        return out
-
     def wake(self) -> None:
         """Wake the threads a little before a call; they look out for work for microseconds."""
         self._engine.wake()

@@ -3,8 +3,18 @@
 import torch
 from torch import Tensor
 
-from tandem.kernels.formats import FORMATS, WeightFormat, pack_codes
-from tandem.kernels.formats.packed import PackedMatrix
+from tandem.kernels.formats import FORMATS, CodedMatrix, WeightFormat, coded_matrix
+from tandem.kernels.formats.expert import (
+    ExpertLayout,
+    halves_of,
+    round_down,
+    round_up,
+    write_down_bias,
+    write_down_codes,
+    write_up_bias,
+    write_up_codes,
+)
+from tandem.kernels.formats.packed import PackedMatrix, write_codes, write_weights
 
 # Whole blocks, one less, one more, one weight.
 SHAPES = [(16, 32), (16, 128), (15, 127), (37, 75), (1, 1), (48, 257), (130, 300)]
@@ -41,6 +51,50 @@ def draw_codes(rows: int, cols: int, fmt: WeightFormat) -> tuple[Tensor, Tensor,
     if fmt.encoding.has_minima:
         return codes, scales, torch.randint(0, 17, (rows, groups), generator=generator)
     return codes, scales, None
+
+
+def pack_codes(
+    codes: Tensor,
+    scales: Tensor,
+    fmt: WeightFormat,
+    *,
+    zeros: Tensor | None = None,
+    name: str = "weight",
+) -> PackedMatrix:
+    """Place a matrix that is quantised already."""
+    packed = PackedMatrix.empty(codes.shape[0], codes.shape[1], fmt)
+    coded = coded_matrix(codes, scales, fmt, zeros=zeros, name=name)
+    write_codes(packed.blocks, fmt, coded, name=name)
+    return packed
+
+
+def pack_expert(
+    layout: ExpertLayout,
+    up: Tensor | CodedMatrix,
+    down: Tensor | CodedMatrix,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    out: Tensor,
+    is_interleaved: bool = False,
+    has_search: bool = True,
+) -> None:
+    """Write an expert part by part, as a layer of the host store does when they arrive."""
+    out.zero_()
+    if isinstance(up, CodedMatrix):
+        assert isinstance(down, CodedMatrix)
+        write_up_codes(layout, up, is_interleaved=is_interleaved, out=out)
+        write_down_codes(layout, down, out=out)
+        return
+    assert isinstance(down, Tensor)
+    halves = halves_of(layout, up, is_interleaved=is_interleaved)
+    roundings = round_up(layout, halves, out=out, name="expert 3")
+    roundings += round_down(layout, down, out=out, name="expert 3")
+    write_weights(roundings, has_search=has_search)
+    if up_bias is not None:
+        write_up_bias(layout, up_bias, is_interleaved=is_interleaved, out=out, name="expert 3")
+    if down_bias is not None:
+        write_down_bias(layout, down_bias, out=out, name="expert 3")
 
 
 def drawn_matrix(rows: int, cols: int, fmt: WeightFormat) -> PackedMatrix:

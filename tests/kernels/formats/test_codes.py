@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ModelError
-from tandem.kernels.formats import WeightFormat, find_format, pack_codes, unpack
-from tests.kernels.formats.sources import CODED, SHAPES, draw_codes
+from tandem.kernels.formats import WeightFormat, find_format, unpack
+from tests.kernels.formats.sources import CODED, SHAPES, draw_codes, pack_codes
 from tests.kernels.formats.test_layout import E2M1, by_name
 
 

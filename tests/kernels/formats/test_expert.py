@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ModelError
+from tandem.experts.store.host_store import HostStore
 from tandem.kernels.formats import (
     FORMATS,
     CodedMatrix,
@@ -13,12 +14,11 @@ from tandem.kernels.formats import (
     coded_matrix,
     find_format,
     pack,
-    pack_expert,
     unpack,
     unpack_expert,
 )
 from tandem.kernels.formats.packed import PackedMatrix, write_codes
-from tests.kernels.formats.sources import CODED, draw_codes, draw_weights
+from tests.kernels.formats.sources import CODED, draw_codes, draw_weights, pack_expert
 from tests.kernels.formats.test_layout import by_name
 
 HIDDEN, INNER = 75, 37
@@ -66,32 +66,30 @@ def test_an_expert_comes_back_as_its_rounded_parts(
 def test_orientation_and_order_of_the_source_leave_no_trace(
     fmt: WeightFormat, is_transposed: bool, is_interleaved: bool
 ) -> None:
-    layout = layout_of(fmt)
-    gate, up, down = (
-        draw_weights(INNER, HIDDEN),
-        draw_weights(INNER, HIDDEN, 1),
-        draw_weights(HIDDEN, INNER),
-    )
-    bias = torch.randn(2 * INNER)
-    memory = buffers(layout)
-    pack_expert(layout, torch.cat([gate, up]), down, bias, None, out=memory[0])
-    rows, row_bias = torch.cat([gate, up]), bias
+    gate, up = draw_weights(INNER, HIDDEN), draw_weights(INNER, HIDDEN, 1)
+    down, bias = draw_weights(HIDDEN, INNER), torch.randn(2 * INNER)
+    memory = buffers(layout_of(fmt))[0]
+    pack_expert(layout_of(fmt), torch.cat([gate, up]), down, bias, out=memory)
+    rows = torch.cat([gate, up])
     if is_interleaved:
         rows = torch.stack([gate, up], 1).flatten(0, 1)
-        row_bias = torch.stack([bias[:INNER], bias[INNER:]], 1).flatten()
-    if is_transposed:
-        rows, down = rows.T.contiguous(), down.T.contiguous()
-    pack_expert(
-        layout,
-        rows,
-        down,
-        row_bias,
-        torch.zeros(HIDDEN),
-        out=memory[1],
+        bias = torch.stack([bias[:INNER], bias[INNER:]], 1).flatten()
+    parts = {
+        "gate_up_proj": rows.T if is_transposed else rows,
+        "down_proj": down.T if is_transposed else down,
+        "gate_up_proj_bias": bias,
+        "down_proj_bias": torch.zeros(HIDDEN),
+    }
+    layer = HostStore().add_layer(
+        "experts",
+        {name: (1, *part.shape) for name, part in parts.items()},
+        expert_dtype=fmt,
         is_transposed=is_transposed,
         is_interleaved=is_interleaved,
     )
-    assert torch.equal(memory[0], memory[1])
+    for name, part in parts.items():
+        layer.put_expert(name, 0, [part.contiguous()])
+    assert torch.equal(layer.stored()["experts"][0], memory)
 
 
 def test_blocks_of_gate_and_up_take_turns() -> None:
@@ -159,7 +157,7 @@ def test_fp8_scales_that_change_inside_a_block_are_refused() -> None:
     fmt = find_format("fp8")
     layout = ExpertLayout(fmt, HIDDEN, 72, is_gated=True, has_bias=False)
     up, down = draw_coded(2 * 72, HIDDEN, fmt), draw_coded(HIDDEN, 72, fmt)
-    with pytest.raises(ModelError, match="expert's up has fp8 scales that change inside a block"):
+    with pytest.raises(ModelError, match="first projection has fp8 scales that change inside a"):
         pack_expert(layout, up, down, out=buffers(layout)[0])
 
 
@@ -169,24 +167,15 @@ def unpack_codes(coded: CodedMatrix, fmt: WeightFormat) -> Tensor:
     return unpack(packed)
 
 
-def test_wrong_shapes_and_values_are_refused_by_name() -> None:
-    layout = layout_of(find_format("int8"), has_bias=False)
-    up, down, memory = (
-        torch.zeros(2 * INNER, HIDDEN),
-        torch.zeros(HIDDEN, INNER),
-        buffers(layout)[0],
-    )
-    with pytest.raises(ModelError, match=r"layer 3's up projection has shape \(75, 74\), expected"):
-        pack_expert(layout, up.T, down, out=memory, name="layer 3")
-    with pytest.raises(
-        ModelError, match=r"down projection has shape \(37, 75\), expected \(75, 37\)"
-    ):
-        pack_expert(layout, up, down.T, out=memory)
-    with pytest.raises(ModelError, match="layer 3's down has weights that are NaN or infinite"):
-        pack_expert(layout, up, down / 0, out=memory, name="layer 3")
-    with pytest.raises(ModelError, match="has a bias, expected none"):
-        pack_expert(layout, up, down, torch.zeros(2 * INNER), out=memory)
-    with pytest.raises(ModelError, match="has a bias that is NaN"):
-        pack_expert(
-            layout_of(find_format("int8")), up, down, torch.full((74,), torch.nan), out=memory
-        )
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    layout = layout_of(find_format("int8"))
+    up, down, memory = torch.zeros(2 * INNER, HIDDEN), torch.zeros(HIDDEN, INNER), buffers(layout)
+    nan = torch.full((2 * INNER,), torch.nan)
+    with pytest.raises(ModelError, match="3: the second projection has weights that are NaN or"):
+        pack_expert(layout, up, down / 0, out=memory[0])
+    with pytest.raises(ModelError, match="3: the first projection has a bias that is NaN"):
+        pack_expert(layout, up, down, nan, out=memory[0])
+    with pytest.raises(ModelError, match="3: the second projection has a bias that is NaN"):
+        pack_expert(layout, up, down, None, nan[:HIDDEN], out=memory[0])
+    with pytest.raises(ModelError, match="has a bias, and the experts' outputs none"):
+        pack_expert(layout_of(find_format("int8"), has_bias=False), up, down, nan, out=memory[0])

@@ -14,18 +14,22 @@ from tandem.core.errors import ModelError
 from tandem.experts.store.arrivals import Arrivals
 from tandem.experts.store.image import Extent
 from tandem.kernels.formats.blocks import CodedMatrix
-from tandem.kernels.formats.coded_expert import order_inner_rows, pack_coded_down, pack_coded_up
-from tandem.kernels.formats.expert import ExpertLayout, half_rows, unpack_expert
+from tandem.kernels.formats.expert import (
+    ExpertLayout,
+    half_rows,
+    halves_of,
+    order_inner_rows,
+    round_down,
+    round_up,
+    unpack_expert,
+    write_down_bias,
+    write_down_codes,
+    write_up_bias,
+    write_up_codes,
+)
 from tandem.kernels.formats.file_rows import FileRows, Placing, write_file_rows
 from tandem.kernels.formats.native_quantize import Rounding
 from tandem.kernels.formats.packed import write_weights
-from tandem.kernels.formats.parts import (
-    halves_of,
-    pack_down_bias,
-    pack_up_bias,
-    round_down,
-    round_up,
-)
 from tandem.kernels.formats.weight_format import ExpertFormat, WeightFormat, formats_of
 from tandem.kernels.memory import allocate_buffers
 from tandem.kernels.reference import ExpertWeights
@@ -105,13 +109,13 @@ class PackedLayer:
             )
         buffer = self.buffers[expert]
         if tensor_name == "down_proj":
-            pack_coded_down(self.layout, coded, out=buffer)
+            write_down_codes(self.layout, coded, out=buffer)
             if input_order is not None:
                 self._inner_order[expert] = input_order
                 if expert in self._has_up:
                     order_inner_rows(self.layout, buffer, input_order)
         else:
-            pack_coded_up(self.layout, coded, is_interleaved=self._is_interleaved, out=buffer)
+            write_up_codes(self.layout, coded, is_interleaved=self._is_interleaved, out=buffer)
             self._has_up.add(expert)
             if expert in self._inner_order:
                 order_inner_rows(self.layout, buffer, self._inner_order[expert])
@@ -225,10 +229,10 @@ class PackedLayer:
             return round_up(layout, parts, out=out, name=name)
         whole = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
         if tensor_name == "down_proj_bias":
-            pack_down_bias(layout, whole, out=out, name=name)
+            write_down_bias(layout, whole, out=out, name=name)
             return []
         if tensor_name.endswith("_bias"):
-            pack_up_bias(layout, whole, is_interleaved=interleaved, out=out, name=name)
+            write_up_bias(layout, whole, is_interleaved=interleaved, out=out, name=name)
             return []
         weight = whole.T if self.is_transposed else whole
         if tensor_name == "down_proj":

@@ -1,8 +1,8 @@
 """The packed weight formats in torch: the reference of packing and unpacking."""
 
 from tandem.kernels.formats.blocks import CodedMatrix
-from tandem.kernels.formats.expert import ExpertLayout, pack_expert, unpack_expert
-from tandem.kernels.formats.packed import PackedMatrix, pack, pack_codes, unpack
+from tandem.kernels.formats.expert import ExpertLayout, unpack_expert
+from tandem.kernels.formats.packed import PackedMatrix, pack, unpack
 from tandem.kernels.formats.source_codes import coded_matrix
 from tandem.kernels.formats.weight_format import (
     FORMATS,
@@ -19,8 +19,6 @@ __all__ = [
     "coded_matrix",
     "find_format",
     "pack",
-    "pack_codes",
-    "pack_expert",
     "unpack",
     "unpack_expert",
 ]

@@ -1,5 +1,6 @@
-"""One expert as one contiguous buffer, so that a fetch is one copy."""
+"""One expert as one contiguous buffer, so that a fetch is one copy; its parts go there by turns."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor
 from tandem.core.errors import ModelError
 from tandem.kernels.formats.blocks import CodedMatrix, MatrixBlocks
 from tandem.kernels.formats.codes import decode
-from tandem.kernels.formats.packed import write_codes, write_weight
+from tandem.kernels.formats.native_quantize import Rounding
+from tandem.kernels.formats.packed import write_codes
 from tandem.kernels.formats.weight_format import (
     ROWS_PER_BLOCK,
     SECTION_ALIGNMENT_BYTES,
@@ -113,47 +115,6 @@ class ExpertLayout:
         )
 
 
-def pack_expert(
-    layout: ExpertLayout,
-    up: Tensor | CodedMatrix,
-    down: Tensor | CodedMatrix,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    *,
-    out: Tensor,
-    is_transposed: bool = False,
-    is_interleaved: bool = False,
-    has_search: bool = True,
-    name: str = "expert",
-) -> None:
-    """Write an expert into `out`, (layout.num_bytes,) uint8, every byte of it.
-
-    `up` is (up rows, hidden_size) and `down` (hidden_size, intermediate_size), both the other way
-    round if `is_transposed`. Of a gated expert `up` holds [gate; up], or the gate in even and the
-    up in odd rows if `is_interleaved`; `up_bias` follows those rows. Codes (from `coded_matrix`)
-    are never transposed. A bias that is None is zero. Raises `ModelError` for what does not fit.
-    """
-    if is_transposed:
-        assert isinstance(up, Tensor), "codes are given row by row"
-        assert isinstance(down, Tensor), "codes are given row by row"
-        up, down = up.T, down.T
-    hidden, inner = layout.hidden_size, layout.intermediate_size
-    _require_shape(up, (layout.num_halves * inner, hidden), f"{name}'s up projection")
-    _require_shape(down, (hidden, inner), f"{name}'s down projection")
-    for bias in (up_bias, down_bias):
-        require_bias(bias, layout, name)
-    out.zero_()  # the gaps between sections, and the padding of the biases
-    for half in range(layout.num_halves):
-        rows = half_rows(layout, half, is_interleaved)
-        part = up[rows] if isinstance(up, Tensor) else up.rows(rows)
-        _write(layout.up_half(out, half), layout.format, part, has_search, f"{name}'s up")
-        if up_bias is not None:
-            write_bias(layout.up_bias_half(out, half), up_bias[rows])
-    _write(layout.down_blocks(out), layout.down_format, down, has_search, f"{name}'s down")
-    if down_bias is not None:
-        layout.down_bias.of(out).view(torch.float32)[:hidden] = down_bias
-
-
 def unpack_expert(layout: ExpertLayout, buffer: Tensor) -> ExpertWeights:
     """Return an expert's values in fp32: `up` as [gate; up], nothing transposed."""
     fmt, hidden, inner = layout.format, layout.hidden_size, layout.intermediate_size
@@ -180,41 +141,73 @@ def half_rows(layout: ExpertLayout, half: int, is_interleaved: bool) -> slice:
     return slice(half * inner, (half + 1) * inner)
 
 
-def _write(
-    blocks: MatrixBlocks,
-    fmt: WeightFormat,
-    source: Tensor | CodedMatrix,
-    has_search: bool,
-    name: str,
+def halves_of(layout: ExpertLayout, up: Tensor, *, is_interleaved: bool) -> list[Tensor]:
+    """Return the halves of the first projection (up rows, hidden_size), not transposed."""
+    return [up[half_rows(layout, half, is_interleaved)] for half in range(layout.num_halves)]
+
+
+def round_up(
+    layout: ExpertLayout, halves: Sequence[Tensor], *, out: Tensor, name: str
+) -> list[Rounding]:
+    """Say where the first projection's halves, (inner rows, hidden_size), go in a zeroed buffer."""
+    name = f"{name}: the first projection"
+    return [
+        Rounding(layout.up_half(out, half), layout.format, rows, name)
+        for half, rows in enumerate(halves)
+    ]
+
+
+def round_down(layout: ExpertLayout, down: Tensor, *, out: Tensor, name: str) -> list[Rounding]:
+    """Say where the second projection (hidden_size, intermediate_size) goes, not transposed."""
+    blocks = layout.down_blocks(out)
+    return [Rounding(blocks, layout.down_format, down, f"{name}: the second projection")]
+
+
+def write_up_bias(
+    layout: ExpertLayout, bias: Tensor, *, is_interleaved: bool, out: Tensor, name: str
 ) -> None:
-    if isinstance(source, Tensor):
-        write_weight(blocks, fmt, source, has_search=has_search, name=name)
-    else:
-        write_codes(blocks, fmt, source, name=name)
+    """Write the bias of the first projection, which follows its rows, into a zeroed buffer."""
+    _require_bias(layout, bias, f"{name}: the first projection")
+    for half in range(layout.num_halves):
+        lanes, own = layout.up_bias_half(out, half), bias[half_rows(layout, half, is_interleaved)]
+        padded = torch.zeros(lanes.shape, device="cpu")
+        padded.view(-1)[: len(own)] = own
+        lanes.copy_(padded)
 
 
-def write_bias(lanes: Tensor, bias: Tensor) -> None:
-    """Write a bias into its blocks (blocks, 16), the last one padded with zeros."""
-    padded = torch.zeros(lanes.shape, device="cpu")
-    padded.view(-1)[: bias.shape[0]] = bias
-    lanes.copy_(padded)
+def write_down_bias(layout: ExpertLayout, bias: Tensor, *, out: Tensor, name: str) -> None:
+    """Write the bias of the second projection."""
+    _require_bias(layout, bias, f"{name}: the second projection")
+    layout.down_bias.of(out).view(torch.float32)[: layout.hidden_size] = bias
 
 
-def _require_shape(source: Tensor | CodedMatrix, expected: tuple[int, int], name: str) -> None:
-    found = tuple((source if isinstance(source, Tensor) else source.codes).shape)
-    if found != expected:
-        raise ModelError(
-            f"{name} has shape {found}, expected {expected}; check the sizes in config.json, and "
-            "whether the checkpoint has its weights transposed"
-        )
+def write_up_codes(
+    layout: ExpertLayout, up: CodedMatrix, *, is_interleaved: bool, out: Tensor
+) -> None:
+    """Write the first projection's codes (up rows, hidden_size)."""
+    for half in range(layout.num_halves):
+        rows = up.rows(half_rows(layout, half, is_interleaved))
+        write_codes(layout.up_half(out, half), layout.format, rows, name="the first projection")
 
 
-def require_bias(bias: Tensor | None, layout: ExpertLayout, name: str) -> None:
-    """Raise `ModelError` for a bias that the layout has no room for, or that is not finite."""
-    if bias is None:
-        return
+def write_down_codes(layout: ExpertLayout, down: CodedMatrix, *, out: Tensor) -> None:
+    """Write the second projection's codes (hidden_size, intermediate_size)."""
+    write_codes(layout.down_blocks(out), layout.down_format, down, name="the second projection")
+
+
+def order_inner_rows(layout: ExpertLayout, buffer: Tensor, order: Tensor) -> None:
+    """Put row `order[i]` of the first projection (of each of its halves) at row i."""
+    for half in range(layout.num_halves):
+        blocks = layout.up_half(buffer, half)
+        coded = blocks.read(layout.format)  # a copy, padding included
+        rows = torch.arange(coded.codes.shape[0], device="cpu")
+        rows[: len(order)] = order
+        blocks.write(layout.format, 0, coded.rows(rows))
+
+
+def _require_bias(layout: ExpertLayout, bias: Tensor, name: str) -> None:
     if not layout.has_bias:
-        raise ModelError(f"{name} has a bias, expected none; make its layout with has_bias=True")
+        raise ModelError(f"{name} has a bias, and the experts' outputs none; that is not read")
     if not bias.isfinite().all():
         raise ModelError(
             f"{name} has a bias that is NaN or infinite, expected finite numbers; the checkpoint "

@@ -13,7 +13,6 @@ from tandem.kernels.formats.blocks import SCALE_DTYPES, CodedMatrix, MatrixBlock
 from tandem.kernels.formats.codes import decode
 from tandem.kernels.formats.native_quantize import Rounding, quantize_natively
 from tandem.kernels.formats.quantize import quantize
-from tandem.kernels.formats.source_codes import coded_matrix
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, WeightFormat
 from tandem.kernels.memory import allocate
 
@@ -66,21 +65,6 @@ def pack(
     write_weight(
         packed.blocks, fmt, weight, importance=importance, has_search=has_search, name=name
     )
-    return packed
-
-
-def pack_codes(
-    codes: Tensor,
-    scales: Tensor,
-    fmt: WeightFormat,
-    *,
-    zeros: Tensor | None = None,
-    name: str = "weight",
-) -> PackedMatrix:
-    """Place a matrix that is quantised already, code by code; arguments as of `coded_matrix`."""
-    coded = coded_matrix(codes, scales, fmt, zeros=zeros, name=name)
-    packed = PackedMatrix.empty(codes.shape[0], codes.shape[1], fmt)
-    write_codes(packed.blocks, fmt, coded, name=name)
     return packed
 
 

@@ -159,11 +159,6 @@ class WeightFormat:
             return self.encoding.super_cols
         return max(_STRIP_COLS, self.group_size) if self.group_size else 8
 
-    @property
-    def weights_per_dword(self) -> int:
-        """Columns of one row that lie in one 4-byte word, of formats whose bits are one plane."""
-        return 32 // self.bits
-
     def dwords(self, cols: int) -> int:
         """Return the 4-byte words of one row's codes, padding included."""
         return self.padded_cols(cols) * self.bits // 32
