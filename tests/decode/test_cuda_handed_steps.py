@@ -22,6 +22,7 @@ from tandem.decode.padded import PaddedBatch
 from tandem.devices.cuda.device import CudaDevice
 from tandem.devices.cuda.handed_steps import HandedSteps
 from tandem.devices.cuda.kernels import TorchKernels
+from tandem.devices.cuda.signals import KernelSignals
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.hybrid_executor import HybridExecutor
@@ -160,7 +161,7 @@ def _executor(observed: ObservedModel, library: DriverLibrary) -> HybridExecutor
     assert isinstance(parts.device, CudaDevice)
     host, functions = observed.store[0], expert_functions(observed.bound[0][0])
     assert isinstance(host, PackedLayer)
-    experts = AddressedExperts(host, functions.unpacked_activate or functions.activate)
+    experts: Any = AddressedExperts(host, functions.unpacked_activate or functions.activate)
     steps = NotedSteps(
         cache, layers, observed.threads, observed.model.dtype, device=parts.device,
         experts=experts, signals=HostSignals(), library=library.path,
@@ -305,12 +306,12 @@ def test_a_step_that_the_gpu_gave_up_is_never_used(
     model: Any, executor: HybridExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answering thread stands still, as in a process that is stopped, and goes on later."""
-    from tandem.devices.cuda import handed_layers, handing
+    from tandem.devices.cuda import handing
 
     runtime, steps = require_runtime(model), steps_of(executor)
     with runtime.using(runtime.cpu_executor()):
         expected = logits_of(PaddedBatch(model, prompts(1), 0), 1)
-    monkeypatch.setattr(steps, "_signals", handed_layers.KernelSignals(9.0))
+    monkeypatch.setattr(steps, "_signals", KernelSignals(9.0))
     rows = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
     logits_of(rows, 1)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.devices.cuda.device import CudaDevice
+from tandem.devices.cuda.hand_over_trial import graph_costs
 from tandem.devices.cuda.kernels import Prepared, TorchKernels
 from tandem.devices.cuda.profile import measure_device
 from tandem.devices.cuda.streams import Stream, Work
@@ -152,12 +153,10 @@ def test_steps_that_are_one_graph_have_costs_of_their_own(
 ) -> None:
     pytest.importorskip("triton")
     with interpreted():
-        from tandem.devices.cuda.hand_over_cost import graph_costs
-
-        monkeypatch.setattr("tandem.devices.cuda.hand_over_cost._LAYERS", 4)
+        monkeypatch.setattr("tandem.devices.cuda.hand_over_trial._LAYERS", 4)
         streams = LazyStreams(is_eager=True)
         costs = graph_costs(HostSignals(), streams, HIDDEN, 1e-6)
-        monkeypatch.setattr("tandem.devices.cuda.hand_over_cost._LIMIT_SECONDS", 0.01)
+        monkeypatch.setattr("tandem.devices.cuda.hand_over_trial._LIMIT_SECONDS", 0.01)
         with pytest.raises(RuntimeError, match="did not reach the host"):  # and nothing hangs
             graph_costs(NeverRings(), streams, HIDDEN, 1e-6)
     assert costs.layer_seconds > 0

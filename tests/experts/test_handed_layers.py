@@ -12,6 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.devices.cuda import hand_over_trial
+from tandem.devices.cuda.hand_over_trial import Trial, find_signals
+from tandem.devices.cuda.signals import KernelSignals, Signals
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.routed_layers import native_layer
 from tandem.experts.store.host_store import HostStore
@@ -114,7 +117,7 @@ def test_hits_and_misses_together_are_the_layer(
     num_rows: int,
     make_signals: Callable[[], Any] | None,
 ) -> None:
-    signals = make_signals() if make_signals else handed.KernelSignals(9.0)
+    signals = make_signals() if make_signals else KernelSignals(9.0)
     machine = Machine(handed, store, num_rows, resident, signals)
     cpu = CpuExecutor(store, CpuThreads(num_threads=1))
     for seed in range(2):  # words are as before after a step
@@ -137,7 +140,7 @@ def test_hits_and_misses_together_are_the_layer(
 def test_a_layer_that_nobody_answers_is_given_up_and_later_ones_do_not_wait(
     handed: ModuleType, store: HostStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = Machine(handed, store, 2, {0, 2}, handed.KernelSignals(9.0))
+    machine = Machine(handed, store, 2, {0, 2}, KernelSignals(9.0))
     is_stopped = threading.Event()
 
     def stop(layer: int) -> None:
@@ -201,14 +204,13 @@ class OneAtATime(ThreadStreams):
         self._thread.join()
 
 
-@pytest.mark.parametrize("is_kernel", [True, False])
+@pytest.mark.parametrize("signals", [KernelSignals(9.0), HostSignals()])
 def test_a_driver_that_holds_each_launch_is_found_out(
-    handed: ModuleType, monkeypatch: pytest.MonkeyPatch, is_kernel: bool
+    handed: ModuleType, monkeypatch: pytest.MonkeyPatch, signals: Signals
 ) -> None:
-    monkeypatch.setattr(handed, "_TRIAL_SECONDS", 0.1)
-    signals = handed.KernelSignals(9.0) if is_kernel else HostSignals()
+    monkeypatch.setattr(hand_over_trial, "_TRIAL_SECONDS", 0.1)
     streams: Any = OneAtATime()
-    assert not handed.works(signals, streams, torch.zeros(32, dtype=torch.int32))
+    assert not Trial(signals, streams, 1).works()
 
 
 class NothingPinned(ThreadStreams):
@@ -220,7 +222,7 @@ class NothingPinned(ThreadStreams):
 
 def test_without_mapped_memory_nothing_is_handed_over(handed: ModuleType) -> None:
     streams: Any = NothingPinned()
-    assert handed.find_signals(streams, lambda: 0) is None
+    assert find_signals(streams) is None
 
 
 class NeverRings(HostSignals):
@@ -233,15 +235,15 @@ class NeverRings(HostSignals):
 def test_signals_are_tried_before_they_are_used(
     handed: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handed, "open_driver", lambda: None)
-    monkeypatch.setattr(handed, "_TRIAL_SECONDS", 20.0)
+    monkeypatch.setattr(hand_over_trial, "open_driver", lambda: None)
+    monkeypatch.setattr(hand_over_trial, "_TRIAL_SECONDS", 20.0)
     streams: Any = ThreadStreams()
-    found = handed.find_signals(streams, lambda: 0)
+    found = find_signals(streams)
+    assert found is not None
     assert found.name == "polling kernels"
-    words = torch.zeros(32, dtype=torch.int32)
-    assert handed.works(HostSignals(), streams, words)
-    monkeypatch.setattr(handed, "_TRIAL_SECONDS", 0.1)
-    assert not handed.works(NeverRings(), streams, words)
+    assert Trial(HostSignals(), streams, 1).works()
+    monkeypatch.setattr(hand_over_trial, "_TRIAL_SECONDS", 0.1)
+    assert not Trial(NeverRings(), streams, 1).works()
 
 
 def test_of_two_ways_that_work_the_quicker_is_taken(
@@ -249,18 +251,14 @@ def test_of_two_ways_that_work_the_quicker_is_taken(
 ) -> None:
     seconds: dict[str, Any] = {}
 
-    class Trial:
-        def __init__(self, signals: Any, *_: object) -> None:
-            self._name = signals.name
+    def answered_seconds(trial: Trial) -> float:
+        if seconds[trial.signals.name] is None:
+            raise RuntimeError("a layer's doorbell did not reach the host")
+        return float(seconds[trial.signals.name])
 
-        def answered_seconds(self) -> float:
-            if seconds[self._name] is None:
-                raise RuntimeError("a layer's doorbell did not reach the host")
-            return float(seconds[self._name])
-
-    monkeypatch.setattr(handed, "_stream_signals", lambda _: HostSignals())
-    monkeypatch.setattr(handed, "_TRIAL_SECONDS", 20.0)
-    monkeypatch.setattr("tandem.devices.cuda.hand_over_cost.Trial", Trial)
+    monkeypatch.setattr(hand_over_trial, "_stream_signals", lambda _: HostSignals())
+    monkeypatch.setattr(hand_over_trial, "_TRIAL_SECONDS", 20.0)
+    monkeypatch.setattr(Trial, "answered_seconds", answered_seconds)
     streams: Any = ThreadStreams()
     for of_words, quickest in (
         (1e-6, "words"),
@@ -268,4 +266,6 @@ def test_of_two_ways_that_work_the_quicker_is_taken(
         (None, "polling kernels"),
     ):
         seconds.update({"words": of_words, "polling kernels": 2e-6})
-        assert handed.find_signals(streams, lambda: 0).name == quickest
+        found = find_signals(streams)
+        assert found is not None
+        assert found.name == quickest

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tandem.devices.cuda.captures import CudaCapture
+from tandem.devices.cuda.hand_over_trial import find_signals
 from tandem.devices.cuda.streams import CudaStreams
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.routed_layers import native_layer
@@ -24,16 +24,12 @@ PATIENCE = 20.0
 
 @pytest.mark.parametrize("resident", [(), (0, 2, 3, 7), tuple(range(8))], ids=len)
 def test_a_captured_layer_is_answered(resident: tuple[int, ...]) -> None:
-    from tandem.devices.cuda.handed_layers import HandedLayers, find_signals
+    from tandem.devices.cuda.handed_layers import HandedLayers
     from tandem.devices.cuda.handing import WaitWords
     from tandem.triton_kernels.experts import TritonExperts
 
     streams, store = CudaStreams(), make_store()
-    signals = find_signals(
-        streams,
-        lambda: torch.cuda.current_stream().cuda_stream,
-        lambda: CudaCapture(torch.device("cuda", 0)),
-    )
+    signals = find_signals(streams)
     assert signals is not None
     native = [x for x in (native_layer(host, FUNCTIONS) for host in store) if x is not None]
     coordinator = _native.StepCoordinator(native, 1, best_isa())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.devices.cuda import batch_copy, handed_layers, handed_steps
+from tandem.devices.cuda import batch_copy, hand_over_trial, handed_steps
 from tandem.devices.cuda.driver import Driver
 from tests.experts.driver_library import DriverLibrary
 from tests.experts.fake_driver import FakeDriver
@@ -52,7 +52,7 @@ def shadow_driver(gpu: ShadowGpu, *, has_words: bool, has_batch: bool) -> Iterat
     library = native_library()
     library.reset()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handed_layers, "open_driver", lambda: driver)
+        patch.setattr(hand_over_trial, "open_driver", lambda: driver)
         patch.setattr(handed_steps, "DRIVER_LIBRARY", library.path)
         patch.setattr(batch_copy, "open_driver", lambda load: driver)
         yield

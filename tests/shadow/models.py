@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 import tandem
 from tandem.decode.padded import PaddedBatch
-from tandem.devices.cuda import hand_over_cost
+from tandem.devices.cuda import hand_over_trial
 from tandem.experts.execution import executor as cpu_executor
 from tandem.generate.generator import Generator
 from tandem.hardware.profiles import save_profile
@@ -47,13 +47,11 @@ def quick_loads() -> Iterator[None]:
 
     `test_parts.py` measures a machine, compiles and tries a hand-over without it.
     """
-    from tandem.devices.cuda import handed_layers  # imports kernels, which are interpreted by now
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_machine, "_run_all", lambda works, label, streams: None)
         patch.setattr(cpu_executor, "MAX_TOKENS_AT_ONCE", 64)  # whose workspace is measured
-        patch.setattr(hand_over_cost, "_LAYERS", 2)
-        patch.setattr(handed_layers, "_TRIAL_SECONDS", 60.0)  # the interpreter is no GPU
+        patch.setattr(hand_over_trial, "_LAYERS", 2)
+        patch.setattr(hand_over_trial, "_TRIAL_SECONDS", 60.0)  # the interpreter is no GPU
         yield
 
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from tandem.decode.cuda import graphs
-from tandem.devices.cuda import stream_ops
+from tandem.devices.cuda import hand_over_trial, signals
 from tandem.devices.cuda.captures import CudaCapture, on_capture_stream
 from tandem.devices.cuda.copies import SlotEvents
 from tandem.devices.cuda.device import CudaDevice
 from tandem.devices.cuda.driver import DriverError
-from tandem.devices.cuda.stream_ops import StreamOps
+from tandem.devices.cuda.hand_over_trial import Trial
+from tandem.devices.cuda.signals import StreamSignals
 from tandem.devices.cuda.streams import CudaStreams, Stream
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels.dense import CpuThreads
@@ -273,9 +274,8 @@ def test_a_hand_over_that_does_not_wait_is_found_by_its_trial(
 ) -> None:
     pytest.importorskip("triton")
     with shadow_gpu() as gpu:
-        from tandem.devices.cuda import handed_layers
 
-        class WaitsForNothing(handed_layers.StreamSignals):
+        class WaitsForNothing(StreamSignals):
             def wait(self, done: Tensor) -> None:
                 """Let the stream go on."""
 
@@ -284,30 +284,24 @@ def test_a_hand_over_that_does_not_wait_is_found_by_its_trial(
                 gpu.worker.join()  # nothing holds it up
                 return super().record(stream, is_timed=is_timed)
 
-        driver = handed_layers.open_driver()  # type: ignore[attr-defined]
+        driver = hand_over_trial.open_driver()  # type: ignore[attr-defined]
         assert driver is not None
-        monkeypatch.setattr(handed_layers, "_TRIAL_SECONDS", 60.0)
-        operations, current = StreamOps(driver), partial(_current_stream, CUDA)
-        words = CudaStreams().pinned(128).view(torch.int32)
-        right, wrong = (
-            make(operations, current) for make in (handed_layers.StreamSignals, WaitsForNothing)
-        )
-        assert handed_layers.works(right, CudaStreams(), words)
-        assert not handed_layers.works(wrong, QuickStreams(), words)
+        monkeypatch.setattr(hand_over_trial, "_TRIAL_SECONDS", 60.0)
+        current = partial(_current_stream, CUDA)
+        assert Trial(StreamSignals(driver, current), CudaStreams(), 1).works()
+        assert not Trial(WaitsForNothing(driver, current), QuickStreams(), 1).works()
 
 
 def test_a_doorbell_without_a_fence_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a kernel that rings itself, `test_triton_attention.py` looks for it in the code."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(stream_ops, "_BEHIND_ALL", 1)
+    monkeypatch.setattr(signals, "_BEHIND_ALL", 1)
     with shadow_gpu() as gpu:
-        from tandem.devices.cuda import handed_layers
-
-        driver = handed_layers.open_driver()  # type: ignore[attr-defined]
+        driver = hand_over_trial.open_driver()  # type: ignore[attr-defined]
         assert driver is not None
         word = CudaStreams().pinned(64).view(torch.int32)
         with pytest.raises(DriverError, match="returned 1"):
-            handed_layers.StreamSignals(StreamOps(driver), lambda: 0).ring(word[:1])
+            StreamSignals(driver, lambda: 0).ring(word[:1])
         assert "without a fence" in gpu.faults.pop()
 
 

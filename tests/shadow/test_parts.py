@@ -9,8 +9,10 @@ import torch
 
 import tandem
 from tandem.core.errors import TandemWarning
+from tandem.devices.cuda import hand_over_trial
 from tandem.devices.cuda import streams as cuda_streams
 from tandem.devices.cuda.captures import CudaCapture, on_capture_stream
+from tandem.devices.cuda.hand_over_trial import Trial
 from tandem.devices.cuda.streams import CudaStreams, HostCopy, Stream
 from tandem.experts.execution.device import OutOfDeviceMemoryError
 from tandem.hf.machine.cuda import compiled_kernels
@@ -98,27 +100,24 @@ def test_a_capture_that_is_abandoned_leaves_nothing() -> None:
         assert x.cpu().tolist() == [2, 2, 2, 2]
 
 
-def current_stream() -> int:
-    return int(torch.cuda.current_stream().cuda_stream)
-
-
 @pytest.mark.parametrize("has_words", [False, True])
 def test_how_gpu_and_host_signal_each_other_is_found_by_trying(
     has_words: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
     with shadow_gpu(has_words=has_words):
-        from tandem.devices.cuda import handed_layers
+        monkeypatch.setattr(hand_over_trial, "_TRIAL_SECONDS", 60.0)
+        works, tried = Trial.works, list[str]()
 
-        monkeypatch.setattr(handed_layers, "_TRIAL_SECONDS", 60.0)
-        streams, tried = CudaStreams(), list[str]()
+        def noted(trial: Trial) -> bool:
+            does = works(trial)
+            tried.extend([trial.signals.name] if does else [])
+            return does
 
-        def slowest_first(found: Any, *_: object) -> Any:
-            tried.extend(signals.name for signals in found)
-            return found[-1]
-
-        monkeypatch.setattr(handed_layers, "_quickest", slowest_first)
-        found = handed_layers.find_signals(streams, current_stream, lambda: CudaCapture(CUDA))
+        monkeypatch.setattr(Trial, "works", noted)
+        # The last one is the quickest.
+        monkeypatch.setattr(hand_over_trial, "_seconds", lambda t: -tried.index(t.signals.name))
+        found = hand_over_trial.find_signals(CudaStreams())
         names = ["polling kernels", "stream operations"][: 2 if has_words else 1]
         assert tried == names
         assert found is not None

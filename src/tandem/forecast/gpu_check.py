@@ -4,21 +4,19 @@ import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from tandem.core.errors import CapacityError
 from tandem.core.units import format_bytes
 from tandem.devices.cuda.checks import Gpu, Probe, TorchProbe, require_cuda
-from tandem.devices.cuda.handed_steps import signals_of
+from tandem.devices.cuda.hand_over_trial import find_signals
+from tandem.devices.cuda.signals import Signals
 from tandem.devices.cuda.streams import CudaStreams, Stream, Streams
 from tandem.experts.execution.device import OutOfDeviceMemoryError
 from tandem.forecast.finding import Finding
 from tandem.forecast.windows_check import check_pinned_memory
-
-if TYPE_CHECKING:
-    from tandem.devices.cuda.handed_layers import Signals
 
 # Under PCIe 3 with 16 PCIe lanes, which gives about 12 GB/s.
 _SLOW_LINK_GIGABYTES = 10.0
@@ -43,7 +41,7 @@ def check_gpu(
     probe: Probe | None = None,
     open_streams: Callable[[], Streams] = CudaStreams,
     ask_driver: Callable[[], Driver] | None = None,
-    find_signals: Callable[[Streams], "Signals | None"] = signals_of,
+    try_signals: Callable[[Streams], Signals | None] = find_signals,
 ) -> Iterator[Finding]:
     """Yield what is found; the arguments stand for the GPU in tests."""
     try:
@@ -57,7 +55,7 @@ def check_gpu(
     if driver.version is not None:
         yield Finding("driver", "good", driver.version)
     yield _link(streams, driver)
-    yield _hand_over(find_signals(streams))
+    yield _hand_over(try_signals(streams))
     yield _locked_memory()
     yield from check_pinned_memory()
 
@@ -125,7 +123,7 @@ def _link(streams: Streams, driver: Driver) -> Finding:
     return Finding("link", "good", text)
 
 
-def _hand_over(signals: "Signals | None") -> Finding:
+def _hand_over(signals: Signals | None) -> Finding:
     if signals is None:
         return Finding(
             "decode steps", "slow", "a break at the experts of each layer: GPU and host cannot "

@@ -8,7 +8,7 @@ import torch
 
 from tandem.decode.cuda.attention import decode_kernels
 from tandem.decode.cuda.slots import CudaSlotPool
-from tandem.devices.cuda.handed_steps import MAX_ROWS
+from tandem.experts.execution.captured_steps import MAX_ROWS
 from tandem.foreign_types import PreTrainedModel
 from tandem.kv_cache.base import NotInSlotsError
 from tandem.kv_cache.cuda_layers import DecodeKernels

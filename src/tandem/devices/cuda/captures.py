@@ -3,12 +3,13 @@
 import contextlib
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
+from tandem.devices.cuda.streams import Stream, Streams
 from tandem.kernels.torch_private import end_allocation_to_pool
 
 
@@ -112,3 +113,21 @@ def on_capture_stream(capture: Capture) -> Iterator[None]:
     finally:
         if had_gc:
             gc.enable()
+
+
+def captured_work(work: Callable[[], None], capture: Capture, streams: Streams) -> Graph:
+    """Return a graph of what `work` queues."""
+    graphs = list[Graph]()
+
+    def queue() -> None:
+        with on_capture_stream(capture):
+            try:
+                capture.begin()
+                work()
+                graphs.append(capture.end())
+            except BaseException:
+                capture.abandon()
+                raise
+
+    streams.run(Stream.COMPUTE, queue)
+    return graphs[0]

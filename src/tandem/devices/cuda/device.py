@@ -7,6 +7,7 @@ after the next `download`, which is behind all of them on the same stream.
 
 import contextlib
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from tandem.core.units import format_bytes
 from tandem.devices.cuda.copies import SlotEvents
 from tandem.devices.cuda.kernels import DeviceKernels
-from tandem.devices.cuda.resident import GroupedExperts, ResidentLayers
+from tandem.devices.cuda.resident import ResidentLayers
 from tandem.devices.cuda.streams import Event, Stream, Streams, Work
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.cache.slots import SlotUse
@@ -27,6 +28,9 @@ from tandem.experts.execution.device import (
 from tandem.experts.execution.expert_kernels import WeightSource
 from tandem.experts.execution.routing import SumRows
 from tandem.experts.execution.row_memory import RowMemory
+
+if TYPE_CHECKING:
+    from tandem.triton_kernels.experts import TritonExperts
 
 # Tensors of a `download` stay valid until so many more: a layer makes three at most.
 _DOWNLOADS_KEPT = 4
@@ -213,7 +217,7 @@ class CudaDevice:
         return None if experts is None else ResidentLayers(cache, experts, self.streams.device)
 
     @property
-    def grouped_experts(self) -> GroupedExperts | None:
+    def grouped_experts(self) -> "TritonExperts | None":
         """Kernels that find their experts by addresses on the device; None: there are none."""
         return self._kernels.grouped
 

@@ -8,7 +8,6 @@ The device's own table is written by the copying thread too, while a step runs, 
 can; what was lost between the two (an entry that was written and then brought as 0) is a miss once.
 """
 
-import importlib.util
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,13 +18,13 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import TandemWarning
-from tandem.devices.cuda.captures import CudaCapture
 from tandem.devices.cuda.device import CudaDevice
 from tandem.devices.cuda.driver import DRIVER_LIBRARY
-from tandem.devices.cuda.resident import GroupedExperts
-from tandem.devices.cuda.streams import Event, Stream, Streams
+from tandem.devices.cuda.hand_over_trial import find_signals
+from tandem.devices.cuda.signals import Signals
+from tandem.devices.cuda.streams import Event, Stream
 from tandem.experts.cache.expert_cache import ExpertCache
-from tandem.experts.execution.captured_steps import PATIENCE_SECONDS, CapturedSteps
+from tandem.experts.execution.captured_steps import NUM_ROWS, PATIENCE_SECONDS, CapturedSteps
 from tandem.experts.execution.device import DeviceLostError
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.tracing.events import Listener
@@ -34,10 +33,10 @@ from tandem.kernels.dense import CpuThreads
 from tandem.kernels.native import TOKEN_DTYPES
 
 if TYPE_CHECKING:
-    from tandem.devices.cuda.handed_layers import HandedLayers, Signals
+    from tandem.devices.cuda.handed_layers import HandedLayers
     from tandem.devices.cuda.handing import WaitWords
+    from tandem.triton_kernels.experts import TritonExperts
 
-MAX_ROWS = 8
 _LOOK_SECONDS = 5e-5
 _SPINNING_SECONDS = 5e-3  # what a step's output head takes, and more
 
@@ -53,8 +52,8 @@ class HandedSteps(CapturedSteps):
         dtype: torch.dtype,
         *,
         device: CudaDevice,
-        experts: GroupedExperts,
-        signals: "Signals",
+        experts: "TritonExperts",
+        signals: Signals,
         library: str | None,
         bytes_per_second: float | None = None,
     ) -> None:
@@ -126,7 +125,7 @@ class HandedSteps(CapturedSteps):
 
     def compilations(self) -> list[Callable[[], None]]:
         """Return works after which no capture compiles what hands layers over."""
-        return [partial(self._launch_once, 1 << n) for n in range(MAX_ROWS.bit_length())]
+        return [partial(self._launch_once, rows) for rows in NUM_ROWS]
 
     def _launch_once(self, num_rows: int) -> None:
         """Hand a layer over in a mailbox that nobody answers: it misses nothing."""
@@ -202,7 +201,7 @@ def handed_steps(
     experts, is_gpu = device.grouped_experts, device.streams.device.type == "cuda"
     if experts is None:
         return None
-    signals = signals_of(device.streams)
+    signals = find_signals(device.streams)
     reason = "GPU and host cannot signal each other in a graph"
     if signals is not None:
         try:
@@ -218,18 +217,3 @@ def handed_steps(
         stacklevel=2,
     )
     return None
-
-
-def signals_of(streams: Streams) -> "Signals | None":
-    """Try how a GPU and the host signal each other, in a graph; None: in no way, or no Triton."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from tandem.devices.cuda.handed_layers import find_signals
-
-    device = streams.device
-    is_gpu = device.type == "cuda"  # else a twin, whose captures know nothing of signals
-    return find_signals(
-        streams,
-        lambda: int(torch.cuda.current_stream(device).cuda_stream),
-        (lambda: CudaCapture(device)) if is_gpu else None,
-    )

@@ -3,11 +3,13 @@
 Tensors of the mailbox lie in mapped host memory, all others on the device.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tandem.devices.cuda.signals import Signals
 from tandem.triton_kernels import hand_over
 
 # Few enough that each of them has its rows under way at once; so 8 programs for 2,048 values.
@@ -45,6 +47,35 @@ class MailboxTensors(NamedTuple):
     hidden: Tensor  # (rows, hidden_size) in the model's dtype
     results: Tensor  # (rows * top_k, hidden_size) fp32
     waits: WaitWords
+
+
+def hand_over_layer(
+    box: MailboxTensors,
+    signals: Signals,
+    address_of: Tensor,
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    hits: Callable[[Tensor], Tensor],
+    *,
+    layer: int,
+) -> Tensor:
+    """Queue a whole layer; return where its result will be, like `hidden`.
+
+    `address_of` is (num_experts,) int64, 0 for experts that the device has not. `hits` queues what
+    computes the others, at the addresses (rows * top_k,) that it is given, 0 for no hit, and
+    returns their rows.
+    """
+    inside = signals.wait_seconds
+    addresses = publish(box, address_of, hidden, index, weights, rings=inside > 0)
+    signals.ring(box.doorbell)
+    rows = hits(addresses)
+    signals.wait(box.done)
+    out = torch.empty_like(hidden)
+    combine(
+        box, rows, addresses, index, weights, len(address_of), out, layer=layer, wait_seconds=inside
+    )
+    return out
 
 
 def publish(

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tandem.devices.cuda.checks import TRITON_MATRIX_CAPABILITY, Gpu
-from tandem.devices.cuda.resident import GroupedExperts
 from tandem.experts.execution.batch import ExpertBatch, ExpertFunctions
 from tandem.experts.execution.expert_kernels import WeightSource
 from tandem.experts.store.host_store import HostLayer
@@ -52,7 +51,7 @@ class DeviceKernels(Protocol):
         """Write sum over k of weight * row, first to last; all on the device, -1 adds nothing."""
 
     @property
-    def grouped(self) -> GroupedExperts | None:
+    def grouped(self) -> "TritonExperts | None":
         """What finds its experts by addresses on the device; None: nothing does."""
 
 
@@ -146,7 +145,7 @@ class TritonKernels:
         self._experts.add_rows(rows.contiguous(), row_of, weights.contiguous(), out)
 
     @property
-    def grouped(self) -> GroupedExperts:
+    def grouped(self) -> "TritonExperts":
         """The kernels themselves."""
         return self._experts
 

@@ -7,7 +7,7 @@ expert has a slot, none is ever evicted.
 """
 
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,44 +18,19 @@ from tandem.experts.execution.routing import Routing
 from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.tracing.events import LayerExecuted
-from tandem.kernels.formats.expert import ExpertLayout
-from tandem.kernels.native import NativeActivation
 from tandem.policy.plan import LayerPlan
 from tandem.triton_kernels.rows import GroupedRows
 
+if TYPE_CHECKING:
+    from tandem.triton_kernels.experts import TritonExperts
+
 MAX_TOKENS = 8  # more are worth sorting by expert
-
-
-class GroupedExperts(Protocol):
-    """The kernels: see `triton_kernels.experts.TritonExperts`."""
-
-    def compute(
-        self,
-        layout: ExpertLayout,
-        activation: NativeActivation | None,
-        hidden: Tensor,
-        rows: GroupedRows,
-        out: Tensor,
-    ) -> None:
-        """Write one fp32 row per (token, expert)."""
-
-    def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> None:
-        """Write sum over k of weight * row."""
-
-
-class _RowTables(NamedTuple):
-    """What is the same in every call of a size."""
-
-    begin: Tensor
-    row_token: Tensor
-    row_of: Tensor
-    none: Tensor
 
 
 class ResidentLayers:
     """The layers of a cache that has a slot for every expert."""
 
-    def __init__(self, cache: ExpertCache, experts: GroupedExperts, device: torch.device) -> None:
+    def __init__(self, cache: ExpertCache, experts: "TritonExperts", device: torch.device) -> None:
         """Compute with `experts` from a cache's slots on `device`."""
         self._cache, self._experts, self._device = cache, experts, device
         self._tables: dict[int, Tensor] = {}
@@ -90,19 +65,10 @@ class ResidentLayers:
         num_tokens, top_k = top_k_index.shape
         table = self._table(layer)
         known = top_k_index.clamp(0, len(table) - 1)  # others are padding
-        tables = _row_tables(num_tokens, top_k, self._device)
-        rows = GroupedRows(
-            table[known.reshape(-1)],
-            tables.begin,
-            tables.row_token,
-            tile_expert=tables.none,
-            tile_first=tables.none,
-            most_tokens=1,
-            block_rows=0,
-        )
+        rows = each_row_alone(table[known.reshape(-1)], num_tokens, top_k)
         computed = hidden.new_empty(num_tokens * top_k, hidden.shape[1], dtype=torch.float32)
         self._experts.compute(host.layout, functions.native, hidden.contiguous(), rows, computed)
-        row_of = tables.row_of.masked_fill(known != top_k_index, -1)
+        row_of = rows.begin[:-1].view(num_tokens, top_k).masked_fill(known != top_k_index, -1)
         out = torch.empty_like(hidden)
         self._experts.add_rows(computed, row_of, top_k_weights.float().contiguous(), out)
         return out
@@ -145,14 +111,16 @@ def resident_event(host: HostLayer, chosen: Tensor, now: float) -> LayerExecuted
     )
 
 
+def each_row_alone(addresses: Tensor, num_tokens: int, top_k: int) -> GroupedRows:
+    """Return every (token, choice) as a row of an expert of its own, at its address."""
+    every, token = _row_tables(num_tokens, top_k, addresses.device)
+    none = every[:0]
+    return GroupedRows(addresses, every, token, none, none, most_tokens=1, block_rows=0)
+
+
 @lru_cache(maxsize=64)
-def _row_tables(num_tokens: int, top_k: int, device: torch.device) -> _RowTables:
-    count = num_tokens * top_k
+def _row_tables(num_tokens: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the numbers of all rows and one more, and each row's token."""
     with torch.inference_mode(False):
-        every = torch.arange(count + 1, dtype=torch.int32, device=device)
-        return _RowTables(
-            every,
-            torch.div(every[:count], top_k, rounding_mode="floor"),
-            every[:count].view(num_tokens, top_k),
-            every[:0],
-        )
+        every = torch.arange(num_tokens * top_k + 1, dtype=torch.int32, device=device)
+        return every, torch.div(every[:-1], top_k, rounding_mode="floor")

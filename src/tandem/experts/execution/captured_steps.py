@@ -28,6 +28,8 @@ from tandem.policy.eviction.next_use import NextUse
 from tandem.policy.plan import Copy, LayerLoad, LayerPlan
 
 PATIENCE_SECONDS = 10.0
+NUM_ROWS = (1, 2, 4, 8)  # a step of other tokens has idle rows
+MAX_ROWS = NUM_ROWS[-1]
 
 
 class CapturedSteps:

@@ -22,14 +22,14 @@ from torch import Tensor
 from tandem.core.errors import ExecutionError
 from tandem.experts.cache.expert_cache import SHRINK, ExpertCache
 from tandem.experts.execution.batch import CallSide, ExpertFunctions, RoutedCall
-from tandem.experts.execution.captured_steps import CapturedSteps
+from tandem.experts.execution.captured_steps import MAX_ROWS, CapturedSteps
 from tandem.experts.execution.device import Device, DeviceLostError, OutOfDeviceMemoryError
 from tandem.experts.execution.executor import DirectCall, computed_in_chunks
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.launching import launch
 from tandem.experts.execution.layer_call import LayerCall
 from tandem.experts.execution.routing import Routing
-from tandem.experts.execution.twin_steps import NUM_ROWS, TwinSteps
+from tandem.experts.execution.twin_steps import TwinSteps
 from tandem.experts.store.host_store import HostLayer, HostStore
 from tandem.experts.tracing.events import LayerExecuted, Listener
 from tandem.policy.plan import Copy, Hint, LayerLoad, LayerPlan
@@ -114,7 +114,7 @@ class HybridExecutor:
     def repeat_step(self, num_tokens: int) -> None:
         """Begin a captured step, if it is one: its recording does not ask."""
         twin = self._twin
-        if twin is None or num_tokens > NUM_ROWS[-1]:
+        if twin is None or num_tokens > MAX_ROWS:
             return
         with self._turn:
             self._announced, self._last_layer = None, -1

@@ -9,14 +9,17 @@ from torch import Tensor
 
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
-from tandem.experts.execution.captured_steps import PATIENCE_SECONDS, CapturedSteps
+from tandem.experts.execution.captured_steps import (
+    MAX_ROWS,
+    NUM_ROWS,
+    PATIENCE_SECONDS,
+    CapturedSteps,
+)
 from tandem.experts.execution.executor import DirectCall
 from tandem.experts.execution.routed_layers import native_layer
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.native import TOKEN_DTYPES
-
-NUM_ROWS = (1, 2, 4, 8)
 
 
 class TwinSteps(CapturedSteps):
@@ -50,10 +53,10 @@ class TwinSteps(CapturedSteps):
         _, hidden, index, weights = call
         if hidden.dtype is not self._dtype or index.dtype is not torch.int64:
             return False
-        return hidden.shape[0] <= NUM_ROWS[-1] and weights.dtype in TOKEN_DTYPES
+        return hidden.shape[0] <= MAX_ROWS and weights.dtype in TOKEN_DTYPES
 
     def begin(self, num_tokens: int) -> None:
-        """Begin a step of at most `NUM_ROWS[-1]` tokens."""
+        """Begin a step of at most `MAX_ROWS` tokens."""
         box, self._twin = self._twins[next(rows for rows in NUM_ROWS if rows >= num_tokens)]
         self.begin_on(box, num_tokens)
 

@@ -15,7 +15,7 @@ from tandem.core.errors import ExecutionError
 from tandem.devices.cuda.batch_copy import LEAST_BYTES
 from tandem.devices.cuda.captures import CudaCapture, on_capture_stream
 from tandem.devices.cuda.checks import require_cuda
-from tandem.devices.cuda.handed_steps import signals_of
+from tandem.devices.cuda.hand_over_trial import find_signals, graph_costs
 from tandem.devices.cuda.streams import CudaStreams, HostCopy, Stream
 from tandem.forecast.report.stages import NotHereError, Said, Stage
 from tandem.forecast.report.tiny_model import VOCABULARY, save_tiny_model
@@ -46,10 +46,9 @@ def gpu() -> Said:
 def hand_over() -> Said:
     """Let a graph and a thread of the host hand layers over, and time it."""
     streams = CudaStreams()
-    signals = signals_of(streams)
+    signals = find_signals(streams)
     if signals is None:
         raise NotHereError("decode steps break at the experts of each layer instead")
-    from tandem.devices.cuda.hand_over_cost import graph_costs
 
     costs = graph_costs(
         signals, streams, _HAND_OVER_HIDDEN, 0.0, make_capture=lambda: CudaCapture(streams.device)

@@ -14,8 +14,8 @@ from tandem.core.errors import ConfigError
 from tandem.devices.cuda.checks import Gpu, require_cuda, require_dtype
 from tandem.devices.cuda.copies import CudaCopyEngine, Link
 from tandem.devices.cuda.device import CudaDevice
-from tandem.devices.cuda.hand_over_cost import graph_costs
-from tandem.devices.cuda.handed_steps import HandedSteps, handed_steps, signals_of
+from tandem.devices.cuda.hand_over_trial import find_signals, graph_costs
+from tandem.devices.cuda.handed_steps import HandedSteps, handed_steps
 from tandem.devices.cuda.kernels import DeviceKernels, TorchKernels, best_kernels
 from tandem.devices.cuda.linear import linear_compilations
 from tandem.devices.cuda.profile import measure_device
@@ -238,7 +238,7 @@ def _profile(
 
         capture, call = make_cuda_capture(model), observed.call
         base = with_captured_steps(base, model, store, observed.bound, device, capture)
-        signals = signals_of(device.streams) if call.dtype in TOKEN_DTYPES else None
+        signals = find_signals(device.streams) if call.dtype in TOKEN_DTYPES else None
         if signals is not None:
             graph = partial(
                 graph_costs, signals, device.streams, call.hidden_size, make_capture=capture

@@ -1,0 +1,252 @@
+"""Tries how a GPU and the host signal each other, and times what handing a layer over costs.
+
+Both on layers of one token in a mailbox of their own. A graph of many layers is launched whose
+experts are all on the GPU, so that nobody is waited for, and one in which each layer misses an
+expert: a thread of the host answers it as soon as it sees it.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import math
+import threading
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from tandem.devices.cuda.captures import Capture, CudaCapture, captured_work
+from tandem.devices.cuda.driver import open_driver
+from tandem.devices.cuda.signals import KernelSignals, Signals, StreamSignals, longest_wait
+from tandem.devices.cuda.streams import Stream, Streams
+from tandem.experts.measuring.profiler import REPETITIONS
+from tandem.policy.host_costs import GRAPH, HostCosts
+
+_LAYERS = 64  # of a graph
+_LIMIT_SECONDS = 10.0  # for a doorbell
+_TRIAL_SECONDS = 2.0
+# Of kernels while they are tried, which nothing but a broken way of signalling lets come to it.
+_WAIT_SECONDS = 0.2
+_NO_EXPERT, _ABSENT = -1, 0
+_TRIAL_VALUES = 1  # of a token whose hand-over is tried: by the same kernels
+
+
+def find_signals(streams: Streams) -> Signals | None:
+    """Return how a GPU and the host signal each other, the quicker way that works in a graph.
+
+    None: in no way, or there is no Triton.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return None
+    device, make_capture = streams.device, None
+    if device.type == "cuda":  # else a twin, whose captures know nothing of signals
+        make_capture = functools.partial(CudaCapture, device)
+    found = list[Trial]()
+    for make in (lambda: KernelSignals(_WAIT_SECONDS), lambda: _stream_signals(device)):
+        with contextlib.suppress(Exception):  # Triton's compilers and tools raise what they like
+            trial = Trial(make(), streams, _TRIAL_VALUES, make_capture)
+            if trial.works():
+                found.append(trial)
+    if not found:
+        return None
+    quickest = (found[0] if len(found) == 1 else min(found, key=_seconds)).signals
+    if isinstance(quickest, KernelSignals):
+        return KernelSignals(longest_wait(device.index or 0))
+    return quickest
+
+
+def _stream_signals(device: torch.device) -> StreamSignals:
+    driver = open_driver()
+    if driver is None:
+        raise RuntimeError("there is no driver")
+    return StreamSignals(driver, lambda: int(torch.cuda.current_stream(device).cuda_stream))
+
+
+def _seconds(trial: "Trial") -> float:
+    try:
+        return trial.answered_seconds()
+    except Exception:  # as above
+        return math.inf
+
+
+def graph_costs(
+    signals: Signals,
+    streams: Streams,
+    hidden_size: int,
+    fetch_seconds: float,
+    *,
+    make_capture: Callable[[], Capture] | None = None,
+) -> HostCosts:
+    """Return the host's work for steps that are one graph; prompts fetch as they do elsewhere.
+
+    Without `make_capture` the layers are queued one by one, as on a twin.
+    """
+    trial = Trial(signals, streams, hidden_size, make_capture)
+    of_hits, of_misses = trial.layer_seconds(_NO_EXPERT), trial.answered_seconds()
+    one_way = max(0.0, of_misses - of_hits) / 2
+    return HostCosts(
+        path=GRAPH,
+        step_seconds=0.0,  # in the dense parts, which are timed in whole steps
+        layer_seconds=of_hits,
+        cpu_begin_seconds=one_way,
+        cpu_end_seconds=one_way,
+        fetch_seconds=fetch_seconds,
+    )
+
+
+class Trial:
+    """Layers of one token whose only expert the host computes, in one mailbox."""
+
+    def __init__(
+        self,
+        signals: Signals,
+        streams: Streams,
+        hidden_size: int,
+        make_capture: Callable[[], Capture] | None = None,
+    ) -> None:
+        """Take memory; `RuntimeError` where there is none that both of them see."""
+        from tandem.devices.cuda import handing
+
+        self.signals, self._streams, self._make_capture = signals, streams, make_capture
+        self._layer = handing.hand_over_layer
+        self._words = words = streams.pinned(256).view(torch.int32)[:64].zero_()
+        shared = streams.pinned(8 * hidden_size).view(torch.float32)[: 2 * hidden_size]
+        self._doorbell, self._done, self._given_up = words[:1], words[16:17], words[48:49]
+        self._results = shared[hidden_size:]
+        with torch.inference_mode(False):
+            device = streams.device
+            self._hidden, self._rows = (torch.ones(1, hidden_size, device=device) for _ in range(2))
+            self._one = torch.ones(1, 1, device=device)
+            self._address_of = torch.zeros(1, dtype=torch.int64, device=device)
+            self._index = {
+                expert: torch.full((1, 1), expert, device=device)
+                for expert in (_NO_EXPERT, _ABSENT)
+            }
+        self._box = handing.MailboxTensors(
+            self._doorbell, self._done, words[32:33], words[33:34],
+            words[34:35].view(torch.float32), shared[:hidden_size], self._results,
+            handing.WaitWords.on(device, self._given_up),
+        )  # fmt: skip
+        self._out = self._hidden
+        self._is_lost = False
+
+    def works(self) -> bool:
+        """Hand a layer over, in a graph if there are any; waits, but never for ever.
+
+        Whatever happens, the host sets what the stream waits for.
+        """
+        streams = self._streams
+        streams.run(Stream.COMPUTE, self._load)
+        if not _comes(streams.record(Stream.COMPUTE).query):
+            return False
+        work = functools.partial(self._hand_over, _ABSENT, 0, self.signals)
+        if not self._comes_through(work, 2.0):
+            return False
+        if self._make_capture is None:
+            return True
+        graph = captured_work(work, self._make_capture(), streams)
+        return all(self._comes_through(graph.replay, result) for result in (3.0, 4.0))
+
+    def answered_seconds(self) -> float:
+        """Time a layer that the host answers; raises `RuntimeError` if it does not come through."""
+        return self.layer_seconds(_ABSENT)
+
+    def layer_seconds(self, expert: int) -> float:
+        """Time a layer whose token has chosen one expert."""
+
+        def work() -> None:
+            for layer in range(_LAYERS):
+                self._hand_over(expert, layer, self.signals)
+
+        self._once(self._load, _NO_EXPERT)
+        launch: Callable[[], None] = work
+        if self._make_capture is not None:
+            launch = captured_work(work, self._make_capture(), self._streams).replay
+        return median(self._once(launch, expert) for _ in range(REPETITIONS)) / _LAYERS
+
+    def _load(self) -> None:
+        """Launch the kernels for a token without experts, which waits for nobody.
+
+        To load one behind a wait could wait for that wait's end.
+        """
+        self._hand_over(_NO_EXPERT, 0, KernelSignals(self.signals.wait_seconds))
+
+    def _hand_over(self, expert: int, layer: int, signals: Signals) -> None:
+        if layer == 0:
+            self._box.waits.begin_step()
+        self._out = self._layer(
+            self._box, signals, self._address_of, self._hidden, self._index[expert], self._one,
+            lambda _: self._rows, layer=layer,
+        )  # fmt: skip
+
+    def _comes_through(self, work: Callable[[], None], result: float) -> bool:
+        """Queue a hand-over, answer it, and tell whether both sides have seen what they should.
+
+        To queue it may itself wait for its end (CUDA_LAUNCH_BLOCKING): a timer answers it then.
+        """
+        self._words.zero_()
+        held = threading.Timer(_TRIAL_SECONDS, self._answer, [result])
+        held.start()
+        try:
+            self._streams.run(Stream.COMPUTE, work)
+            end = self._streams.record(Stream.COMPUTE)
+            has_rung = _comes(lambda: int(self._doorbell) == 1)
+            has_waited = not end.query()
+        finally:
+            held.cancel()
+            self._answer(result)
+        has_ended = _comes(end.query)  # also of a failed trial: the next one uses the same words
+        return has_rung and has_waited and has_ended and float(self._out[0, 0]) == result
+
+    def _answer(self, result: float) -> None:
+        """Let the stream go on."""
+        self._results.fill_(result)
+        self._done.fill_(1)
+
+    def _once(self, launch: Callable[[], None], expert: int) -> float:
+        """Return how long the layers take; whatever happens, nothing is left waiting."""
+        self._words.zero_()
+        is_over = threading.Event()
+        answering = threading.Thread(target=self._answer_all, args=(is_over,), daemon=True)
+        if expert == _ABSENT:
+            answering.start()
+        try:
+            begin = time.perf_counter()
+            self._streams.run(Stream.COMPUTE, launch)
+            self._streams.synchronize()
+            seconds = time.perf_counter() - begin
+        finally:
+            is_over.set()
+            if expert == _ABSENT:
+                answering.join()
+        if self._is_lost or int(self._given_up):
+            raise RuntimeError("a layer's doorbell did not reach the host, or its answer the GPU")
+        return seconds
+
+    def _answer_all(self, is_over: threading.Event) -> None:
+        words = self._words.numpy()  # sooner read than a tensor
+        for _ in range(_LAYERS):
+            last = time.perf_counter() + _LIMIT_SECONDS
+            while words[0] != 1:
+                if is_over.is_set():
+                    return
+                if time.perf_counter() > last:
+                    return self._let_go(is_over)
+            words[0] = 0
+            words[16] = 1
+
+    def _let_go(self, is_over: threading.Event) -> None:
+        """Let the device through what is left."""
+        self._is_lost = True
+        while not is_over.is_set():
+            self._done.fill_(1)
+            time.sleep(1e-3)
+
+
+def _comes(is_so: Callable[[], bool]) -> bool:
+    end = time.perf_counter() + _TRIAL_SECONDS
+    while not is_so():
+        if time.perf_counter() > end:
+            return is_so()
+    return True

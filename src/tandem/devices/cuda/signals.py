@@ -1,0 +1,118 @@
+"""How a stream and the host signal each other by words of memory that both of them see.
+
+The kernels that hand a layer over ring and wait themselves, or the driver's writes and waits do, in
+a stream's order. These can be captured. In a graph they carry constants, so the words are flags
+that are reset, not counters. Memory on the host must be pinned. A wait of the driver's that is
+never ended holds its stream for ever.
+"""
+
+import ctypes
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from tandem.devices.cuda.driver import Driver, DriverError, open_driver
+
+# The versions that are not switched off by default are those of CUDA 11.7.
+_VERSION = 12000
+# CU_STREAM_WRITE_VALUE_DEFAULT: all that came before is visible, also to the host, before the word.
+_BEHIND_ALL = 0
+_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+_ARGUMENTS = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+
+# A kernel's wait stays below the host's own patience, which would else end a step that the GPU is
+# still in.
+LONGEST_SECONDS = 9.0
+# Some drivers end a program whose kernel runs on: after 2 seconds (Windows, WSL2) or 5 (a display
+# on Linux).
+WATCHED_SECONDS = 1.0
+_HAS_TIMEOUT = 17  # CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT
+
+
+class Signals(Protocol):
+    """How a stream sets a word that the host sees, and waits for one of the host's."""
+
+    name: str
+    wait_seconds: float
+    """Publish sets the doorbell itself, and combine waits, so long at most; 0: neither."""
+
+    def ring(self, doorbell: Tensor) -> None:
+        """Queue `doorbell = 1`, behind all that is queued; nothing where kernels do it."""
+
+    def wait(self, done: Tensor) -> None:
+        """Queue a wait for `done == 1`; nothing where kernels do it."""
+
+
+class StreamSignals:
+    """The driver's `cuStreamWriteValue32` and `cuStreamWaitValue32` on torch's current stream."""
+
+    name, wait_seconds = "stream operations", 0.0
+
+    def __init__(self, driver: Driver, current_stream: Callable[[], int]) -> None:
+        """Queue on the stream that `current_stream` returns; `DriverError` without the functions.
+
+        Whether they work is found by using them: the attribute that says so is of older versions.
+        """
+        self._current_stream = current_stream
+        self._write = driver.require("cuStreamWriteValue32", _VERSION, *_ARGUMENTS)
+        self._wait = driver.require("cuStreamWaitValue32", _VERSION, *_ARGUMENTS)
+        self._address = driver.find(
+            "cuMemHostGetDevicePointer", _VERSION, ctypes.POINTER(ctypes.c_uint64),
+            ctypes.c_void_p, ctypes.c_uint,
+        )  # fmt: skip
+
+    def ring(self, doorbell: Tensor) -> None:
+        """Queue a write, behind all that is queued and visible only after it."""
+        self._write(self._current_stream(), self._address_of(doorbell), 1, _BEHIND_ALL)
+
+    def wait(self, done: Tensor) -> None:
+        """Hold the stream until the word is 1."""
+        self._wait(self._current_stream(), self._address_of(done), 1, _EQUAL)
+
+    def _address_of(self, word: Tensor) -> int:
+        """Return where the device sees a word of pinned host memory.
+
+        Where the driver does not say, at the host's own address: all 64-bit systems have but one
+        space of addresses, and only registered memory may lie elsewhere in it.
+        """
+        host, found = word.data_ptr(), ctypes.c_uint64()
+        if self._address is None or self._address(ctypes.byref(found), host, 0) != 0:
+            return host
+        return found.value
+
+
+class KernelSignals:
+    """Publish sets the doorbell, and combine polls with a pause: nothing else is queued."""
+
+    name = "polling kernels"
+
+    def __init__(self, wait_seconds: float) -> None:
+        """Wait for so long at most, by the GPU's clock."""
+        self.wait_seconds = wait_seconds
+
+    def ring(self, doorbell: Tensor) -> None:
+        """No-op: publish has done it."""
+
+    def wait(self, done: Tensor) -> None:
+        """No-op: combine does it."""
+
+
+def longest_wait(index: int, driver: Driver | None = None) -> float:
+    """Return for how many seconds kernels on a GPU may wait; short where nobody says."""
+    driver = driver or open_driver()
+    return WATCHED_SECONDS if driver is None or _has_timeout(driver, index) else LONGEST_SECONDS
+
+
+def _has_timeout(driver: Driver, index: int) -> bool:
+    """Whether the driver ends kernels that run for long on a GPU; True where it does not say."""
+    device, found = ctypes.c_int(), ctypes.c_int()
+    number = ctypes.POINTER(ctypes.c_int)
+    try:
+        get = driver.require("cuDeviceGet", _VERSION, number, ctypes.c_int)
+        ask = driver.require("cuDeviceGetAttribute", _VERSION, number, ctypes.c_int, ctypes.c_int)
+        get(ctypes.byref(device), index)
+        ask(ctypes.byref(found), _HAS_TIMEOUT, device)
+    except DriverError:
+        return True
+    return found.value != 0
