@@ -14,7 +14,7 @@ from tandem.decode.cuda.fusion import fuse_for_gpu
 from tandem.decode.cuda.graphs import recorded_for_capture
 from tandem.decode.cuda.slots import CudaSlotPool
 from tandem.decode.padded import PaddedBatch
-from tandem.hf.device_linear import on_device, pack_for_device
+from tandem.hf.dense import on_device, pack_for_device
 from tandem.hf.experts import bind_all
 from tandem.hf.lookahead.warm_up import NoExperts
 from tandem.hf.opaque_calls import EXPERTS

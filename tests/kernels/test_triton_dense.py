@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tandem.devices.cuda.linear import DeviceLinear
-from tandem.hf.device_linear import on_device, pack_for_device
+from tandem.hf.dense import on_device, pack_for_device
 from tandem.kernels.dense import pack_dense
 from tandem.kernels.formats.weight_format import find_format
 from tests.kernels.interpreter import interpreted

@@ -15,8 +15,7 @@ from tandem.devices.cuda.linear import DeviceLinear
 from tandem.forecast.sizes import model_sizes
 from tandem.hf.checkpoint import open_model
 from tandem.hf.config import OffloadConfig
-from tandem.hf.dense import packed_layers
-from tandem.hf.device_linear import on_device
+from tandem.hf.dense import on_device, packed_layers
 from tests.architectures import result_of, tiny_inputs
 from tests.forecast.test_plan import loaded_bytes
 from tests.hf.tiny import save_tiny_checkpoint
@@ -124,9 +123,8 @@ def gpu_loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("tandem.hf.load.dense_device", lambda offload, device_map: gpu)
     for name in ("keep_embeddings_on_host", "move_dense_parts"):
         monkeypatch.setattr(f"tandem.hf.assembly.{name}", lambda *_: None)
-    monkeypatch.setattr("tandem.hf.assembly.on_device", lambda device: on_device(cpu))
     for module in ("quantizer", "assembly"):
-        monkeypatch.setattr(f"tandem.hf.{module}.where", lambda device, threads: on_device(cpu))
+        monkeypatch.setattr(f"tandem.hf.{module}.place_on", lambda *_: on_device(cpu))
     with interpreted():
         yield
 

@@ -80,7 +80,7 @@ def _pack_linear_layers(
 ) -> None:
     if fmt is None:
         return
-    for parent, name, linear in list(packable_layers(model)):
+    for _, parent, name, linear in list(packable_layers(model)):
         rows, cols = linear.weight.shape
         weight = DenseWeight(random_matrix(rows, cols, fmt), None)
         setattr(parent, name, PackedLinear(weight, threads, torch.bfloat16))

@@ -22,7 +22,6 @@ from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint
 from tandem.hf.compat import parts_in_fp32
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
 from tandem.hf.dense import has_quantised_experts, is_packable_embedding, packable_layers
-from tandem.hf.device_linear import device_layers
 from tandem.hf.experts import is_experts_module
 from tandem.hf.load import empty_model, is_widened_on, open_foreign, source_config
 from tandem.hf.load_job import LoadJob
@@ -222,11 +221,8 @@ def _packed_formats(
     if fmt is None or (is_auto and not has_quantised_experts(store)):
         return {}
     kept = {name.removesuffix(".weight"): own for name, own in codes.items() if own is not None}
-    paths = {id(module): path for path, module in model.named_modules()}
-    layers = device_layers if kind_of(offload.device).holds_dense_parts else packable_layers
-    formats: dict[str, WeightFormat | None] = {
-        paths[id(linear)]: fmt for _, _, linear in layers(model)
-    }
+    layers = packable_layers(model, on_device=kind_of(offload.device).holds_dense_parts)
+    formats: dict[str, WeightFormat | None] = dict.fromkeys((path for path, *_ in layers), fmt)
     formats |= {p: parse_dense_dtype(name) for p, name in (offload.dense_formats or {}).items()}
     return {path: own for path, own in formats.items() if own is not None} | kept
 

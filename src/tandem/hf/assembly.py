@@ -19,13 +19,15 @@ from tandem.hardware.profiles import save_profile
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
 from tandem.hf.dense import (
     give_fp32_logits,
+    has_kernels,
     has_quantised_experts,
     pack_dense_layers,
+    pack_for_device,
+    place_on,
     share_threads,
 )
 from tandem.hf.dense_files import take_stored_layers
 from tandem.hf.dense_place import keep_embeddings_on_host, move_dense_parts
-from tandem.hf.device_linear import has_kernels, on_device, pack_for_device, where
 from tandem.hf.identity import model_identity
 from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead, look_ahead
 from tandem.hf.machine.parts import DeviceParts, ObservedModel, observe
@@ -38,7 +40,7 @@ def assemble(model: PreTrainedModel, runtime: Runtime, options: OffloadConfig) -
     """Make a model's experts run as the options say, from now on; raises `TandemError`."""
     runtime.executor.close()
     runtime.choose(options)
-    take_stored_layers(model, where(runtime.device, runtime.threads))
+    take_stored_layers(model, place_on(runtime.device, runtime.threads))
     if runtime.device.type == "cpu":
         pack_dense_layers(model, options.dense_dtype, runtime.threads)
     else:
@@ -62,7 +64,7 @@ def _bring_dense_parts(model: PreTrainedModel, runtime: Runtime, options: Offloa
     if fmt is not None and (can_pack or options.dense_dtype != "auto"):
         formats = options.dense_formats or {}  # of a packed checkpoint
         kept = [path for path, name in formats.items() if parse_dense_dtype(name) is None]
-        pack_for_device(model, fmt, on_device(device), kept)
+        pack_for_device(model, fmt, place_on(device, runtime.threads), kept)
     keep_embeddings_on_host(model, device)
     move_dense_parts(model, device)
 

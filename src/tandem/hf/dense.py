@@ -4,13 +4,16 @@ Attention projections, shared experts, dense feed-forward layers and the output 
 whose few bytes decide everything, nor embeddings.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import importlib.util
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tandem.core.errors import ConfigError
 from tandem.devices.cuda.embedding import HostEmbedding
+from tandem.devices.cuda.linear import DeviceLinear
 from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.foreign_types import PreTrainedModel
@@ -27,6 +30,12 @@ _ROUTER_NAMES = ("gate", "router", "router_proj", "shared_expert_gate")
 _SCALE = "scalar_embed_scale"  # of Gemma's embeddings
 # Smaller ones save nothing.
 _LEAST_WEIGHTS = 1 << 14
+# Latent attention multiplies with them by head, as numbers: packed on a GPU they would be there
+# twice.
+_READ_BY_HEAD = ("kv_b_proj",)
+
+Place = Callable[[DenseWeight, torch.dtype, Tensor | None], nn.Module]
+"""Makes the layer of a weight, of its values' dtype and the order of its inputs."""
 
 
 class UnpackedWeight(Tensor):
@@ -209,7 +218,7 @@ def pack_dense_layers(model: PreTrainedModel, dense_dtype: str, threads: CpuThre
     store = () if runtime is None else runtime.store
     if plain_name(dense_dtype) == "auto" and not has_quantised_experts(store):
         return 0
-    return _replace(model, threads, lambda dtype: fmt)
+    return _pack_here(model, lambda dtype: fmt, threads)
 
 
 def pack_as_loaded(model: PreTrainedModel, threads: CpuThreads) -> int:
@@ -225,26 +234,45 @@ def pack_as_loaded(model: PreTrainedModel, threads: CpuThreads) -> int:
         fmt = stored_format(None, dtype)
         return fmt if isinstance(fmt, WeightFormat) else None
 
-    return _replace(model, threads, same)
+    return _pack_here(model, same, threads)
+
+
+def pack_for_device(
+    model: nn.Module, fmt: WeightFormat, place: Place, kept: Collection[str] = ()
+) -> int:
+    """Replace a model's linear layers by packed ones on a GPU; return the bytes of these.
+
+    They are packed on the host, one by one. Those at the paths `kept`, what is read by head,
+    routers, embeddings and towers for images stay. Raises `ConfigError` without Triton.
+    """
+    layers = (at for at in packable_layers(model, on_device=True) if at[0] not in kept)
+    return _replace(model, layers, lambda dtype: fmt, place)
+
+
+_FormatOf = Callable[[torch.dtype], WeightFormat | None]
+
+
+def _pack_here(model: PreTrainedModel, format_of: _FormatOf, threads: CpuThreads) -> int:
+    num_bytes = _replace(model, packable_layers(model), format_of, on_cpu(threads))
+    give_fp32_logits(model)
+    return num_bytes
 
 
 def _replace(
-    model: PreTrainedModel,
-    threads: CpuThreads,
-    format_of: Callable[[torch.dtype], WeightFormat | None],
+    model: nn.Module, layers: Iterable["LinearAt"], format_of: _FormatOf, place: Place
 ) -> int:
     """Pack every layer whose dtype has a format."""
     num_bytes = 0
-    for parent, name, linear in list(packable_layers(model)):
-        fmt = format_of(linear.weight.dtype)
+    for _, parent, name, linear in list(layers):
+        fmt, dtype = format_of(linear.weight.dtype), linear.weight.dtype
         if fmt is None:
             continue
+        bias = None if linear.bias is None else linear.bias.detach().cpu()
         label = f"{type(parent).__name__}.{name}"
-        packed = pack_dense(linear.weight, linear.bias, fmt, name=label)
-        setattr(parent, name, PackedLinear(packed, threads, linear.weight.dtype))
+        packed = pack_dense(linear.weight.detach().cpu(), bias, fmt, name=label)
+        setattr(parent, name, place(packed, dtype, None))
         num_bytes += packed.num_bytes
-    untie(model, PackedLinear)
-    give_fp32_logits(model)
+    untie(model, PackedLinear, DeviceLinear)
     return num_bytes
 
 
@@ -253,7 +281,7 @@ def untie(model: Any, *kinds: type[nn.Module]) -> None:
 
     A head that is tied to the embeddings becomes a packed copy of them.
     """
-    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    tied = tied_weights(model)
     kept = [key for key in tied if isinstance(model.get_submodule(key.rpartition(".")[0]), kinds)]
     for key in kept:
         del tied[key]
@@ -292,12 +320,54 @@ def is_tower(path: str) -> bool:
     return any(word in path for word in ("vision", "visual", "audio"))
 
 
-def packable_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """Yield (parent, name, layer) of every linear layer that is worth packing."""
-    for path, parent in model.named_modules():
-        if is_experts_module(parent) or is_tower(path):
+LinearAt = tuple[str, nn.Module, str, nn.Linear]
+"""A linear layer with its path, its parent and its name there."""
+
+
+def packable_layers(model: nn.Module, *, on_device: bool = False) -> Iterator[LinearAt]:
+    """Yield every linear layer that is worth packing, here or on a GPU."""
+    kept = (*_ROUTER_NAMES, *(_READ_BY_HEAD if on_device else ()))
+    for above, parent in model.named_modules():
+        if is_experts_module(parent) or is_tower(above):
             continue
         for name, child in parent.named_children():
-            is_plain = type(child) is nn.Linear and name not in _ROUTER_NAMES
+            is_plain = type(child) is nn.Linear and name not in kept
             if is_plain and child.weight.numel() >= _LEAST_WEIGHTS:
-                yield parent, name, child
+                yield f"{above}.{name}".removeprefix("."), parent, name, child
+
+
+def tied_weights(model: nn.Module) -> dict[str, str]:
+    """Return which other weight, by name, Transformers gives a model's weights that are tied."""
+    return getattr(model, "all_tied_weights_keys", {})
+
+
+def has_kernels() -> bool:
+    """Whether a GPU can multiply with packed weights: Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def place_on(device: torch.device, threads: CpuThreads) -> Place:
+    """Return what makes packed layers beside a model's other dense parts."""
+    return on_cpu(threads) if device.type == "cpu" else on_device(device)
+
+
+def on_cpu(threads: CpuThreads) -> Place:
+    """Return what makes layers that some threads multiply."""
+    return lambda weight, dtype, order: PackedLinear(weight, threads, dtype, order)
+
+
+def on_device(device: torch.device) -> Place:
+    """Return what brings weights to a GPU, which raises `ConfigError` without Triton."""
+
+    def place(weight: DenseWeight, dtype: torch.dtype, order: Tensor | None) -> nn.Module:
+        if not has_kernels():
+            raise ConfigError(
+                "linear layers are packed and Triton, which would multiply with such weights on "
+                "the GPU, is not installed; pip install triton, or leave dense_dtype out"
+            )
+        from tandem.triton_kernels.dense import bring
+
+        there = None if order is None else order.to(device)
+        return DeviceLinear(bring(weight, device), dtype, there)
+
+    return place

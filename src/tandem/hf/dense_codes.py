@@ -19,11 +19,12 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.hf.dense import (
     PackedEmbedding,
     PackedLinear,
+    Place,
     is_packable_embedding,
     packable_layers,
+    tied_weights,
     untie,
 )
-from tandem.hf.device_linear import Place
 from tandem.kernels.dense import CpuThreads, DenseWeight, padded_bias
 from tandem.kernels.formats import PackedMatrix, WeightFormat
 from tandem.kernels.formats.file_rows import Placing, write_file_rows
@@ -42,18 +43,19 @@ def quantised_layers(
     by_parameter: dict[str, list[StoredWeight]] = defaultdict(list)
     for name, weight in source.weights.items():
         by_parameter[targets.get(name, "")].append(weight)
-    paths = {id(module): path for path, module in model.named_modules()}
-    tied = getattr(model, "all_tied_weights_keys", {})
+    tied = tied_weights(model)
     found: dict[str, WeightFormat | None] = {}
-    for _, _, linear in packable_layers(model):
-        parameter = f"{paths[id(linear)]}.weight"
+    for path, _, _, linear in packable_layers(model):
+        parameter = f"{path}.weight"
         # A head that is tied to the embeddings has their codes.
         weights = by_parameter.get(tied.get(parameter, parameter), [])
         if weights:
             found[parameter] = _format_of(weights, linear.weight)
     embeddings = _embeddings(model, by_parameter, found, tied)
-    read = [f"{paths[id(model.get_input_embeddings())]}.weight"] if are_apart else [*embeddings]
-    return found | {name: embeddings[name] for name in read if name in embeddings}
+    if are_apart:
+        read = next(path for path, m in model.named_modules() if m is model.get_input_embeddings())
+        embeddings = {name: fmt for name, fmt in embeddings.items() if name == f"{read}.weight"}
+    return found | embeddings
 
 
 def _embeddings(

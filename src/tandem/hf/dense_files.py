@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from tandem.devices.cuda.linear import DeviceLinear
 from tandem.hf.config import DEFAULT_DENSE_FORMAT, parse_dense_dtype
-from tandem.hf.dense import PackedLinear, packable_layers, untie
-from tandem.hf.device_linear import Place
+from tandem.hf.dense import PackedLinear, Place, packable_layers, untie
 from tandem.kernels.dense import DenseWeight, pack_dense
 from tandem.kernels.formats.packed import PackedMatrix
 from tandem.kernels.formats.weight_format import WeightFormat, find_format
@@ -45,7 +44,7 @@ class StoredLinear(nn.Module):
             if self.has_bias
             else None
         )
-        parts = [part.view(torch.uint8) for part in _parts((matrix, bias))]
+        parts = [part.view(torch.uint8) for part in _parts(matrix, bias)]
         for part, piece in zip(parts, stored.split([len(part) for part in parts]), strict=True):
             part.copy_(piece)
         return place(DenseWeight(matrix, bias), self.dtype, None)
@@ -59,9 +58,8 @@ def expect_stored_layers(
     `others` names the formats of those, by path, that are not packed in `fmt`; "none": as loaded.
     """
     formats = {path: parse_dense_dtype(name) for path, name in (others or {}).items()}
-    paths = {id(module): path for path, module in model.named_modules()}
-    for parent, name, linear in list(packable_layers(model)):
-        own = formats.get(paths[id(linear)], fmt)
+    for path, parent, name, linear in list(packable_layers(model)):
+        own = formats.get(path, fmt)
         if own is not None:
             setattr(parent, name, StoredLinear(linear, own))
     untie(model, StoredLinear)
@@ -79,7 +77,7 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of all packed layers for a file."""
     return {
         f"{path}.{TENSOR_NAME}": torch.cat(
-            [part.view(torch.uint8) for part in _parts((stored.matrix, stored.bias))]
+            [part.view(torch.uint8) for part in _parts(stored.matrix, stored.bias)]
         )
         for path, layer in _packed_anywhere(model)
         if (stored := _stored(layer))
@@ -123,12 +121,10 @@ def dense_formats_of(model: nn.Module) -> tuple[str, dict[str, str]]:
     if not names:
         return "none", {}
     ((most, _),) = Counter(names.values()).most_common(1)
-    paths = {id(module): path for path, module in model.named_modules()}
-    names |= {paths[id(linear)]: "none" for _, _, linear in packable_layers(model)}
+    names |= dict.fromkeys((path for path, *_ in packable_layers(model)), "none")
     return most, {path: name for path, name in names.items() if name != most}
 
 
-def _parts(layer: tuple[PackedMatrix, Tensor | None]) -> list[Tensor]:
+def _parts(matrix: PackedMatrix, bias: Tensor | None) -> list[Tensor]:
     """Return a layer's tensors in the order of the file."""
-    matrix, bias = layer
     return [part for part in (matrix.data, matrix.scales, bias) if part is not None]

@@ -32,11 +32,10 @@ from tandem.hf.config import (
     stored_format,
 )
 from tandem.hf.conversion import ReadSource, StoreExpertwise, StoreFused, StorePacked
-from tandem.hf.dense import has_quantised_experts
+from tandem.hf.dense import has_kernels, has_quantised_experts, place_on, tied_weights
 from tandem.hf.dense_codes import quantised_layers
 from tandem.hf.dense_files import expect_stored_layers
 from tandem.hf.dense_place import dense_device
-from tandem.hf.device_linear import has_kernels, where
 from tandem.hf.experts import EXPERTS_IMPLEMENTATION, is_experts_module
 from tandem.hf.finite import require_finite_weights
 from tandem.hf.load_job import LoadJob
@@ -123,7 +122,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         formats: dict[str, WeightFormat | None] = {}
         if is_here or has_kernels():
             formats = self.dense_code_formats(model, on_device=not is_here)
-            self._writer.dense.expect(formats, getattr(model, "all_tied_weights_keys", {}))
+            self._writer.dense.expect(formats, tied_weights(model))
         if sink is None and not self.pre_quantized:  # a packed file is mapped
             # Plain weights on their way to a GPU are views of the files.
             is_counted = is_here or source is not None
@@ -238,7 +237,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             require_finite_weights(model)
         self._job.source = self._job.sink = None  # files need not stay open
         self._targets, self._from_source = {}, set()
-        place = where(runtime.device, runtime.threads)
+        place = place_on(runtime.device, runtime.threads)
         self._writer.dense.put_in(model, runtime.threads, place)
         assemble(model, runtime, self.quantization_config)
         if self.pre_quantized:
@@ -286,7 +285,7 @@ def _dense_bytes(model: PreTrainedModel, formats: Mapping[str, WeightFormat | No
     Weights with a format in `formats` are never there as numbers.
     """
     experts = {id(p) for m in model.modules() if is_experts_module(m) for p in m.parameters()}
-    tied = getattr(model, "all_tied_weights_keys", {})
+    tied = tied_weights(model)
     tensors = (*model.named_parameters(), *model.named_buffers())
     own = ((name, t) for name, t in tensors if id(t) not in experts and name not in tied)
     return sum(
@@ -327,8 +326,7 @@ def _targets_experts(converter: WeightConverter) -> bool:
 
 def _tied_to(model: PreTrainedModel, name: str) -> str:
     """Return the module whose experts a module shares (itself, in nearly every model)."""
-    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
-    return tied.get(f"{name}.down_proj", f"{name}.down_proj").rpartition(".")[0]
+    return tied_weights(model).get(own := f"{name}.down_proj", own).rpartition(".")[0]
 
 
 def _why_refused(model: PreTrainedModel) -> str:
