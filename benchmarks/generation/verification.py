@@ -23,7 +23,7 @@ from tandem.bench.generation import dense_bytes
 from tandem.bench.model_shapes import ModelShape, find_shape
 from tandem.bench.random_model import build_random_model
 from tandem.decode.cpu_slots import CpuSlotPool
-from tandem.experts.tracing.forced_routing import ForcedRouting
+from tandem.experts.execution.forced_routing import ForcedRouting
 from tandem.hf.config import OffloadConfig
 from tandem.hf.runtime import require_runtime
 from tandem.trace import RoutingTrace, read_trace

@@ -24,8 +24,8 @@ from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape, find_shape
 from tandem.bench.random_model import build_random_model
 from tandem.core.errors import TandemError
 from tandem.devices.cuda.streams import CudaStreams, HostCopy, Stream
+from tandem.experts.execution.forced_routing import ForcedRouting
 from tandem.experts.execution.hybrid_executor import HybridExecutor
-from tandem.experts.tracing.forced_routing import ForcedRouting
 from tandem.hf.assembly import assemble
 from tandem.hf.config import OffloadConfig
 from tandem.hf.runtime import require_runtime

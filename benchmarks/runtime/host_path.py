@@ -158,9 +158,10 @@ def make_hybrid(trace: RoutingTrace, share: float) -> tuple[HybridExecutor, Expe
     machine = Machine(profile, shape_for(profile, trace.meta.model, geometry))
     kernels = ExpertKernels(CpuThreads(num_threads=2))
     streams: Any = _Streams()
+    device = CudaDevice(streams, _Kernels())
     cache = ExpertCache(
         make_store(geometry, HIDDEN, INNER, "int4"),
-        CudaDevice(streams, _Kernels()),
+        device,
         Timeline(machine.profile, machine.shape),
         geometry,
         machine,
@@ -168,7 +169,7 @@ def make_hybrid(trace: RoutingTrace, share: float) -> tuple[HybridExecutor, Expe
         SilentCopies,
     )
     fill(cache, share)
-    return HybridExecutor(cache, kernels), kernels
+    return HybridExecutor(cache, device, kernels), kernels
 
 
 def main() -> int:

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from tandem.devices.emulated import EmulatedDevice
+from tandem.experts.cache.clock import WallClock
 from tandem.experts.cache.copy_engine import VirtualCopyEngine
 from tandem.experts.cache.copy_thread import CopyThread
 from tandem.experts.cache.expert_cache import ExpertCache, Machine
 from tandem.experts.cache.slots import Claim, SlotUse
 from tandem.experts.execution.batch import ExpertBatch, ExpertFunctions
-from tandem.experts.execution.clock import WallClock
 from tandem.experts.execution.executor import CpuExecutor, Executor
 from tandem.experts.execution.expert_kernels import ExpertKernels, WeightSource
 from tandem.experts.execution.hybrid_executor import HybridExecutor
@@ -162,9 +162,10 @@ def bookkeeping(steps: int, share: float) -> dict[str, float]:
     profile = load_profile("laptop-8gb")
     machine = Machine(profile, shape_for(profile, trace.meta.model, geometry))
     kernels = SilentKernels(CpuThreads(num_threads=1))
+    device = SilentDevice(1 << 30, kernels)
     cache = ExpertCache(
         make_store(geometry, TINY, TINY, "int8"),
-        SilentDevice(1 << 30, kernels),
+        device,
         Timeline(machine.profile, machine.shape),
         geometry,
         machine,
@@ -172,7 +173,7 @@ def bookkeeping(steps: int, share: float) -> dict[str, float]:
         SilentCopies,
     )
     fill(cache, share)
-    hybrid = HybridExecutor(cache, kernels)
+    hybrid = HybridExecutor(cache, device, kernels)
     replay_seconds(hybrid, trace, steps)  # the cache and the policies' tables fill
     whole = median(replay_seconds(hybrid, trace, steps)) * 1e6
     statistics, parts = CacheStatistics(), Parts()
@@ -202,9 +203,10 @@ def on_the_emulated_device(steps: int, share: float) -> dict[str, float]:
     machine = Machine(profile, shape_for(profile, trace.meta.model, geometry))
     threads = CpuThreads(num_threads=1)
     kernels = ExpertKernels(threads)
+    devices = EmulatedDevice(1 << 30, kernels), EmulatedDevice(1 << 30, kernels, has_thread=True)
     virtual = ExpertCache(
         store,
-        EmulatedDevice(1 << 30, kernels),
+        devices[0],
         Timeline(machine.profile, machine.shape),
         geometry,
         machine,
@@ -214,7 +216,7 @@ def on_the_emulated_device(steps: int, share: float) -> dict[str, float]:
     clock = WallClock()
     real = ExpertCache(
         store,
-        EmulatedDevice(1 << 30, kernels, has_thread=True),
+        devices[1],
         clock,
         geometry,
         machine,
@@ -222,7 +224,10 @@ def on_the_emulated_device(steps: int, share: float) -> dict[str, float]:
         lambda store, slots, geometry, _: CopyThread(store, slots, geometry, clock),
     )
     native = [layer for host in store if (layer := native_layer(host, FUNCTIONS)) is not None]
-    planned, captured = HybridExecutor(virtual, kernels), HybridExecutor(real, kernels)
+    planned, captured = (
+        HybridExecutor(cache, device, kernels)
+        for cache, device in zip((virtual, real), devices, strict=True)
+    )
     captured.captured = TwinSteps(real, native, threads, torch.float32)
     fill(virtual, share)
     fill(real, share)

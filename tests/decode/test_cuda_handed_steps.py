@@ -25,11 +25,11 @@ from tandem.devices.cuda.kernels import TorchKernels
 from tandem.devices.cuda.signals import KernelSignals
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.execution.batch import ExpertFunctions
+from tandem.experts.execution.forced_routing import ForcedRouting
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import LayerExecuted
-from tandem.experts.tracing.forced_routing import ForcedRouting
 from tandem.hardware.profiles import save_profile
 from tandem.hf.config import OffloadConfig
 from tandem.hf.experts import expert_functions
@@ -155,7 +155,7 @@ def _executor(observed: ObservedModel, library: DriverLibrary) -> HybridExecutor
         observed.options.planner_settings(), parts.make_engine,
     )  # fmt: skip
     cache.resize(observed.geometry.num_layers * observed.geometry.num_experts // 2)
-    executor = HybridExecutor(cache, parts.kernels)
+    executor = HybridExecutor(cache, parts.device, parts.kernels)
     layers = observed.native_layers(cache)
     assert layers is not None
     assert isinstance(parts.device, CudaDevice)

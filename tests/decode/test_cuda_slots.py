@@ -95,10 +95,12 @@ def test_every_served_model_is_found_by_trying(models: dict[str, Any]) -> None:
 
 
 def test_steps_that_ask_routers_ahead_are_not_captured(models: dict[str, Any]) -> None:
+    class AsksAhead(CpuExecutor):
+        needs_hooks = True
+
     runtime = runtime_in(models["mixtral"])
-    before, executor = runtime.executor, CpuExecutor(runtime.store)
-    executor.needs_hooks = True
-    runtime.use(executor)
+    before = runtime.executor
+    runtime.use(AsksAhead(runtime.store))
     try:
         rows = cuda_pool(models["mixtral"], PROMPTS, 20, make_capture=TwinCapture)
         logits_of(rows)

@@ -11,9 +11,9 @@ from tandem.decode.cuda.resident_layers import GraphedLayers
 from tandem.decode.padded import PaddedBatch
 from tandem.devices.cuda.device import CudaDevice
 from tandem.devices.cuda.kernels import TorchKernels
+from tandem.experts.cache.clock import WallClock
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.execution.batch import ExpertFunctions
-from tandem.experts.execution.clock import WallClock
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.hf.experts import expert_functions

@@ -9,8 +9,8 @@ import torch
 
 import tandem
 from tandem.experts.execution.executor import CpuExecutor
+from tandem.experts.execution.forced_routing import ForcedRouting
 from tandem.experts.tracing.events import ExpertStatistics
-from tandem.experts.tracing.forced_routing import ForcedRouting
 from tandem.generate.generator import Generator
 from tandem.recording.recorded_graph import RecordedGraph, record_step
 from tandem.recording.replay import ReplayedStep

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.devices.cuda.streams import Event, HostCopy, Stream, Work
-from tandem.experts.execution.device import DeviceMemory, OutOfDeviceMemoryError
+from tandem.experts.cache.sizing import DeviceMemory, OutOfDeviceMemoryError
 
 
 class LazyEvent:

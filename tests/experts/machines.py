@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tandem.experts.cache.clock import Clock, WallClock
 from tandem.experts.cache.copy_engine import VirtualCopyEngine
 from tandem.experts.cache.copy_thread import CopyThread
 from tandem.experts.cache.expert_cache import ExpertCache, Machine
 from tandem.experts.cache.slots import Slots
 from tandem.experts.execution.batch import ExpertFunctions
-from tandem.experts.execution.clock import Clock, WallClock
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.store.host_store import HostStore
@@ -107,9 +107,10 @@ def make_executor(
     """Return a hybrid executor on the emulated device and the virtual clock."""
     machine = machine or make_machine(geometry)
     kernels = ExpertKernels(CpuThreads(num_threads=1))
+    device = FaultyDevice(device_bytes, kernels)
     cache = ExpertCache(
         store,
-        FaultyDevice(device_bytes, kernels),
+        device,
         Timeline(machine.profile, machine.shape),
         geometry,
         machine,
@@ -117,7 +118,7 @@ def make_executor(
         VirtualCopyEngine,
     )
     cache.resize(num_slots, resident)
-    return HybridExecutor(cache, kernels)
+    return HybridExecutor(cache, device, kernels)
 
 
 def make_real_executor(
@@ -141,9 +142,10 @@ def make_real_executor(
         return DisturbedLink(*parts, bytes_per_second=bytes_per_second, disturbance=disturbance)
 
     device_kernels = ExpertKernels(CpuThreads(num_threads=1), on_busy=clock.add_gpu)
+    device = FaultyDevice(1 << 30, device_kernels, has_thread=True)
     cache = ExpertCache(
         store,
-        FaultyDevice(1 << 30, device_kernels, has_thread=True),
+        device,
         clock,
         geometry,
         machine,
@@ -151,7 +153,8 @@ def make_real_executor(
         make_engine,
     )
     cache.resize(num_slots)
-    return HybridExecutor(cache, ExpertKernels(CpuThreads(num_threads=1), on_busy=clock.add_cpu))
+    kernels = ExpertKernels(CpuThreads(num_threads=1), on_busy=clock.add_cpu)
+    return HybridExecutor(cache, device, kernels)
 
 
 def route(

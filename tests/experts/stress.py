@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tandem.core.errors import ExecutionError
-from tandem.experts.execution.device import OutOfDeviceMemoryError
+from tandem.experts.cache.sizing import OutOfDeviceMemoryError
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.kernels.dense import CpuThreads

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tandem.devices.emulated import EmulatedDevice
 from tandem.experts.cache import copy_thread
+from tandem.experts.cache.clock import WallClock
 from tandem.experts.cache.copy_engine import VirtualCopyEngine, copy_image
 from tandem.experts.cache.copy_thread import CopyThread
 from tandem.experts.cache.slots import Slots
-from tandem.experts.execution.clock import WallClock
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels.dense import CpuThreads

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
-from tandem.experts.execution.executor import StatelessExecutor
-from tandem.experts.tracing.forced_routing import ForcedRouting
+from tandem.experts.execution.executor import Executor
+from tandem.experts.execution.forced_routing import ForcedRouting
 from tandem.trace import RoutingTrace, TraceMeta
 from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_store
 
@@ -34,7 +34,7 @@ class Copies(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Noting(StatelessExecutor):
+class Noting(Executor):
     """Computes nothing, and notes what it was asked."""
 
     def __init__(self) -> None:

@@ -66,7 +66,7 @@ def test_host_rows_are_brought_to_the_device_once_a_layer_and_added_there() -> N
     cache = ExpertCache(store, device, clock, GEOMETRY, machine, settings, VirtualCopyEngine)
     cache.resize(8, [0, 1, 2, 8, 9, 10])
     executor, alone = (
-        HybridExecutor(cache, ExpertKernels(CpuThreads(num_threads=1))),
+        HybridExecutor(cache, device, ExpertKernels(CpuThreads(num_threads=1))),
         CpuExecutor(store),
     )
     events: list[LayerExecuted] = []

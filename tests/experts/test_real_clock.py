@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tandem.core.errors import ExecutionError
-from tandem.experts.execution.device import OutOfDeviceMemoryError
+from tandem.experts.cache.sizing import OutOfDeviceMemoryError
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.store.host_store import HostStore

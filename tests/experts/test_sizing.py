@@ -3,9 +3,7 @@
 import pytest
 
 from tandem.core.errors import CapacityError
-from tandem.experts.cache.memory_share import MemoryShare
-from tandem.experts.cache.sizing import count_slots
-from tandem.experts.execution.device import DeviceMemory
+from tandem.experts.cache.sizing import DeviceMemory, MemoryShare, count_slots
 from tandem.experts.measuring.profiler import with_emulated_gpu, with_link
 from tests.experts.machines import make_machine
 

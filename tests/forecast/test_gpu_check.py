@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.devices.cuda.streams import Stream, Work
-from tandem.experts.execution.device import DeviceMemory
+from tandem.experts.cache.sizing import DeviceMemory
 from tandem.forecast.finding import Finding
 from tandem.forecast.gpu_check import Driver, ask_nvidia_smi, check_gpu, parse_smi
 from tests.experts.lazy_streams import LazyStreams

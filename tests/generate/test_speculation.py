@@ -16,8 +16,8 @@ from torch import Tensor
 
 import tandem
 from tandem.core.errors import ConfigError
+from tandem.experts.execution.recorder import RoutingRecorder
 from tandem.experts.tracing.events import ExpertStatistics, LayerExecuted
-from tandem.experts.tracing.recorder import RoutingRecorder
 from tandem.generate.answer import Answer
 from tandem.generate.generator import Generator
 from tandem.generate.penalties import PenalisedScores, Penalties

@@ -16,8 +16,7 @@ from tandem.devices.cuda.checks import Gpu
 from tandem.devices.cuda.kernels import TorchKernels
 from tandem.devices.cuda.streams import Work
 from tandem.experts.cache.expert_cache import ExpertCache
-from tandem.experts.cache.memory_share import parse_gpu_memory
-from tandem.experts.cache.sizing import budget_bytes, count_slots
+from tandem.experts.cache.sizing import budget_bytes, count_slots, parse_gpu_memory
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.tracing.cache_statistics import CacheStatistics
@@ -82,7 +81,7 @@ def test_the_model_says_the_same_on_the_gpus_code(
         made.make_engine,
     )
     cache.resize(6, [0, 1, 2])
-    executor, statistics = HybridExecutor(cache, made.kernels), CacheStatistics()
+    executor, statistics = HybridExecutor(cache, made.device, made.kernels), CacheStatistics()
     executor.listeners.append(statistics)
     observed.bind(executor)
     with torch.inference_mode():

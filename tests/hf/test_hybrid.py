@@ -13,9 +13,9 @@ import tandem
 from tandem.core.errors import CapacityError, ConfigError, ExecutionError, TandemError
 from tandem.devices.options import OffloadOptions
 from tandem.experts.cache.heat import Heat
-from tandem.experts.cache.memory_share import parse_gpu_memory
+from tandem.experts.cache.sizing import parse_gpu_memory
+from tandem.experts.execution.forced_routing import ForcedRouting
 from tandem.experts.tracing.cache_statistics import CacheStatistics
-from tandem.experts.tracing.forced_routing import ForcedRouting
 from tandem.generate.generator import Generator
 from tandem.hardware.profiles import save_profile
 from tandem.hf.identity import model_identity

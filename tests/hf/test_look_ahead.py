@@ -159,7 +159,7 @@ def test_a_closed_executor_listens_no_more(checkpoint: Path, profile: str) -> No
     assert not isinstance(found, str)
     routers = [router.module for router in found]
     assert all(len(router._forward_pre_hooks) == 1 for router in routers)
-    runtime_in(model).executor.close()
+    model.close()
     assert all(len(router._forward_pre_hooks) == 0 for router in routers)
 
 

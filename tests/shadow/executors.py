@@ -7,9 +7,9 @@ from tandem.devices.cuda.copies import CudaCopyEngine, Link
 from tandem.devices.cuda.device import CudaDevice
 from tandem.devices.cuda.kernels import TorchKernels
 from tandem.devices.cuda.streams import CudaStreams
+from tandem.experts.cache.clock import Clock, WallClock
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.cache.slots import Slots
-from tandem.experts.execution.clock import Clock, WallClock
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.hybrid_executor import HybridExecutor
@@ -49,7 +49,7 @@ def make_executor(
     machine = make_machine(cpu=2e-5, gpu=1e-5, link=2e-5, dense=1e-4)
     cache = ExpertCache(store, device, wall, GEOMETRY, machine, settings, make_engine)
     cache.resize(num_slots)
-    return HybridExecutor(cache, ExpertKernels(CpuThreads(num_threads=1)))
+    return HybridExecutor(cache, device, ExpertKernels(CpuThreads(num_threads=1)))
 
 
 def run_steps(executor: HybridExecutor, store: HostStore, *, steps: int = 8) -> None:

@@ -64,7 +64,7 @@ def run_model(options: ModelBenchOptions, choice: "ModelChoice | None") -> int:
     from tandem.bench.generation import Workload, ceiling_of, measure, measure_machine
     from tandem.bench.kernels import KernelBench
     from tandem.cli.explain import decode_step
-    from tandem.experts.tracing.forced_routing import ForcedRouting
+    from tandem.experts.execution.forced_routing import ForcedRouting
     from tandem.generate.generator import Generator
     from tandem.hf.runtime import require_runtime
     from tandem.kernels.cpu import detect_cpu

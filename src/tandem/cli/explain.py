@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.experts.cache.expert_cache import ExpertCache
+from tandem.experts.execution.executor import unheard
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.tracing.cache_statistics import CacheStatistics, LayerCounts
-from tandem.experts.tracing.events import unheard
 from tandem.foreign_types import PreTrainedModel
 from tandem.generate.speculation.draft_counts import DraftCounts
 from tandem.kernels.formats.weight_format import find_format
@@ -22,7 +22,7 @@ from tandem.sim.replay import ReplaySettings, replay
 from tandem.sim.start import SIMULATED_STARTS
 
 if TYPE_CHECKING:
-    from tandem.experts.tracing.recorder import RoutingRecorder
+    from tandem.experts.execution.recorder import RoutingRecorder
     from tandem.generate.answer import Answer
     from tandem.generate.generator import Generator
     from tandem.generate.speculation.speculation import Speculation
@@ -252,7 +252,7 @@ class Explanation:
             self._watch()
 
     def _watch(self) -> None:
-        from tandem.experts.tracing.recorder import RoutingRecorder
+        from tandem.experts.execution.recorder import RoutingRecorder
 
         self._recorder = RoutingRecorder(self._executor, hears_of_drafts=True)
         if self._generator.speculation is not None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tandem.core.errors import ExecutionError
 from tandem.decode.model_runner import ModelRunner, has_packed_weights, why_other_logits
 from tandem.decode.slots import EACH_TOKEN_SEEN, MAX_STEP_TOKENS, CachedSlotPool
-from tandem.experts.tracing.events import unheard
+from tandem.experts.execution.executor import unheard
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.lookahead.warm_up import warm_up_ids
 from tandem.kernels import _native

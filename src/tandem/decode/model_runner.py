@@ -14,9 +14,8 @@ from tandem.decode.norms import NormSwitch
 from tandem.decode.padded import PaddedBatch
 from tandem.decode.prompt_operations import PromptOperations
 from tandem.decode.shallow_copy import ShallowCopy
-from tandem.experts.execution.executor import Executor
+from tandem.experts.execution.executor import Executor, unheard
 from tandem.experts.store.packed_layer import PackedLayer
-from tandem.experts.tracing.events import unheard
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import (
     cache_argument,

@@ -3,12 +3,10 @@
 Loads no torch, so that `--help` is fast; a kind loads what it needs when it is asked.
 """
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from tandem.core.registry import Registry
-
-if TYPE_CHECKING:
-    from tandem.experts.execution.device import DeviceMemory
+from tandem.experts.cache.sizing import DeviceMemory
 
 
 class DeviceKind(Protocol):
@@ -21,7 +19,7 @@ class DeviceKind(Protocol):
     def require(self) -> None:
         """Raise `CapacityError` where there is no such device."""
 
-    def memory(self) -> "DeviceMemory":
+    def memory(self) -> DeviceMemory:
         """Return its memory now; raises as `require` does."""
 
 
@@ -38,9 +36,8 @@ class Cpu:
     def require(self) -> None:
         """No-op."""
 
-    def memory(self) -> "DeviceMemory":
+    def memory(self) -> DeviceMemory:
         """Return the host's memory."""
-        from tandem.experts.execution.device import DeviceMemory
         from tandem.experts.store.host_memory import available_bytes
 
         available = available_bytes()
@@ -60,7 +57,7 @@ class Cuda:
 
         require_cuda()
 
-    def memory(self) -> "DeviceMemory":
+    def memory(self) -> DeviceMemory:
         """Return the GPU's memory."""
         from tandem.devices.cuda.streams import CudaStreams
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tandem.core.units import format_bytes
+from tandem.experts.cache.sizing import DeviceMemory, OutOfDeviceMemoryError
 from tandem.experts.cache.slots import SlotUse
 from tandem.experts.execution.batch import ExpertBatch
-from tandem.experts.execution.device import DeviceMemory, OutOfDeviceMemoryError
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.routing import SumRows
 from tandem.experts.execution.row_memory import RowMemory

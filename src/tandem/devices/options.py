@@ -9,7 +9,7 @@ from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
 from tandem.core.units import parse_bandwidth
 from tandem.devices import DEVICES, kind_of
-from tandem.experts.cache.memory_share import parse_gpu_memory
+from tandem.experts.cache.sizing import parse_gpu_memory
 from tandem.experts.cache.start import STARTS
 from tandem.policy.assignment import ASSIGNMENTS
 from tandem.policy.eviction import EVICTIONS

@@ -14,7 +14,7 @@ from tandem.devices.cuda.checks import Gpu, Probe, TorchProbe, require_cuda
 from tandem.devices.cuda.hand_over_trial import find_signals
 from tandem.devices.cuda.signals import Signals
 from tandem.devices.cuda.streams import CudaStreams, Stream, Streams
-from tandem.experts.execution.device import OutOfDeviceMemoryError
+from tandem.experts.cache.sizing import OutOfDeviceMemoryError
 from tandem.forecast.finding import Finding
 from tandem.forecast.windows_check import check_pinned_memory
 

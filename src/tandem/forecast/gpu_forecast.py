@@ -17,7 +17,7 @@ from tandem.bench.random_model import build_random_model
 from tandem.core.errors import CapacityError
 from tandem.core.units import parse_bandwidth
 from tandem.devices import kind_of
-from tandem.experts.execution.device import DeviceMemory
+from tandem.experts.cache.sizing import DeviceMemory
 from tandem.experts.measuring.profiler import with_emulated_gpu, with_link
 from tandem.forecast.sizes import ModelSizes, config_sizes
 from tandem.forecast.speed_forecast import PROMPT_TOKENS, cut_shape

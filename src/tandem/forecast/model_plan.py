@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 from tandem.core.units import format_bytes
 from tandem.devices import kind_of
-from tandem.experts.cache.memory_share import parse_gpu_memory
-from tandem.experts.cache.sizing import count_slots
-from tandem.experts.execution.device import DeviceMemory
+from tandem.experts.cache.sizing import DeviceMemory, count_slots, parse_gpu_memory
 from tandem.forecast.gpu_forecast import GpuForecast
 from tandem.forecast.sizes import ModelSizes
 from tandem.forecast.speed_forecast import SpeedForecast

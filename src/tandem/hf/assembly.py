@@ -38,7 +38,7 @@ from tandem.policy.cost import HardwareProfile
 
 def assemble(model: PreTrainedModel, runtime: Runtime, options: OffloadConfig) -> None:
     """Make a model's experts run as the options say, from now on; raises `TandemError`."""
-    runtime.executor.close()
+    runtime.end_executor()
     runtime.choose(options)
     take_stored_layers(model, place_on(runtime.device, runtime.threads))
     if runtime.device.type == "cpu":
@@ -47,7 +47,6 @@ def assemble(model: PreTrainedModel, runtime: Runtime, options: OffloadConfig) -
         _bring_dense_parts(model, runtime, options)
     share_threads(model, runtime.threads)
     give_fp32_logits(model)
-    runtime.look_ahead = None
     if options.device == "cpu":
         runtime.use(runtime.cpu_executor())
     else:
@@ -112,7 +111,7 @@ def _hybrid_on(parts: DeviceParts, observed: ObservedModel, runtime: Runtime) ->
     start = STARTS.factory(options.start_content)
     heat = _heat(observed)
     cache.resize(num_slots, start(geometry, cache.set_sizes(num_slots), heat.before))
-    executor = HybridExecutor(cache, parts.kernels)
+    executor = HybridExecutor(cache, device, parts.kernels)
     executor.listeners.append(heat)
     asks_one = options.prediction in SOURCES
     if asks_one or options.look_ahead:

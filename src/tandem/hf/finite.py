@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.core.errors import ExecutionError, ModelError
-from tandem.experts.store.finite import is_finite
+from tandem.experts.store.arrivals import is_finite
 from tandem.foreign_types import PreTrainedModel
 
 # Of a row's tokens, the last ones with which a spoilt layer is looked for.

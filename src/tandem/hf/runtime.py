@@ -3,15 +3,16 @@
 The quantizer makes it while Transformers loads the model, to which it then belongs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tandem.core.errors import ConfigError, ModelError
-from tandem.experts.execution.closed_executor import CLOSED, ClosedExecutor
+from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
 from tandem.experts.execution.executor import CpuExecutor, Executor
 from tandem.experts.store.host_store import HostLayer, HostStore
 from tandem.foreign_types import PreTrainedModel
@@ -21,6 +22,21 @@ from tandem.hf.lookahead.look_ahead import LookAhead
 from tandem.kernels.dense import CpuThreads
 
 _ATTRIBUTE = "tandem_runtime"  # of the model
+_CLOSED = "the model has been closed; load it again"
+
+
+class _ClosedExecutor(Executor):
+    """Stands in a model that has been closed: every use of it is one sentence."""
+
+    needs_steps = True  # so that a step is refused before the model's own layers run
+
+    def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> NoReturn:
+        """Raise `ConfigError`."""
+        raise ConfigError(_CLOSED)
+
+    def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
+        """Raise `ConfigError`."""
+        raise ConfigError(_CLOSED)
 
 
 @dataclass(eq=False)
@@ -71,6 +87,13 @@ class Runtime:
         """Return a new executor that computes every expert on the CPU, as the options say."""
         return CpuExecutor(self.store, self.threads)
 
+    def end_executor(self) -> None:
+        """Close the present executor, and what it has asked about the next layer."""
+        self.executor.close()
+        if self.look_ahead is not None:
+            self.look_ahead.close()
+            self.look_ahead = None
+
     def use(self, executor: Executor) -> None:
         """Make the experts run through another executor, such as one around the present one."""
         self.executor = executor
@@ -89,19 +112,19 @@ class Runtime:
     def require_open(self) -> None:
         """Raise `ConfigError` if the model has been closed."""
         if self.is_closed:
-            raise ConfigError(CLOSED)
+            raise ConfigError(_CLOSED)
 
     def close(self) -> None:
         """Give the experts' memory back and end all threads; the model is not run afterwards."""
         if self.is_closed:
             return
         self.is_closed = True
-        self.executor.close()
+        self.end_executor()
         self.store = HostStore()
-        self.use(ClosedExecutor(self.store))
+        self.use(_ClosedExecutor(self.store))
         self.bound.clear()
         self.layers.clear()  # Transformers keeps the operations that it loaded with
-        self._threads = self.look_ahead = None
+        self._threads = None
 
 
 def runtime_of(model: PreTrainedModel) -> Runtime | None:

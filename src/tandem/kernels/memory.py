@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tandem.kernels import _native
+from tandem.kernels.formats.weight_format import SECTION_ALIGNMENT_BYTES, aligned
 
 _CHUNK_BYTES = 64 << 20
-_ALIGNMENT = 64  # a line of the cache
 
 _lock = threading.Lock()
 _rest = torch.empty(0, dtype=torch.uint8, device="cpu")  # of the newest chunk
@@ -22,7 +22,7 @@ _rest = torch.empty(0, dtype=torch.uint8, device="cpu")  # of the newest chunk
 def allocate(num_bytes: int) -> Tensor:
     """Return (num_bytes,) uint8, not initialised. A chunk goes when all that is in it has gone."""
     global _rest
-    rounded = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    rounded = aligned(num_bytes)
     if rounded > _CHUNK_BYTES // 2:
         return _new_chunk(rounded)[:num_bytes]
     with _lock:
@@ -36,8 +36,8 @@ def allocate_buffers(num_experts: int, num_bytes: int, *, has_huge_pages: bool =
     """Return zeroed buffers (num_experts, num_bytes) uint8, whose pages come when they are used."""
     size = num_experts * num_bytes
     with torch.inference_mode(False):
-        memory = torch.from_numpy(np.zeros(size + _ALIGNMENT, np.uint8))
-    first = -memory.data_ptr() % _ALIGNMENT
+        memory = torch.from_numpy(np.zeros(size + SECTION_ALIGNMENT_BYTES, np.uint8))
+    first = -memory.data_ptr() % SECTION_ALIGNMENT_BYTES
     return _advised(memory[first : first + size], has_huge_pages).view(num_experts, num_bytes)
 
 

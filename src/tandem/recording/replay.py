@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import TandemWarning
-from tandem.experts.execution.executor import Executor
-from tandem.experts.tracing.events import unheard
+from tandem.experts.execution.executor import Executor, unheard
 from tandem.recording.recorder import NotRecordableError
 
 # In a row, and a recording is trusted; one, where steps of another size have come to be.

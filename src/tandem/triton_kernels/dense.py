@@ -11,8 +11,8 @@ from tandem.kernels.dense import DenseWeight
 from tandem.kernels.formats.packed import PackedMatrix
 from tandem.kernels.formats.weight_format import (
     ROWS_PER_BLOCK,
-    SECTION_ALIGNMENT_BYTES,
     WeightFormat,
+    aligned,
     find_format,
 )
 from tandem.triton_kernels import linear
@@ -39,7 +39,7 @@ def bring(weight: DenseWeight, device: torch.device) -> DeviceWeight:
     parts = [matrix.data, matrix.scales, bias]
     offsets = _sections(matrix.format, matrix.rows, matrix.cols)
     end = offsets[2] + (0 if bias is None else bias.nbytes)
-    host = torch.zeros(_aligned(end), dtype=torch.uint8, device="cpu")
+    host = torch.zeros(aligned(end), dtype=torch.uint8, device="cpu")
     for offset, part in zip(offsets, parts, strict=True):
         if part is not None:
             host[offset : offset + part.nbytes] = part.view(torch.uint8)
@@ -144,9 +144,5 @@ def _launch(
 
 def _sections(fmt: WeightFormat, rows: int, cols: int) -> tuple[int, int, int]:
     """Return where codes, scales and bias begin."""
-    scales = _aligned(fmt.data_bytes(rows, cols))
-    return 0, scales, _aligned(scales + fmt.scale_bytes(rows, cols))
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // SECTION_ALIGNMENT_BYTES) * SECTION_ALIGNMENT_BYTES
+    scales = aligned(fmt.data_bytes(rows, cols))
+    return 0, scales, aligned(scales + fmt.scale_bytes(rows, cols))

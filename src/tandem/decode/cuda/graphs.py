@@ -21,8 +21,7 @@ from torch import Tensor
 from tandem.core.errors import ExecutionError, TandemWarning
 from tandem.devices.cuda.captures import Capture, Graph, on_capture_stream
 from tandem.experts.execution.batch import ExpertFunctions
-from tandem.experts.execution.executor import Executor
-from tandem.experts.tracing.events import unheard
+from tandem.experts.execution.executor import Executor, unheard
 from tandem.hf.opaque_calls import EXPERTS, intercepted, opaque
 from tandem.recording.recorded_graph import Fusing, RecordedGraph
 from tandem.recording.recorder import NotRecordableError, Recorder

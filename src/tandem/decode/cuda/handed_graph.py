@@ -11,8 +11,8 @@ from tandem.devices.cuda.handed_steps import HandedSteps
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.captured_steps import MAX_ROWS
 from tandem.experts.execution.executor import Executor
+from tandem.experts.execution.forced_routing import ForcedRouting
 from tandem.experts.execution.hybrid_executor import HybridExecutor
-from tandem.experts.tracing.forced_routing import ForcedRouting
 
 
 class HandedGraph:

@@ -13,8 +13,8 @@ from torch import Tensor
 from tandem.devices.cuda.device import CudaDevice
 from tandem.devices.cuda.resident import ResidentLayers, resident_event
 from tandem.devices.cuda.streams import Event, Stream
+from tandem.experts.cache.clock import Clock
 from tandem.experts.execution.batch import ExpertFunctions
-from tandem.experts.execution.clock import Clock
 from tandem.experts.execution.executor import Executor
 
 

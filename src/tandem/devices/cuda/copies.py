@@ -21,8 +21,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tandem.devices.cuda.streams import Event, HostCopy, Stream, Streams
+from tandem.experts.cache.clock import WallClock
 from tandem.experts.cache.slots import Claim, Slots, SlotUse
-from tandem.experts.execution.clock import WallClock
 from tandem.experts.store.host_store import HostStore
 from tandem.policy.plan import Copy, Geometry
 

@@ -18,24 +18,20 @@ from tandem.devices.cuda.kernels import DeviceKernels
 from tandem.devices.cuda.resident import ResidentLayers
 from tandem.devices.cuda.streams import Event, Stream, Streams, Work
 from tandem.experts.cache.expert_cache import ExpertCache
+from tandem.experts.cache.sizing import DeviceMemory, OutOfDeviceMemoryError
 from tandem.experts.cache.slots import SlotUse
 from tandem.experts.execution.batch import ExpertBatch
-from tandem.experts.execution.device import (
-    DeviceLostError,
-    DeviceMemory,
-    OutOfDeviceMemoryError,
-)
+from tandem.experts.execution.device import DeviceLostError
 from tandem.experts.execution.expert_kernels import WeightSource
 from tandem.experts.execution.routing import SumRows
 from tandem.experts.execution.row_memory import RowMemory
+from tandem.kernels.formats.weight_format import aligned
 
 if TYPE_CHECKING:
     from tandem.triton_kernels.experts import TritonExperts
 
 # Tensors of a `download` stay valid until so many more: a layer makes three at most.
 _DOWNLOADS_KEPT = 4
-# Sections of an upload start at multiples of this, so that views of any dtype fit.
-_ALIGNMENT_BYTES = 64
 
 
 class CudaDevice:
@@ -264,5 +260,5 @@ class PinnedArena:
                 self._memory = self._streams.pinned(max(1 << 16, 2 * size))
             self._used_bytes, end = 0, size
         piece = self._memory[self._used_bytes : end].view(tensor.dtype).view(tensor.shape)
-        self._used_bytes = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._used_bytes = aligned(end)  # views of any dtype fit there
         return piece

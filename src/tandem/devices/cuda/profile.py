@@ -33,7 +33,7 @@ from tandem.experts.execution.batch import CallSide, ExpertBatch
 from tandem.experts.execution.layer_call import LayerCall
 from tandem.experts.execution.routing import Routing
 from tandem.experts.measuring.profiler import REPETITIONS, MeasuredExperts, beside, seconds_each
-from tandem.experts.store.image import aligned
+from tandem.kernels.formats.weight_format import aligned
 from tandem.policy.cost import HardwareProfile
 from tandem.policy.host_costs import FETCHES_A_LAUNCH, SEGMENTS, HostCosts
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.devices.cuda.batch_copy import CopyEntry, find_batch_copy, is_worth_a_batch
-from tandem.experts.execution.device import DeviceMemory, OutOfDeviceMemoryError
+from tandem.experts.cache.sizing import DeviceMemory, OutOfDeviceMemoryError
 from tandem.kernels.torch_private import spin_gpu
 
 Work = Callable[[], None]

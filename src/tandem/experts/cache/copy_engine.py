@@ -17,8 +17,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tandem.experts.cache.clock import Clock
 from tandem.experts.cache.slots import Claim, Slots, SlotUse
-from tandem.experts.execution.clock import Clock
 from tandem.experts.store.host_store import HostStore
 from tandem.policy.plan import Copy, Geometry
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from tandem.experts.cache.clock import WallClock
 from tandem.experts.cache.slots import Slots, SlotUse
-from tandem.experts.execution.clock import WallClock
 from tandem.experts.store.host_store import HostStore
 from tandem.policy.plan import Copy, Geometry
 

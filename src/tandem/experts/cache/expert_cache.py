@@ -8,11 +8,12 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from tandem.experts.cache.clock import Clock
 from tandem.experts.cache.copy_engine import CopyEngine
 from tandem.experts.cache.policy_tables import NATIVE_TABLES
-from tandem.experts.cache.slots import Slots
-from tandem.experts.execution.clock import Clock
-from tandem.experts.execution.device import Device, OutOfDeviceMemoryError
+from tandem.experts.cache.sizing import OutOfDeviceMemoryError
+from tandem.experts.cache.slots import MemoryPool, Slots
+from tandem.experts.cache.start import fill_sets
 from tandem.experts.store.host_store import HostStore
 from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.policy.plan import Copy, Geometry
@@ -40,7 +41,7 @@ class ExpertCache:
     def __init__(
         self,
         store: HostStore,
-        device: Device,
+        device: MemoryPool,
         clock: Clock,
         geometry: Geometry,
         machine: Machine,
@@ -108,12 +109,13 @@ class ExpertCache:
         becomes as large as it can. If experts cannot be copied, it is left empty, and that is
         raised.
         """
-        keep = self.resident() if resident is None else list(reversed(resident))
+        keep = self.resident()[::-1] if resident is None else resident  # best first
         planner = self.planner
         self.discard()
         while True:
             try:
-                self._install(num_slots, self._fitting(keep, num_slots), planner)
+                room = self.set_sizes(num_slots)
+                self._install(num_slots, fill_sets(self.geometry, room, keep), planner)
                 return
             except OutOfDeviceMemoryError:
                 if num_slots == 0:
@@ -138,17 +140,6 @@ class ExpertCache:
             self._is_closed = True
             self.discard()
             self.device.close()
-
-    def _fitting(self, keys: Sequence[int], num_slots: int) -> list[int]:
-        """Return as many keys as the new sets hold, the most valuable (last) ones."""
-        room = self.set_sizes(num_slots)
-        chosen = []
-        for key in reversed(keys):
-            set_id = key // self.geometry.num_experts if len(room) > 1 else 0
-            if room[set_id]:
-                room[set_id] -= 1
-                chosen.append(key)
-        return chosen
 
     def submit(self, copies: Sequence[Copy], *, is_needed: bool) -> None:
         """Hand planned copies to the link."""

@@ -1,13 +1,61 @@
-"""How many slots fit: from what a user allows and what the device has. Arithmetic on bytes only."""
+"""What of a device's memory a user gives, and how many slots that holds. Only bytes, no torch."""
 
-from tandem.core.errors import CapacityError
-from tandem.core.units import format_bytes
-from tandem.experts.cache.memory_share import MemoryShare
-from tandem.experts.execution.device import DeviceMemory
+import dataclasses
+from typing import NamedTuple
+
+from tandem.core.errors import CapacityError, ConfigError
+from tandem.core.units import format_bytes, parse_bytes
 
 # Of the free memory, "auto" leaves this share alone: other programs, and what the device's driver
 # and the framework take for themselves.
 AUTO_MARGIN = 0.10
+
+
+class OutOfDeviceMemoryError(CapacityError):
+    """The device has no memory left for a slot or for work; the cache shrinks and goes on."""
+
+
+class DeviceMemory(NamedTuple):
+    """A device's memory now."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryShare:
+    """How much of a device Tandem may use; both None: what is free, less a margin."""
+
+    num_bytes: int | None = None
+    fraction: float | None = None
+
+
+def parse_gpu_memory(value: object) -> MemoryShare:
+    """Parse "8GiB", a number of bytes, "0.5" (a fraction of the device), "50%" or "auto"."""
+    text = str(value).strip()
+    if text == "auto":
+        return MemoryShare()
+    wanted = "expected a size such as 8GiB, a fraction such as 0.5, or auto"
+    if isinstance(value, float) or _is_fraction(text):
+        fraction = float(text.rstrip("%")) / (100.0 if text.endswith("%") else 1.0)
+        if not 0.0 < fraction <= 1.0:
+            raise ConfigError(f"gpu_memory is {value!r}; {wanted}")
+        return MemoryShare(fraction=fraction)
+    try:
+        return MemoryShare(num_bytes=parse_bytes(text, name="gpu_memory"))
+    except ConfigError:
+        raise ConfigError(f"gpu_memory is {value!r}; {wanted}") from None
+
+
+def _is_fraction(text: str) -> bool:
+    number = text.rstrip("%")
+    if not (text.endswith("%") or "." in text):
+        return False
+    try:
+        float(number)
+    except ValueError:
+        return False
+    return True
 
 
 def budget_bytes(share: MemoryShare, memory: DeviceMemory) -> int:

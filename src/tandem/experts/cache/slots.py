@@ -16,7 +16,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tandem.experts.store.image import aligned
+from tandem.kernels.formats.weight_format import aligned
 
 # Memory is taken in blocks, so that a large cache needs no single contiguous range of the device.
 BLOCK_BYTES = 1 << 28
@@ -27,13 +27,21 @@ Bring = Callable[[Sequence[Claim]], None]
 
 
 class MemoryPool(Protocol):
-    """Where the slots' memory comes from: a device."""
+    """A device, as far as it gives slots their memory."""
+
+    name: str
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Return uint8 memory, aligned to 64 bytes; raises `OutOfDeviceMemoryError`."""
 
     def release(self, memory: Tensor) -> None:
         """Take memory back."""
+
+    def synchronize(self) -> None:
+        """Return when all launched batches are done; raises the first error of any of them."""
+
+    def close(self) -> None:
+        """End the device's threads."""
 
 
 class SlotUse:

@@ -15,7 +15,7 @@ def hottest(geometry: Geometry, set_sizes: Sequence[int], heat: Sequence[float])
     order = list(range(len(heat)))
     random.Random(0).shuffle(order)
     order.sort(key=lambda key: -heat[key])
-    return _fill(geometry, set_sizes, order)
+    return fill_sets(geometry, set_sizes, order)
 
 
 @STARTS.register("random")
@@ -23,7 +23,7 @@ def random_start(geometry: Geometry, set_sizes: Sequence[int], heat: Sequence[fl
     """Fill every set with experts drawn at random, seed 0: DALI."""
     order = list(range(geometry.num_layers * geometry.num_experts))
     random.Random(0).shuffle(order)
-    return _fill(geometry, set_sizes, order)
+    return fill_sets(geometry, set_sizes, order)
 
 
 @STARTS.register("none")
@@ -32,7 +32,7 @@ def empty(geometry: Geometry, set_sizes: Sequence[int], heat: Sequence[float]) -
     return []
 
 
-def _fill(geometry: Geometry, set_sizes: Sequence[int], order: Sequence[int]) -> list[int]:
+def fill_sets(geometry: Geometry, set_sizes: Sequence[int], order: Sequence[int]) -> list[int]:
     """Take keys in order while their sets have room."""
     room = list(set_sizes)
     chosen = []

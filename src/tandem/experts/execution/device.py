@@ -14,35 +14,24 @@ plan gives to the CPU alone is added up on the host, and only its result is uplo
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from tandem.core.errors import CapacityError, ExecutionError
+from tandem.core.errors import ExecutionError
+from tandem.experts.cache.sizing import DeviceMemory
 from tandem.experts.cache.slots import MemoryPool, SlotUse
 from tandem.experts.execution.batch import ExpertBatch
 from tandem.experts.execution.routing import SumRows
-
-
-class OutOfDeviceMemoryError(CapacityError):
-    """The device has no memory left for a slot or for work; the cache shrinks and goes on."""
 
 
 class DeviceLostError(ExecutionError):
     """The device hangs or has broken: of no use to this process, only another one gets it back."""
 
 
-class DeviceMemory(NamedTuple):
-    """A device's memory now."""
-
-    total_bytes: int
-    free_bytes: int
-
-
 class Device(MemoryPool, Protocol):
     """An accelerator."""
 
-    name: str
     computes_beside: bool
     """Whether launched batches run beside the host, which then begins with its own share."""
 
@@ -84,11 +73,5 @@ class Device(MemoryPool, Protocol):
         error of any batch, then or at the next call.
         """
 
-    def synchronize(self) -> None:
-        """Return when all launched batches are done; raises the first error of any of them."""
-
     def require_usable(self) -> None:
         """Raise `DeviceLostError` if an error has left the device unusable for this program."""
-
-    def close(self) -> None:
-        """End the device's threads."""

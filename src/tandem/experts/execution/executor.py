@@ -7,9 +7,9 @@ order of the router's top-k.
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,33 +51,32 @@ class DirectCall(NamedTuple):
     """Adds the call (hidden, index, weights, out) to a program, where it is not just the layer."""
 
 
-class Executor(Protocol):
-    """The seam between a model's experts modules and whatever computes them."""
+class Executor(ABC):
+    """The seam between a model's experts modules and whatever computes them.
 
-    store: HostStore
-    listeners: list[Listener]
+    What a subclass leaves out is for one to which steps mean nothing.
+    """
 
-    @property
-    def cache(self) -> ExpertCache | None:
-        """The expert cache on a device; None if the CPU computes every expert."""
+    cache: ExpertCache | None = None
+    """The expert cache on a device; None if the CPU computes every expert."""
+    device: Device | None = None
+    """The device whose slots a replay may read by itself; None if calls change on their way."""
+    needs_steps = False
+    """Whether each forward pass must be announced by `begin_step`, also a replayed one."""
+    takes_drafts = True
+    """Whether a decode step may have several tokens of a sequence, which may be taken back."""
 
-    @property
-    def device(self) -> Device | None:
-        """The device whose slots a replay may read by itself; None if calls change on their way."""
-
-    @property
-    def needs_steps(self) -> bool:
-        """Whether each forward pass must be announced by `begin_step`, also a replayed one."""
+    def __init__(self, store: HostStore) -> None:
+        """Serve a store's layers."""
+        self.store = store
+        self.listeners: list[Listener] = []
 
     @property
     def needs_hooks(self) -> bool:
         """Whether hooks on the model's modules must run in each step, as replays do not."""
+        return False
 
-    @property
-    def takes_drafts(self) -> bool:
-        """Whether a decode step may have several tokens of a sequence, which may be taken back."""
-
-    def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
+    def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:  # noqa: B027
         """Announce the tokens of the forward pass that comes; ids are empty if unknown."""
 
     def execute(
@@ -93,74 +92,49 @@ class Executor(Protocol):
         `hidden` is (n_tokens, hidden_size), `top_k_index` and `top_k_weights` (n_tokens, top_k).
         An id outside 0..num_experts-1 is a padding of the router and adds nothing.
         """
-
-    def settle(self) -> None:
-        """Do what waits for the next step, before a step that is replayed without `execute`."""
-
-    def repeat_step(self, num_tokens: int) -> None:
-        """Announce that a recording does a step again, to be compared."""
-
-    def deferring(self) -> AbstractContextManager[None]:
-        """Return what lets layers within leave to later what their results do not need."""
-
-    def direct_call(self, call: RoutedCall, functions: ExpertFunctions) -> DirectCall | None:
-        """Return what does calls like this one without the executor; None: it takes part."""
-
-    def close(self) -> None:
-        """End all threads; the executor is not used afterwards."""
-
-
-class StatelessExecutor(ABC):
-    """What executors share to which steps mean nothing."""
-
-    cache: ExpertCache | None = None
-    device: Device | None = None
-    needs_steps = False
-    needs_hooks = False
-    takes_drafts = True
-
-    def __init__(self, store: HostStore) -> None:
-        """Serve a store's layers."""
-        self.store = store
-        self.listeners: list[Listener] = []
-
-    def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:  # noqa: B027
-        """No-op."""
-
-    def settle(self) -> None:  # noqa: B027
-        """No-op."""
-
-    def repeat_step(self, num_tokens: int) -> None:  # noqa: B027
-        """No-op."""
-
-    def deferring(self) -> AbstractContextManager[None]:
-        """Defer nothing: there is nothing but the results."""
-        return nullcontext()
-
-    def direct_call(self, call: RoutedCall, functions: ExpertFunctions) -> DirectCall | None:
-        """Return None."""
-        return None
-
-    def close(self) -> None:  # noqa: B027
-        """No-op: what an executor holds ends with it."""
-
-    def execute(
-        self,
-        layer: int,
-        hidden: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        functions: ExpertFunctions,
-    ) -> Tensor:
-        """Compute a layer; see `Executor`."""
         return self.compute(RoutedCall(layer, hidden, top_k_index, top_k_weights), functions)
 
     @abstractmethod
     def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
         """Compute a call, as `execute`."""
 
+    def settle(self) -> None:  # noqa: B027
+        """Do what waits for the next step, before a step that is replayed without `execute`."""
 
-class CpuExecutor(StatelessExecutor):
+    def repeat_step(self, num_tokens: int) -> None:  # noqa: B027
+        """Announce that a recording does a step again, to be compared."""
+
+    def deferring(self) -> AbstractContextManager[None]:
+        """Return what lets layers within leave to later what their results do not need."""
+        return nullcontext()
+
+    def direct_call(self, call: RoutedCall, functions: ExpertFunctions) -> DirectCall | None:
+        """Return what does calls like this one without the executor; None: it takes part."""
+        return None
+
+    def close(self) -> None:  # noqa: B027
+        """End all threads; the executor is not used afterwards."""
+
+
+@contextmanager
+def unheard(executor: Executor | None) -> Iterator[None]:
+    """Keep steps that only try something from an executor's listeners (None: there is none).
+
+    What listeners sum up, learn from or show is what answers took.
+    """
+    if executor is None:
+        yield
+        return
+    listeners = executor.listeners
+    kept = listeners[:]
+    listeners.clear()  # in place: recorded steps hold this very list
+    try:
+        yield
+    finally:
+        listeners[:] = kept
+
+
+class CpuExecutor(Executor):
     """Runs every active expert on the CPU: packed ones natively, plain ones in torch."""
 
     def __init__(self, store: HostStore, threads: CpuThreads | None = None) -> None:

@@ -14,35 +14,26 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tandem.core.errors import ExecutionError
 from tandem.experts.cache.expert_cache import SHRINK, ExpertCache
+from tandem.experts.cache.sizing import OutOfDeviceMemoryError
 from tandem.experts.execution.batch import CallSide, ExpertFunctions, RoutedCall
 from tandem.experts.execution.captured_steps import MAX_ROWS, CapturedSteps
-from tandem.experts.execution.device import Device, DeviceLostError, OutOfDeviceMemoryError
-from tandem.experts.execution.executor import DirectCall, computed_in_chunks
+from tandem.experts.execution.device import Device, DeviceLostError
+from tandem.experts.execution.executor import DirectCall, Executor, computed_in_chunks
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.launching import launch
 from tandem.experts.execution.layer_call import LayerCall
 from tandem.experts.execution.routing import Routing
 from tandem.experts.execution.twin_steps import TwinSteps
-from tandem.experts.store.host_store import HostLayer, HostStore
-from tandem.experts.tracing.events import LayerExecuted, Listener
+from tandem.experts.store.host_store import HostLayer
+from tandem.experts.tracing.events import LayerExecuted
 from tandem.policy.plan import Copy, Hint, LayerLoad, LayerPlan
-
-
-class AsksAhead(Protocol):
-    """Says what the layer after the one that is about to be planned will want."""
-
-    def __call__(self, layer: int) -> Sequence[Hint]:
-        """Return hints about the layer after `layer`, whose router has just run."""
-
-    def close(self) -> None:
-        """Stop listening to the model."""
 
 
 class _LayerStep(NamedTuple):
@@ -66,18 +57,18 @@ class _Done(NamedTuple):
     step: _LayerStep
 
 
-class HybridExecutor:
+class HybridExecutor(Executor):
     """Computes layers by the planner's plans. One call at a time, layers in the model's order."""
 
+    cache: ExpertCache
+    device: Device
     needs_steps = True
-    takes_drafts = True
 
-    def __init__(self, cache: ExpertCache, kernels: ExpertKernels) -> None:
-        """Serve the cache's store; `kernels` compute the CPU's share."""
-        self.store: HostStore = cache.store
-        self.cache = cache
-        self.listeners: list[Listener] = []
-        self.look_ahead: AsksAhead | None = None
+    def __init__(self, cache: ExpertCache, device: Device, kernels: ExpertKernels) -> None:
+        """Serve the cache's store; the cache is on `device`, `kernels` compute the CPU's share."""
+        super().__init__(cache.store)
+        self.cache, self.device = cache, device
+        self.look_ahead: Callable[[int], Sequence[Hint]] | None = None
         """Asked, for each layer that is about to be planned, what the next one will want."""
         self.captured: CapturedSteps | None = None
         """Computes decode steps of few tokens instead of plans: here, or in a GPU's graphs."""
@@ -89,11 +80,6 @@ class HybridExecutor:
         self._step_copies: tuple[Copy, ...] = ()
         self._done: _Done | None = None
         self._is_deferring = False
-
-    @property
-    def device(self) -> Device:
-        """The device that the cache is on."""
-        return self.cache.device
 
     @property
     def _twin(self) -> TwinSteps | None:
@@ -195,22 +181,13 @@ class HybridExecutor:
 
     def close(self) -> None:
         """End all threads and give the device's memory back."""
-        if self.look_ahead is not None:
-            self.look_ahead.close()
         if self.captured is not None:
             self.captured.close()
         self.cache.close()
 
-    def execute(
-        self,
-        layer: int,
-        hidden: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        functions: ExpertFunctions,
-    ) -> Tensor:
-        """Compute a layer; see `Executor`. Callers in several Python threads run one by one."""
-        call = RoutedCall(layer, hidden, top_k_index, top_k_weights).detached()
+    def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
+        """Compute a call, as `execute`. Callers in several Python threads run one by one."""
+        call, layer = call.detached(), call.layer
         with self._turn:
             try:
                 twin = self._twin
@@ -218,7 +195,7 @@ class HybridExecutor:
                 if twin and is_captured and layer > self._last_layer and twin.serves(call):
                     return self._execute_captured(twin, call)
                 if is_captured or layer <= self._last_layer or self._announced is not None:
-                    self._begin_step(hidden.shape[0])
+                    self._begin_step(len(call.hidden))
                 self._last_layer = layer
                 return computed_in_chunks(call, lambda chunk: self._execute_chunk(chunk, functions))
             except DeviceLostError:

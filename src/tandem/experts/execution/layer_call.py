@@ -7,12 +7,12 @@ one copy, and the sum is built where the model's state lies.
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from tandem.experts.execution.batch import CallSide, ExpertBatch, ExpertFunctions
 from tandem.experts.execution.routing import PrepareSum, Routing
 from tandem.experts.store.host_store import HostLayer
-from tandem.experts.store.input_order import ordered_inputs
 
 
 class LayerCall:
@@ -36,7 +36,7 @@ class LayerCall:
         experts, begin = self._order[first:last], self._rows.begin[first : last + 1]
         if self.host.input_order is not None:
             own, first_token = token[first_token : begin[-1]], 0
-            hidden, token = ordered_inputs(side.hidden, self.host.input_order, experts, begin, own)
+            hidden, token = _ordered(side.hidden, self.host.input_order, experts, begin, own)
             side = CallSide(hidden, side.rows)
         return ExpertBatch(self.host, self._functions, side, experts, begin, token, first_token)
 
@@ -62,3 +62,22 @@ class LayerCall:
             return sum_rows(rows).to(dtype)
 
         return result
+
+
+def _ordered(
+    hidden: Tensor,
+    input_order: Tensor,
+    experts: Sequence[int],
+    begin: Sequence[int],
+    token: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return inputs in the order of experts' codes (GPTQ's activation order), and their numbers.
+
+    A row (n_rows, hidden_size) for each (token, expert) instead of one for each token: that costs a
+    copy of these rows, and the weights stay as they are in the checkpoint. Numbers are int32.
+    """
+    counts = torch.tensor([begin[i + 1] - begin[i] for i in range(len(experts))], device="cpu")
+    expert_of_row = torch.tensor(experts, device="cpu").repeat_interleave(counts)
+    inputs = input_order[expert_of_row].long().to(hidden.device)  # (n_rows, hidden_size)
+    rows = hidden[token.long().to(hidden.device)].gather(1, inputs)
+    return rows, torch.arange(len(rows), dtype=torch.int32, device="cpu")

@@ -5,30 +5,20 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
-from tandem.experts.execution.device import Device
-from tandem.experts.execution.executor import DirectCall, Executor
-from tandem.experts.tracing.events import Listener
+from tandem.experts.execution.executor import Executor
 
 
-class PassingExecutor:
+class PassingExecutor(Executor):
     """Hands everything to the executor within. A subclass overrides `before` or `after`."""
 
-    device: Device | None = None
     needs_steps = True
     takes_drafts = False  # a step is a token of each sequence to what records or forces routing
 
     def __init__(self, inner: Executor) -> None:
         """Stand before `inner`, with its store and its listeners."""
-        self.inner = inner
-        self.store = inner.store
-        self.listeners: list[Listener] = inner.listeners
-
-    @property
-    def cache(self) -> ExpertCache | None:
-        """The expert cache of the executor within."""
-        return self.inner.cache
+        super().__init__(inner.store)
+        self.inner, self.cache, self.listeners = inner, inner.cache, inner.listeners
 
     @property
     def needs_hooks(self) -> bool:
@@ -46,16 +36,9 @@ class PassingExecutor:
         """Announce the step."""
         self.inner.begin_step(token_ids, is_prefill=is_prefill)
 
-    def execute(
-        self,
-        layer: int,
-        hidden: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        functions: ExpertFunctions,
-    ) -> Tensor:
-        """Compute a layer; see `Executor`."""
-        call = self.before(RoutedCall(layer, hidden, top_k_index, top_k_weights))
+    def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
+        """Compute a call, as `execute`."""
+        call = self.before(call)
         out = self.inner.execute(*call, functions)
         self.after(call)
         return out
@@ -67,10 +50,6 @@ class PassingExecutor:
     def repeat_step(self, num_tokens: int) -> None:
         """Announce it to the executor within."""
         self.inner.repeat_step(num_tokens)
-
-    def direct_call(self, call: RoutedCall, functions: ExpertFunctions) -> DirectCall | None:
-        """Return None: `before` and `after` are part of each call."""
-        return None
 
     def deferring(self) -> AbstractContextManager[None]:
         """Let the executor within defer."""

@@ -1,4 +1,9 @@
-"""Watches a layer's tensors arrive from a checkpoint: right shapes, and all of them."""
+"""Watches a layer's tensors arrive from a checkpoint: right shapes, finite, and all of them."""
+
+import math
+
+import torch
+from torch import Tensor
 
 from tandem.core.errors import ModelError
 
@@ -53,3 +58,15 @@ class Arrivals:
                     f"the checkpoint has {filled} of {self.num_experts} experts of "
                     f"{self.name}.{tensor_name}; download the missing files again"
                 )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Tell whether all values are finite, at the speed of memory; waits for a GPU."""
+    if tensor.numel() == 0:
+        return True
+    values = tensor.detach()
+    if values.element_size() == 1:  # torch does not compare fp8
+        values = values.float()
+    # Extremes pass NaN on. `isfinite` reads 0.1 GB/s of bf16 a core, a sum in fp32 0.3, this 5.
+    low, high = torch.aminmax(values)
+    return math.isfinite(float(low) + float(high))

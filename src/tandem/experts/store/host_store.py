@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from tandem.experts.store.arrivals import Arrivals
-from tandem.experts.store.image import Extent
 from tandem.experts.store.packed_layer import PackedLayer
-from tandem.experts.store.plain_layer import PlainLayer
+from tandem.experts.store.plain_layer import Extent, PlainLayer
 from tandem.kernels.formats.weight_format import ExpertFormat
 from tandem.kernels.reference import ExpertWeights
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tandem.core.errors import ModelError
 from tandem.experts.store.arrivals import Arrivals
-from tandem.experts.store.image import Extent
+from tandem.experts.store.plain_layer import Extent
 from tandem.kernels.formats.blocks import CodedMatrix
 from tandem.kernels.formats.expert import (
     ExpertLayout,

@@ -2,15 +2,22 @@
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tandem.core.errors import ModelError
-from tandem.experts.store.arrivals import Arrivals
-from tandem.experts.store.finite import is_finite
-from tandem.experts.store.image import ALIGNMENT_BYTES, Extent, aligned
+from tandem.experts.store.arrivals import Arrivals, is_finite
+from tandem.kernels.formats.weight_format import SECTION_ALIGNMENT_BYTES, aligned
 from tandem.kernels.reference import ExpertWeights
+
+
+class Extent(NamedTuple):
+    """Bytes of an expert in host memory that belong at `offset` of a slot."""
+
+    offset: int
+    data: Tensor  # uint8, contiguous
 
 
 class PlainLayer:
@@ -60,7 +67,7 @@ class PlainLayer:
         alignment of their operands, and slots are aligned.
         """
         self.arrivals.check_fused(stored_name, tuple(tensor.shape))
-        is_askew = tensor.data_ptr() % ALIGNMENT_BYTES != 0
+        is_askew = tensor.data_ptr() % SECTION_ALIGNMENT_BYTES != 0
         self._tensors[stored_name] = tensor.clone() if is_askew else tensor
         self.arrivals.count(stored_name, self.arrivals.num_experts)
 

@@ -1,16 +1,12 @@
 """What the executor reports. Statistics, traces and metrics are folds over these events."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+from torch import Tensor
 
 from tandem.policy.plan import Copy, LayerLoad, LayerPlan
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tandem.experts.execution.executor import Executor
 
 
 class LayerExecuted(NamedTuple):
@@ -34,29 +30,11 @@ class LayerExecuted(NamedTuple):
     end_seconds: float = 0.0
     plan_seconds: float = 0.0
     """Real time that planning took."""
-    chosen: "Tensor | None" = None
+    chosen: Tensor | None = None
     """Where there is no load: the router's choice (n_tokens, top_k), to be read during the call."""
 
 
 Listener = Callable[[LayerExecuted], None]
-
-
-@contextmanager
-def unheard(executor: "Executor | None") -> Iterator[None]:
-    """Keep steps that only try something from an executor's listeners (None: there is none).
-
-    What listeners sum up, learn from or show is what answers took.
-    """
-    if executor is None:
-        yield
-        return
-    listeners = executor.listeners
-    kept = listeners[:]
-    listeners.clear()  # in place: recorded steps hold this very list
-    try:
-        yield
-    finally:
-        listeners[:] = kept
 
 
 @dataclass(slots=True)

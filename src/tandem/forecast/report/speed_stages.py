@@ -12,8 +12,8 @@ from tandem.bench.generation import Workload, measure
 from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape
 from tandem.bench.random_model import build_random_model
 from tandem.core.errors import ExecutionError
+from tandem.experts.execution.forced_routing import ForcedRouting
 from tandem.experts.store.host_memory import available_bytes
-from tandem.experts.tracing.forced_routing import ForcedRouting
 from tandem.forecast.gpu_forecast import forecast_on_gpu, geometry_of, shape_sizes
 from tandem.forecast.report.stages import NotHereError, Said, Stage
 from tandem.forecast.speed_forecast import PROMPT_TOKENS, forecast_speed

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from tandem.experts.tracing.recorder import RoutingRecorder
+from tandem.experts.execution.recorder import RoutingRecorder
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead, look_ahead
 from tandem.hf.runtime import require_runtime

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
-from tandem.experts.execution.executor import Executor, StatelessExecutor
+from tandem.experts.execution.executor import Executor
 from tandem.experts.execution.passing_executor import PassingExecutor
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import takes_logits_to_keep
@@ -54,7 +54,7 @@ class Observer(PassingExecutor):
         )
 
 
-class NoExperts(StatelessExecutor):
+class NoExperts(Executor):
     """An executor that computes nothing, to time everything else."""
 
     def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:

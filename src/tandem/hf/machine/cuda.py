@@ -20,12 +20,11 @@ from tandem.devices.cuda.kernels import DeviceKernels, TorchKernels, best_kernel
 from tandem.devices.cuda.linear import linear_compilations
 from tandem.devices.cuda.profile import measure_device
 from tandem.devices.cuda.streams import CudaStreams, Stream, Streams
+from tandem.experts.cache.clock import Clock, WallClock
 from tandem.experts.cache.expert_cache import ExpertCache
-from tandem.experts.cache.memory_share import MemoryShare, parse_gpu_memory
-from tandem.experts.cache.sizing import budget_bytes
+from tandem.experts.cache.sizing import MemoryShare, budget_bytes, parse_gpu_memory
 from tandem.experts.cache.slots import Slots
 from tandem.experts.execution import executor as cpu_executor
-from tandem.experts.execution.clock import Clock, WallClock
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.pinning import pin_store

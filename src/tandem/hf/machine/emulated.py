@@ -3,12 +3,12 @@
 from functools import partial
 
 from tandem.devices.emulated import EmulatedDevice
+from tandem.experts.cache.clock import Clock, WallClock
 from tandem.experts.cache.copy_engine import VirtualCopyEngine
 from tandem.experts.cache.copy_thread import CopyThread
 from tandem.experts.cache.expert_cache import ExpertCache, Machine
-from tandem.experts.cache.memory_share import parse_gpu_memory
+from tandem.experts.cache.sizing import parse_gpu_memory
 from tandem.experts.cache.slots import Slots
-from tandem.experts.execution.clock import Clock, WallClock
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.twin_steps import TwinSteps
 from tandem.experts.measuring.profiler import with_emulated_gpu

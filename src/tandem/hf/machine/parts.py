@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from tandem.core.errors import UnsupportedModelError
 from tandem.core.units import parse_bandwidth
+from tandem.experts.cache.clock import Clock
 from tandem.experts.cache.expert_cache import EngineMaker, ExpertCache, Machine
-from tandem.experts.cache.memory_share import MemoryShare
+from tandem.experts.cache.sizing import MemoryShare
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.captured_steps import CapturedSteps, captured_layers
-from tandem.experts.execution.clock import Clock
 from tandem.experts.execution.device import Device
 from tandem.experts.execution.executor import Executor
 from tandem.experts.execution.expert_kernels import ExpertKernels

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
-from tandem.experts.execution.executor import StatelessExecutor
+from tandem.experts.execution.executor import Executor
 from tandem.experts.store.host_store import HostLayer
 from tandem.hf.checkpoint import AnyCheckpoint
 from tandem.hf.config import OffloadConfig
@@ -69,7 +69,7 @@ def _log_probabilities(model: torch.nn.Module, ids: Tensor) -> Tensor:
     return logits.log_softmax(-1)
 
 
-class ReferenceExecutor(StatelessExecutor):
+class ReferenceExecutor(Executor):
     """Computes every expert in plain torch from its unpacked weights: slow, and right."""
 
     def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:

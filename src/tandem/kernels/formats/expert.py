@@ -13,8 +13,8 @@ from tandem.kernels.formats.native_quantize import Rounding
 from tandem.kernels.formats.packed import write_codes
 from tandem.kernels.formats.weight_format import (
     ROWS_PER_BLOCK,
-    SECTION_ALIGNMENT_BYTES,
     WeightFormat,
+    aligned,
     expert_format,
 )
 from tandem.kernels.reference import ExpertWeights
@@ -68,7 +68,7 @@ class ExpertLayout:
         offset = 0
         for name, size in sizes.items():
             object.__setattr__(self, name, Section(offset, size))
-            offset += -(-size // SECTION_ALIGNMENT_BYTES) * SECTION_ALIGNMENT_BYTES
+            offset += aligned(size)
         object.__setattr__(self, "num_bytes", offset)
 
     @property

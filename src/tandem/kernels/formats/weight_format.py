@@ -18,6 +18,11 @@ _SCALE_BYTES: dict[Scale, float] = {
 WHOLE_ROW = -1  # columns of a super-block
 
 
+def aligned(num_bytes: int) -> int:
+    """Round up to where the next section may begin."""
+    return -(-num_bytes // SECTION_ALIGNMENT_BYTES) * SECTION_ALIGNMENT_BYTES
+
+
 @dataclass(frozen=True, slots=True)
 class Encoding:
     """What a weight is stored as, and what a group's scale is; everything else asks this record."""
