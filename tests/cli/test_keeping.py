@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.checkpoint.kept import KeptCopies, Origin
+from tandem.cli.kept_copies import KeptCopies, Origin
 from tandem.core.errors import ModelError
 from tests.cli.terminal import Terminal
 from tests.hf.tiny import save_tiny_checkpoint

@@ -4,7 +4,15 @@ With the usual names Transformers alone would open such a directory and run rand
 ours it finds no weights and says so. Loads no torch.
 """
 
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 from tandem.core.errors import ModelError
 
@@ -29,3 +37,19 @@ def require_new(target: Path) -> None:
     """Raise `ModelError` unless a directory is empty or not there."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ModelError(f"{target} exists and is not an empty directory; name a new one")
+
+
+@contextlib.contextmanager
+def alone(file: Path) -> Iterator[bool]:
+    """Hold a lock; yield False if another process does."""
+    lock = os.open(file, os.O_CREAT | os.O_RDWR)
+    try:
+        if fcntl is not None:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+        yield True
+    finally:
+        os.close(lock)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tandem.checkpoint.mapped_files import forget
-from tandem.checkpoint.sources.codes import Codes, StoredWeight
-from tandem.checkpoint.sources.source import SourceTensor
+from tandem.checkpoint.sources.codes import Codes
+from tandem.checkpoint.sources.source import SourceTensor, StoredWeight
 from tandem.core.errors import ModelError
 from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer

@@ -8,7 +8,7 @@ from typing import TypedDict
 import torch
 from torch import nn
 
-from tandem.checkpoint.sources.codes import StoredWeight
+from tandem.checkpoint.sources.source import StoredWeight
 from tandem.core.errors import ModelError
 from tandem.foreign_types import PreTrainedModel
 

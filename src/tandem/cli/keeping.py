@@ -18,7 +18,7 @@ from tandem.core.errors import TandemError
 from tandem.core.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from tandem.checkpoint.kept import KeptCopies, Origin
+    from tandem.cli.kept_copies import KeptCopies, Origin
     from tandem.foreign_types import PreTrainedModel
 
 # Loading that takes less is not worth a question, nor the disk.
@@ -46,7 +46,7 @@ class KeepOptions:
 
 def kept_copies(options: KeepOptions | None = None) -> "KeptCopies":
     """Return the packed copies on this machine."""
-    from tandem.checkpoint.kept import KeptCopies
+    from tandem.cli.kept_copies import KeptCopies
 
     limit = (options or KeepOptions()).keep_limit
     return KeptCopies(cache_dir() / "packed", parse_bytes(limit, name="--keep-limit"))
@@ -67,7 +67,7 @@ class Keeper:
 
     def origin(self, source: str, files: list[Path], options: dict[str, str]) -> "Origin":
         """Return what a copy of a source would be made of."""
-        from tandem.checkpoint.kept import Origin
+        from tandem.cli.kept_copies import Origin
 
         return Origin.of(source, files, options, version("tandem-moe"))
 

@@ -11,8 +11,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
-from tandem.checkpoint.sources.codes import StoredWeight
-from tandem.checkpoint.sources.source import Source, SourceTensor
+from tandem.checkpoint.sources.source import Source, SourceTensor, StoredWeight
 from tandem.core.errors import ModelError
 from tandem.devices.cuda.linear import DeviceLinear
 from tandem.foreign_types import PreTrainedModel

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.checkpoint.hub import HubOptions, find_model_path
-from tandem.checkpoint.kept import alone
-from tandem.checkpoint.packed import require_new
+from tandem.checkpoint.packed import alone, require_new
 from tandem.checkpoint.sources.gguf_tokenizer import save_gguf_tokenizer
 from tandem.core.config import from_mapping
 from tandem.core.errors import ModelError, TandemError

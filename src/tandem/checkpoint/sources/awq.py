@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.checkpoint.json_files import JsonObject
-from tandem.checkpoint.sources.codes import Codes, StoredWeight, integer_formats, unpack_bits
+from tandem.checkpoint.sources.codes import Codes, integer_formats, unpack_bits
 from tandem.checkpoint.sources.files import TensorFiles
 from tandem.checkpoint.sources.found import FileWeight, Found, checked_group_size
 from tandem.core.errors import UnsupportedModelError
@@ -19,7 +19,6 @@ from tandem.kernels.formats.file_rows import FileFields
 from tandem.kernels.formats.source_codes import minima_of
 
 _BITS = 4
-_PARTS = ("qweight", "qzeros", "scales")
 _OUTPUT_OF_NIBBLE = [0, 2, 4, 6, 1, 3, 5, 7]
 _NIBBLE_OF_OUTPUT = [_OUTPUT_OF_NIBBLE.index(output) for output in range(8)]
 _PLACES = sum(nibble << 4 * output for output, nibble in enumerate(_NIBBLE_OF_OUTPUT))
@@ -34,26 +33,22 @@ def find_awq(files: TensorFiles, config: JsonObject) -> Found:
             "reads version gemm with 4 bits"
         )
     found = Found()
-    for name in files.entries:
-        prefix, _, part = name.rpartition(".")
-        if part == "qweight":
-            parts = [f"{prefix}.{p}" for p in _PARTS if f"{prefix}.{p}" in files]
-            found.add(_weight(files, prefix, config, parts), parts)
+    for prefix, parts in files.layers_with("qweight", ("qzeros", "scales")):
+        found.add(_weight(files, prefix, config, parts))
     return found
 
 
-def _weight(files: TensorFiles, prefix: str, config: JsonObject, parts: list[str]) -> StoredWeight:
+def _weight(files: TensorFiles, prefix: str, config: JsonObject, parts: list[str]) -> "AwqWeight":
     cols, words = files.shape(f"{prefix}.qweight")
     rows = words * 8
     group_size = checked_group_size(files, prefix, int(config.get("group_size", 128)), rows, cols)
     has_zeros = f"{prefix}.qzeros" in files
-    formats = integer_formats(_BITS, cols, group_size, has_zeros=has_zeros)
     return AwqWeight(
         name=f"{prefix}.weight",
         shape=(rows, cols),
-        formats=formats,
-        why_not="" if formats else f"AWQ codes in groups of {group_size}",
-        num_bytes=files.num_bytes(*parts),
+        formats=integer_formats(_BITS, cols, group_size, has_zeros=has_zeros),
+        what=f"AWQ codes in groups of {group_size}",
+        parts=parts,
         files=files,
         has_zeros=has_zeros,
     )
@@ -83,11 +78,8 @@ class AwqWeight(FileWeight):
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return words (inputs, outputs / 8), and scales and zero points row by row."""
-        prefix = self.name.removesuffix(".weight")
-        words, scales = (self.files.read(f"{prefix}.{part}") for part in ("qweight", "scales"))
-        if not self.has_zeros:
-            return words, scales.T, None
-        return words, scales.T, _in_order(self.files.read(f"{prefix}.qzeros")).T
+        words, scales = self.read_part("qweight"), self.read_part("scales").T
+        return words, scales, _in_order(self.read_part("qzeros")).T if self.has_zeros else None
 
 
 def _in_order(words: Tensor) -> Tensor:

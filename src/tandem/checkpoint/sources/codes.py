@@ -1,9 +1,7 @@
 """One weight matrix as a quantised checkpoint stores it: codes, scales, and what they stand for."""
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +9,6 @@ from torch import Tensor
 from tandem.core.errors import ModelError
 from tandem.kernels.formats import CodedMatrix, WeightFormat, coded_matrix, find_format
 from tandem.kernels.formats.codes import decode
-from tandem.kernels.formats.file_rows import FileRows
 from tandem.kernels.formats.source_codes import stored_matrix
 
 GROUP_SIZES = (128, 64, 32)  # of the packed formats, the fewest scales first
@@ -122,55 +119,6 @@ def stored_codes(
         kind, codes, coded.scales, input_order=input_order, minima=coded.minima,
         super_scales=coded.super_scales, super_minima=coded.super_minima,
     )  # fmt: skip
-
-
-class StoredWeight(Protocol):
-    """A weight of a quantised checkpoint, not read yet."""
-
-    @property
-    def name(self) -> str:
-        """Its name in an unquantised checkpoint."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(rows, cols), or (num_experts, rows, cols) for the experts of a layer in one tensor."""
-
-    @property
-    def formats(self) -> Sequence[WeightFormat]:
-        """Packed formats that hold it exactly, the smallest first; maybe none."""
-
-    @property
-    def why_not(self) -> str:
-        """Why there is no such format, for an error; empty if there is one."""
-
-    @property
-    def near_format(self) -> WeightFormat | None:
-        """What to round it to where no format holds all its parts, but one each; else None."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes in the checkpoint's files."""
-
-    @property
-    def is_ordered(self) -> bool:
-        """Whether its columns may be in another order than the layer's inputs."""
-
-    def in_file(self, fmt: WeightFormat, expert: int | None = None) -> Sequence[FileRows] | None:
-        """Return where a matrix's (or an expert's) rows lie, in parts that follow each other.
-
-        None where a format does not take them as they are; `read` returns their codes then.
-        """
-
-    def read(self, expert: int | None = None) -> Codes:
-        """Read the matrix, or one expert's; raises `ModelError` for what is damaged."""
-
-
-def values_of(weight: StoredWeight) -> Tensor:
-    """Read a weight and return its values in fp32, in its own shape."""
-    if len(weight.shape) == 2:
-        return weight.read().values(weight.name)
-    experts = range(weight.shape[0])
-    return torch.stack([weight.read(expert).values(weight.name) for expert in experts])
 
 
 def integer_formats(

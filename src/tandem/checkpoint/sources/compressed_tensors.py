@@ -14,7 +14,6 @@ from torch import Tensor
 from tandem.checkpoint.json_files import JsonObject
 from tandem.checkpoint.sources.codes import (
     Codes,
-    StoredWeight,
     input_order,
     integer_formats,
     unpack_bits,
@@ -29,7 +28,7 @@ from tandem.kernels.formats.file_rows import FileFields
 from tandem.kernels.formats.source_codes import minima_of
 
 _BITS = (4, 8)
-_PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
+_PARTS = ("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
 
 
 def find_compressed_tensors(files: TensorFiles, config: JsonObject) -> Found:
@@ -48,12 +47,11 @@ def find_compressed_tensors(files: TensorFiles, config: JsonObject) -> Found:
                 f"that Tandem does not read ({config.get('format')}); it reads packed integers of "
                 "4 and 8 bits, int8, FP8 and NVFP4"
             )
+        parts = [n for p in (part, *_PARTS) if (n := f"{prefix}.{p}") in files]
         if part == "weight_packed":
-            parts = [f"{prefix}.{p}" for p in _PARTS if f"{prefix}.{p}" in files]
-            found.add(_packed(files, prefix, widths, parts), parts)
+            found.add(_packed(files, prefix, widths, parts))
         elif part == "weight" and entry.dtype == "I8":
-            parts = [n for p in ("weight", "weight_scale") if (n := f"{prefix}.{p}") in files]
-            found.add(_plain(files, prefix, parts), parts)
+            found.add(_plain(files, prefix, parts))
     return found
 
 
@@ -80,14 +78,13 @@ def _packed(
         )
     groups = _groups(files, prefix, rows, cols)
     has_zeros = f"{prefix}.weight_zero_point" in files
-    formats = integer_formats(bits, cols, cols // groups, has_zeros=has_zeros)
     zeros = " with zero points" if has_zeros else ""
     return PackedIntegers(
         name=f"{prefix}.weight",
         shape=(rows, cols),
-        formats=formats,
-        why_not="" if formats else f"codes of {bits} bits in groups of {cols // groups}{zeros}",
-        num_bytes=files.num_bytes(*parts),
+        formats=integer_formats(bits, cols, cols // groups, has_zeros=has_zeros),
+        what=f"codes of {bits} bits in groups of {cols // groups}{zeros}",
+        parts=parts,
         files=files,
         is_ordered=f"{prefix}.weight_g_idx" in files,
         bits=bits,
@@ -157,16 +154,15 @@ class PackedIntegers(FileWeight):
         return input_order(group_of_input, group_size, f"{prefix}.weight_g_idx")
 
 
-def _plain(files: TensorFiles, prefix: str, parts: list[str]) -> StoredWeight:
+def _plain(files: TensorFiles, prefix: str, parts: list[str]) -> "PlainIntegers":
     rows, cols = files.shape(f"{prefix}.weight")
     groups = _groups(files, prefix, rows, cols)
-    formats = integer_formats(8, cols, cols // groups, has_zeros=False)
     return PlainIntegers(
         name=f"{prefix}.weight",
         shape=(rows, cols),
-        formats=formats,
-        why_not="" if formats else f"codes of 8 bits in groups of {cols // groups}",
-        num_bytes=files.num_bytes(*parts),
+        formats=integer_formats(8, cols, cols // groups, has_zeros=False),
+        what=f"codes of 8 bits in groups of {cols // groups}",
+        parts=parts,
         files=files,
     )
 

@@ -1,5 +1,6 @@
 """The tensors of a checkpoint by name, in files that are mapped and read when asked for."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
@@ -46,6 +47,13 @@ class TensorFiles:
     def num_bytes(self, *names: str) -> int:
         """Return what tensors take in their files."""
         return sum(self.entries[name].num_bytes for name in names)
+
+    def layers_with(self, first: str, others: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+        """Yield (layer, tensors) for layers with a tensor `first`, with those of `others` too."""
+        for name in self.entries:
+            prefix, _, part = name.rpartition(".")
+            if part == first:
+                yield prefix, [n for p in (first, *others) if (n := f"{prefix}.{p}") in self]
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries

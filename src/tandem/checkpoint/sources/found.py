@@ -1,9 +1,11 @@
 """What a source finds among the tensors of its files."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tandem.checkpoint.sources.codes import StoredWeight
+from torch import Tensor
+
+from tandem.checkpoint.sources.codes import Codes
 from tandem.checkpoint.sources.files import TensorFiles
 from tandem.core.errors import ModelError
 from tandem.kernels.formats import WeightFormat
@@ -12,16 +14,41 @@ from tandem.kernels.formats.file_rows import FileFields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileWeight:
-    """What a `StoredWeight` of safetensors files says of itself; each format adds `read`."""
+    """A weight of safetensors files, not read yet; each format adds `read`."""
 
     name: str
+    """In an unquantised checkpoint."""
     shape: tuple[int, ...]
+    """(rows, cols), or (num_experts, rows, cols) for the experts of a layer in one tensor."""
     formats: Sequence[WeightFormat]
-    why_not: str
-    num_bytes: int
+    """Packed formats that hold it exactly, the smallest first; maybe none."""
+    what: str = ""
+    """What its codes are, for an error where no format holds them."""
+    parts: Sequence[str]
+    """Its tensors."""
     files: TensorFiles = field(repr=False)
     is_ordered: bool = False
+    """Whether its columns may be in another order than the layer's inputs."""
     near_format: None = None
+    """What to round it to where no format holds all its parts, but one each."""
+
+    @property
+    def why_not(self) -> str:
+        """Why no format holds it; empty if one does."""
+        return "" if self.formats else self.what
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the checkpoint's files."""
+        return self.files.num_bytes(*self.parts)
+
+    def read_part(self, part: str) -> Tensor:
+        """Read one of its tensors by the end of its name, after the layer's."""
+        return self.files.read(f"{self.name.removesuffix('.weight')}.{part}")
+
+    def read(self, expert: int | None = None) -> Codes:
+        """Read the matrix, or one expert's; raises `ModelError` for what is damaged."""
+        raise NotImplementedError
 
     def in_file(self, fmt: WeightFormat, expert: int | None = None) -> list[FileFields] | None:
         """Return where rows lie that go to their places natively; None where they are not."""
@@ -37,13 +64,13 @@ class FileWeight:
 class Found:
     """Quantised weights by the name that they would have unquantised, and the tensors they are."""
 
-    weights: dict[str, StoredWeight] = field(default_factory=dict)
+    weights: dict[str, FileWeight] = field(default_factory=dict)
     parts: set[str] = field(default_factory=set)
 
-    def add(self, weight: StoredWeight, parts: Iterable[str]) -> None:
-        """Note a weight that consists of these tensors."""
+    def add(self, weight: FileWeight) -> None:
+        """Note a weight, and the tensors of which it consists."""
         self.weights[weight.name] = weight
-        self.parts.update(parts)
+        self.parts.update(weight.parts)
 
 
 def checked_group_size(files: TensorFiles, prefix: str, said: int, rows: int, cols: int) -> int:

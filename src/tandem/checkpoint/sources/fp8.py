@@ -33,7 +33,7 @@ def find_fp8(files: TensorFiles, config: JsonObject) -> Found:
             raise ModelError(
                 f"{name} has no {prefix}.{_SCALE_NAMES[0]}; download the missing files again"
             )
-        found.add(_weight(files, name, scales), (name, scales))
+        found.add(_weight(files, name, scales))
         found.parts |= {f"{prefix}.input_scale", f"{prefix}.activation_scale"}  # not needed
     return found
 
@@ -53,8 +53,8 @@ def _weight(files: TensorFiles, name: str, scales: str) -> "Fp8Weight":
         name=name,
         shape=(rows, cols),
         formats=() if per_row and shape != blocks else (find_format("fp8"),),
-        why_not="e4m3 codes with a scale for each row" if per_row and shape != blocks else "",
-        num_bytes=files.num_bytes(name, scales),
+        what="e4m3 codes with a scale for each row",
+        parts=(name, scales),
         files=files,
         scales=scales,
     )

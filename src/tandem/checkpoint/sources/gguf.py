@@ -15,12 +15,11 @@ from torch import Tensor
 
 from tandem.checkpoint.config_sizes import counted_build
 from tandem.checkpoint.config_values import require_possible_values
-from tandem.checkpoint.sources.codes import StoredWeight
 from tandem.checkpoint.sources.gguf_header import GgufHeader, GgufTensor, read_header
 from tandem.checkpoint.sources.gguf_models import ARCHITECTURES, Architecture, Recipe
 from tandem.checkpoint.sources.gguf_models.architecture import Values
 from tandem.checkpoint.sources.gguf_weight import GgufWeight, PlainTensor
-from tandem.checkpoint.sources.source import Source
+from tandem.checkpoint.sources.source import Source, StoredWeight
 from tandem.core.errors import ModelError, TandemError, UnsupportedModelError
 from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
 

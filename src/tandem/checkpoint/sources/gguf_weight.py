@@ -90,7 +90,7 @@ class GgufWeight:
         """Read the matrix, or one expert's, as codes where a format holds them, else as values."""
         fmt = next(iter(self.formats), None)
         if fmt is None:
-            values = self.in_order([_rows_values(tensor, expert) for tensor in self.tensors])
+            values = self.in_order([_dequantised(tensor, expert) for tensor in self.tensors])
             return Codes("int", values, torch.ones(len(values), 1, device="cpu"))
         parts = [_placed(blocks, fmt, self.name) for blocks in self._blocks(fmt, expert)]
         rows = torch.arange(sum(len(part.codes) for part in parts), device="cpu")
@@ -179,9 +179,7 @@ def _factor(factor: GgufTensor, expert: int | None) -> Tensor:
 def _values_of(tensor: GgufTensor, factor: GgufTensor | None) -> Tensor:
     if tensor.tensor_type.name in PLAIN_DTYPES:
         return _plain_values(tensor)
-    from gguf import dequantize
-
-    values = torch.from_numpy(np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type)))
+    values = _dequantised(tensor, None)
     return values if factor is None else values * float(np.array(factor.data).item())
 
 
@@ -192,9 +190,9 @@ def _plain_values(tensor: GgufTensor) -> Tensor:
     return values.view([int(size) for size in reversed(tensor.shape)])
 
 
-def _rows_values(tensor: GgufTensor, expert: int | None) -> Tensor:
-    """Return what blocks stand for that no format holds: (rows, cols) fp32."""
+def _dequantised(tensor: GgufTensor, expert: int | None) -> Tensor:
+    """Return what blocks, or an expert's, stand for, by the gguf package: fp32."""
     from gguf import dequantize
 
-    rows = np.array(tensor.data if expert is None else tensor.data[expert])
+    rows = tensor.data if expert is None else tensor.data[expert]
     return torch.from_numpy(np.ascontiguousarray(dequantize(rows, tensor.tensor_type)))

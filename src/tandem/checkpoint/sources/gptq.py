@@ -13,7 +13,6 @@ from torch import Tensor
 from tandem.checkpoint.json_files import JsonObject
 from tandem.checkpoint.sources.codes import (
     Codes,
-    StoredWeight,
     input_order,
     integer_formats,
     unpack_bits,
@@ -25,8 +24,6 @@ from tandem.kernels.formats import WeightFormat
 from tandem.kernels.formats.file_rows import FileFields
 from tandem.kernels.formats.source_codes import minima_of
 
-_PARTS = ("qweight", "qzeros", "scales", "g_idx")
-
 
 def find_gptq(files: TensorFiles, config: JsonObject) -> Found:
     """Return the weights of a GPTQ checkpoint; raises `UnsupportedModelError` for odd widths."""
@@ -36,29 +33,25 @@ def find_gptq(files: TensorFiles, config: JsonObject) -> Found:
             f"{files.directory} is quantized by GPTQ to {bits} bits; Tandem reads 4 and 8"
         )
     found = Found()
-    for name in files.entries:
-        prefix, _, part = name.rpartition(".")
-        if part == "qweight":
-            parts = [f"{prefix}.{p}" for p in _PARTS if f"{prefix}.{p}" in files]
-            found.add(_weight(files, prefix, bits, config, parts), parts)
+    for prefix, parts in files.layers_with("qweight", ("qzeros", "scales", "g_idx")):
+        found.add(_weight(files, prefix, bits, config, parts))
     return found
 
 
 def _weight(
     files: TensorFiles, prefix: str, bits: int, config: JsonObject, parts: list[str]
-) -> StoredWeight:
+) -> "GptqWeight":
     words, rows = files.shape(f"{prefix}.qweight")
     cols = words * 32 // bits
     group_size = checked_group_size(files, prefix, int(config.get("group_size", -1)), rows, cols)
     is_symmetric = bool(config.get("sym", True))
-    formats = integer_formats(bits, cols, group_size, has_zeros=not is_symmetric)
     what = f"GPTQ codes of {bits} bits in groups of {group_size}"
     return GptqWeight(
         name=f"{prefix}.weight",
         shape=(rows, cols),
-        formats=formats,
-        why_not="" if formats else f"{what}{'' if is_symmetric else ' with zero points'}",
-        num_bytes=files.num_bytes(*parts),
+        formats=integer_formats(bits, cols, group_size, has_zeros=not is_symmetric),
+        what=what if is_symmetric else f"{what} with zero points",
+        parts=parts,
         files=files,
         is_ordered=bool(config.get("desc_act", False)) and f"{prefix}.g_idx" in files,
         bits=bits,
@@ -98,10 +91,7 @@ class GptqWeight(FileWeight):
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return words, scales and zero points, row by row."""
-        prefix = self.name.removesuffix(".weight")
-        words, scales, zeros = (
-            self.files.read(f"{prefix}.{part}") for part in ("qweight", "scales", "qzeros")
-        )
+        words, scales, zeros = map(self.read_part, ("qweight", "scales", "qzeros"))
         return words.T, scales.T, unpack_bits(zeros, self.bits).T + self.zero_offset
 
     def _order(self) -> Tensor | None:

@@ -37,11 +37,10 @@ def find_mxfp4(files: TensorFiles, config: JsonObject) -> Found:
             name=name,
             shape=(*leading, rows, groups * 32),
             formats=(find_format("mxfp4"),),
-            why_not="",
-            num_bytes=files.num_bytes(blocks, scales),
+            parts=(blocks, scales),
             files=files,
         )
-        found.add(weight, (blocks, scales))
+        found.add(weight)
     return found
 
 
@@ -61,5 +60,5 @@ class Mxfp4Weight(FileWeight):
 
     def _parts(self, expert: int | None) -> tuple[Tensor, Tensor]:
         """Return (rows, groups, 16) codes and (rows, groups) exponents."""
-        blocks, scales = (self.files.read(self.name + part) for part in (_BLOCKS, _SCALES))
+        blocks, scales = map(self.files.read, self.parts)
         return (blocks, scales) if expert is None else (blocks[expert], scales[expert])

@@ -63,26 +63,23 @@ def _add(found: Found, files: TensorFiles, prefix: str, codes: str, factor: str)
             f"{scales} has shape {shape}, expected {expected} for {prefix}.{codes} of shape "
             f"{(rows, half)}; download the missing files again"
         )
-    parts = [f"{prefix}.{part}" for part in (codes, factor, "weight_scale")]
     weight = Nvfp4Weight(
         name=f"{prefix}.weight",
         shape=(rows, 2 * half),
         formats=(find_format("nvfp4"),),
-        why_not="",
-        num_bytes=files.num_bytes(*parts),
+        parts=[f"{prefix}.{part}" for part in (codes, factor, "weight_scale")],
         files=files,
-        codes=codes,
-        factor=factor,
+        is_divided=factor == _GLOBAL,
     )
-    found.add(weight, parts)
+    found.add(weight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nvfp4Weight(FileWeight):
     """One linear layer's weight."""
 
-    codes: str
-    factor: str
+    is_divided: bool
+    """Whether values are divided by the factor of the whole matrix, not multiplied with it."""
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields:
         """Return codes, scales, and the factor of all of them."""
@@ -97,8 +94,6 @@ class Nvfp4Weight(FileWeight):
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return two codes a byte, scales as bytes, and an fp32 number."""
-        prefix = self.name.removesuffix(".weight")
-        codes = self.files.read(f"{prefix}.{self.codes}").view(torch.uint8)
-        scales = self.files.read(f"{prefix}.weight_scale").view(torch.uint8)
-        factor = self.files.read(f"{prefix}.{self.factor}").float()
-        return codes, scales, 1 / factor if self.factor == _GLOBAL else factor.clone()
+        codes, number, scales = map(self.files.read, self.parts)
+        factor = 1 / number.float() if self.is_divided else number.float().clone()
+        return codes.view(torch.uint8), scales.view(torch.uint8), factor

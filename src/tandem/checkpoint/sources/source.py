@@ -9,11 +9,11 @@ from torch import Tensor
 
 from tandem.checkpoint.json_files import JsonObject
 from tandem.checkpoint.sources.awq import find_awq
-from tandem.checkpoint.sources.codes import StoredWeight, values_of
 from tandem.checkpoint.sources.compressed_tensors import find_compressed_tensors
 from tandem.checkpoint.sources.files import TensorFiles
-from tandem.checkpoint.sources.found import Found
+from tandem.checkpoint.sources.found import FileWeight, Found
 from tandem.checkpoint.sources.fp8 import find_fp8
+from tandem.checkpoint.sources.gguf_weight import GgufWeight
 from tandem.checkpoint.sources.gptq import find_gptq
 from tandem.checkpoint.sources.mxfp4 import find_mxfp4
 from tandem.checkpoint.sources.nvfp4 import find_modelopt
@@ -30,6 +30,10 @@ READERS: dict[str, Callable[[TensorFiles, JsonObject], Found]] = {
     "mxfp4": find_mxfp4,
     "modelopt": find_modelopt,
 }
+
+
+StoredWeight = FileWeight | GgufWeight
+"""A weight of a quantised checkpoint, not read yet."""
 
 
 class SourceTensor:
@@ -53,7 +57,11 @@ class SourceTensor:
 
     def values(self) -> Tensor:
         """Read the weight and return its values."""
-        return values_of(self.weight).to(self.dtype)
+        weight = self.weight
+        if len(weight.shape) == 2:
+            return weight.read().values(weight.name).to(self.dtype)
+        experts = (weight.read(expert) for expert in range(weight.shape[0]))
+        return torch.stack([codes.values(weight.name) for codes in experts]).to(self.dtype)
 
 
 class FormatFound(NamedTuple):

@@ -82,6 +82,20 @@ def each_layer(header: GgufHeader, key: str) -> list[int]:
     return [int(value)] * layers
 
 
+def widths(header: GgufHeader, experts: str = "num_experts") -> dict[str, object]:
+    """Return how many experts there are, and how wide they and dense layers are."""
+    return {
+        experts: header.value("expert_count"),
+        "moe_intermediate_size": header.expert_width,
+        "intermediate_size": header.value("feed_forward_length"),
+    }
+
+
+def windowed_layers(windows: Sequence[object]) -> list[str]:
+    """Return the types of layers of which some attend in a window."""
+    return ["sliding_attention" if window else "full_attention" for window in windows]
+
+
 def layer_types(header: GgufHeader, **marks: str) -> list[str]:
     """Return each layer's type: that of the first tensor that it has, else full attention."""
     layers = [f"blk.{layer}." for layer in range(num_layers(header))]
@@ -141,10 +155,8 @@ def partial_rope(header: GgufHeader) -> dict[str, object]:
 def routing(header: GgufHeader) -> dict[str, object]:
     """Return how DeepSeek and its heirs choose experts, by their names for it."""
     return {
-        "n_routed_experts": header.value("expert_count"),
+        **widths(header, "n_routed_experts"),
         "n_shared_experts": header.value("expert_shared_count", 1),
-        "moe_intermediate_size": header.expert_width,
-        "intermediate_size": header.value("feed_forward_length"),
         "first_k_dense_replace": num_dense_layers(header),
         "routed_scaling_factor": header.value("expert_weights_scale", 1.0),
         "norm_topk_prob": bool(header.value("expert_weights_norm", True)),

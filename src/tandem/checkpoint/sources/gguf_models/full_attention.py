@@ -12,6 +12,7 @@ from tandem.checkpoint.sources.gguf_models.config_values import (
     num_dense_layers,
     partial_rope,
     routing,
+    widths,
 )
 from tandem.foreign_types import PreTrainedConfig
 
@@ -28,14 +29,7 @@ def qwen3(header: GgufHeader) -> PreTrainedConfig:
 
 
 def _qwen(header: GgufHeader, model_type: str, **own: object) -> PreTrainedConfig:
-    return config_of(
-        header,
-        model_type,
-        num_experts=header.value("expert_count"),
-        moe_intermediate_size=header.expert_width,
-        intermediate_size=header.value("feed_forward_length"),
-        **own,
-    )
+    return config_of(header, model_type, **widths(header), **own)
 
 
 def minimax_m2(header: GgufHeader) -> PreTrainedConfig:
@@ -99,13 +93,11 @@ def ernie(header: GgufHeader) -> PreTrainedConfig:
         "ernie4_5_moe",
         ("num_experts_per_tok",),
         moe_k=header.value("expert_used_count"),
-        moe_num_experts=header.value("expert_count"),
         moe_num_shared_experts=header.value("expert_shared_count", 0),
         moe_layer_interval=header.value("interleave_moe_layer_step", 1),
         moe_layer_start_index=num_dense_layers(header),
-        moe_intermediate_size=header.expert_width,
-        intermediate_size=header.value("feed_forward_length"),
         use_bias="blk.0.attn_q.bias" in header.tensors,
+        **widths(header, "moe_num_experts"),
     )
 
 
@@ -134,12 +126,10 @@ def hy_v3(header: GgufHeader) -> PreTrainedConfig:
         header,
         "hy_v3",
         head_dim=head_dim(header),
-        num_experts=header.value("expert_count"),
         num_shared_experts=width // (header.expert_width or 1),
-        moe_intermediate_size=header.expert_width,
-        intermediate_size=header.value("feed_forward_length"),
         router_scaling_factor=header.value("expert_weights_scale", 1.0),
         mlp_layer_types=mlp_types(header),
+        **widths(header),
     )
 
 

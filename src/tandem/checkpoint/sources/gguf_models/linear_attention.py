@@ -16,6 +16,7 @@ from tandem.checkpoint.sources.gguf_models.config_values import (
     num_dense_layers,
     partial_rope,
     routing,
+    widths,
 )
 from tandem.checkpoint.sources.gguf_models.latent_attention import latents
 from tandem.foreign_types import PreTrainedConfig
@@ -46,10 +47,8 @@ def _delta_rule(header: GgufHeader) -> dict[str, object]:
         "linear_value_head_dim": header.value("ssm.inner_size", 0) // heads,
         "linear_num_key_heads": header.value("ssm.group_count"),
         "linear_num_value_heads": heads,
-        "num_experts": header.value("expert_count"),
-        "moe_intermediate_size": header.expert_width,
         "shared_expert_intermediate_size": header.rows("blk.0.ffn_gate_shexp.weight"),
-        "intermediate_size": header.value("feed_forward_length"),
+        **widths(header),
     }
 
 
@@ -66,11 +65,9 @@ def lfm2(header: GgufHeader) -> PreTrainedConfig:
         conv_L_cache=header.value("shortconv.l_cache"),
         conv_bias="blk.0.shortconv.in_proj.bias" in header.tensors,
         num_dense_layers=num_dense_layers(header),
-        num_experts=header.value("expert_count"),
-        moe_intermediate_size=header.expert_width,
-        intermediate_size=header.value("feed_forward_length"),
         routed_scaling_factor=header.value("expert_weights_scale", 1.0),
         use_expert_bias=any("exp_probs_b" in name for name in header.tensors),
+        **widths(header),
     )
 
 
@@ -84,12 +81,11 @@ def bailing(header: GgufHeader) -> PreTrainedConfig:
     limit = header.value("kda.gate_lower_bound", -5.0)
     values = _kimi_values(header) | {"first_k_dense_replace": num_dense_layers(header)}
     del values["q_lora_rank"]
-    config = config_of(
+    return config_of(
         header, "bailing_hybrid", num_mtp_layers=0, kda_lower_bound=limit,
         short_conv_kernel_size=header.value("ssm.conv_kernel"),
         head_dim=header.value("kda.head_dim"), **values,
     )  # fmt: skip
-    return config
 
 
 def _kimi_values(header: GgufHeader) -> dict[str, object]:

@@ -12,6 +12,8 @@ from tandem.checkpoint.sources.gguf_models.config_values import (
     num_dense_layers,
     partial_rope,
     routing,
+    widths,
+    windowed_layers,
 )
 from tandem.foreign_types import PreTrainedConfig
 
@@ -26,7 +28,7 @@ def gemma4(header: GgufHeader) -> PreTrainedConfig:
         header,
         "gemma4_text",
         ("num_experts_per_tok",),
-        layer_types=["sliding_attention" if window else "full_attention" for window in windows],
+        layer_types=windowed_layers(windows),
         num_key_value_heads=_first(heads, windows, True),
         num_global_key_value_heads=_first(heads, windows, False),
         head_dim=header.value("attention.key_length_swa"),
@@ -77,7 +79,7 @@ def mimo2(header: GgufHeader) -> PreTrainedConfig:
     return config_of(
         header,
         "mimo_v2_flash",
-        layer_types=["sliding_attention" if window else "full_attention" for window in windows],
+        layer_types=windowed_layers(windows),
         mlp_layer_types=mlp_types(header),
         num_key_value_heads=_first(heads, windows, False),
         head_dim=head_dim(header),
@@ -98,7 +100,7 @@ def exaone(header: GgufHeader) -> PreTrainedConfig:
     return config_of(
         header,
         "exaone_moe",
-        layer_types=["sliding_attention" if window else "full_attention" for window in windows],
+        layer_types=windowed_layers(windows),
         mlp_layer_types=mlp_types(header),
         sliding_window=header.value("attention.sliding_window"),
         **values,
@@ -111,15 +113,13 @@ def afmoe(header: GgufHeader) -> PreTrainedConfig:
         header,
         "afmoe",
         head_dim=head_dim(header),
-        num_experts=header.value("expert_count"),
         num_shared_experts=header.value("expert_shared_count", 0),
-        moe_intermediate_size=header.expert_width,
-        intermediate_size=header.value("feed_forward_length"),
         num_dense_layers=num_dense_layers(header),
         route_scale=header.value("expert_weights_scale", 1.0),
         sliding_window=header.value("attention.sliding_window"),
         global_attn_every_n_layers=4,  # as llama.cpp has it, and the next: files do not say
         mup_enabled=True,
+        **widths(header),
     )
 
 
@@ -138,19 +138,17 @@ def laguna(header: GgufHeader) -> PreTrainedConfig:
     return config_of(
         header,
         "laguna",
-        layer_types=["sliding_attention" if window else "full_attention" for window in windows],
+        layer_types=windowed_layers(windows),
         mlp_layer_types=mlp_types(header),
         num_attention_heads=max(heads),
         num_attention_heads_per_layer=heads,
         head_dim=width,
         gating="per-element" if gates == heads[0] * width else "per-head",
         sliding_window=window or None,
-        num_experts=header.value("expert_count"),
-        moe_intermediate_size=header.expert_width,
         shared_expert_intermediate_size=header.value("expert_shared_feed_forward_length"),
-        intermediate_size=header.value("feed_forward_length"),
         moe_routed_scaling_factor=header.value("expert_weights_scale", 1.0),
         rope_parameters={"full_attention": whole, "sliding_attention": in_window},
+        **widths(header),
     )
 
 

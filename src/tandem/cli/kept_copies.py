@@ -16,12 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
-from tandem.checkpoint.packed import INDEX_FILE
+from tandem.checkpoint.packed import INDEX_FILE, alone
 from tandem.core.errors import ModelError
 from tandem.core.units import format_bytes
 
@@ -190,22 +185,6 @@ class KeptCopies:
 
     def _note(self, name: str) -> Path:
         return self.directory / f"{name}.json"
-
-
-@contextlib.contextmanager
-def alone(file: Path) -> Iterator[bool]:
-    """Hold a lock; yield False if another process does."""
-    lock = os.open(file, os.O_CREAT | os.O_RDWR)
-    try:
-        if fcntl is not None:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-        yield True
-    finally:
-        os.close(lock)
 
 
 def _read(note: Path) -> KeptCopy | None:
