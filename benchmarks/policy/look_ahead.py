@@ -29,8 +29,8 @@ from transformers import (
 )
 
 import tandem
+from tandem.bench.calibration import BATCHES, accuracy_by_batch, calibrate
 from tandem.cli.paths import cache_dir
-from tandem.hf.lookahead.calibration import BATCHES, accuracy_by_batch, calibrate
 
 VOCABULARY = 4096
 SIZES: dict[str, Any] = {

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import tandem
+from tandem.bench.calibration import accuracy_by_batch, calibrate
 from tandem.core.errors import ConfigError
-from tandem.hf.lookahead.calibration import accuracy_by_batch, calibrate
 from tandem.trace import RoutingTrace, TraceMeta
 from tests import programs
 from tests.hf.test_hybrid import checkpoint, load, profile

@@ -12,9 +12,9 @@ import tandem
 from tandem.cli.main import main
 from tandem.forecast import machine_check
 from tandem.forecast.finding import Finding
+from tandem.forecast.self_check import ReferenceExecutor, check_model
 from tandem.hf.checkpoint import open_checkpoint
 from tandem.hf.config import OffloadConfig
-from tandem.hf.machine.self_check import ReferenceExecutor, check_model
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.loading.checkpoints import FORMATS, lose_tensors, write_plain, write_quantised
 

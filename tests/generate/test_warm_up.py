@@ -8,9 +8,9 @@ import torch
 
 import tandem
 from tandem.experts.tracing.events import LayerExecuted
-from tandem.hf import trial_notes
+from tandem.generate import trial_notes
+from tandem.generate.trial_notes import TrialNote
 from tandem.hf.runtime import require_runtime
-from tandem.hf.trial_notes import TrialNote
 from tandem.kernels._native import available_isas
 from tandem.kernels.dense import CpuThreads
 from tests.architectures import build_tiny_model

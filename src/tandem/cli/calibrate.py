@@ -15,7 +15,7 @@ from tandem.core.errors import FileFormatError
 from tandem.devices.options import OffloadOptions
 
 if TYPE_CHECKING:
-    from tandem.hf.lookahead.calibration import Calibration
+    from tandem.bench.calibration import Calibration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +54,8 @@ def run(flags: argparse.Namespace) -> int:
     offload = OffloadOptions(expert_dtype=flags.expert_dtype)
     model, tokenizer = load_model_and_tokenizer(from_flags(ModelChoice, flags), offload, quiet=True)
 
+    from tandem.bench.calibration import accuracy_by_batch, calibrate
     from tandem.hf.identity import model_identity
-    from tandem.hf.lookahead.calibration import accuracy_by_batch, calibrate
     from tandem.hf.lookahead.look_ahead import calibrated_path
 
     found = calibrate(model, tokenizer(text)["input_ids"][: options.tokens], _progress)
@@ -88,7 +88,7 @@ def _progress(done: int, total: int) -> None:
 def _report(
     found: "Calibration", accuracy: dict[str, list[float]], top: int, path: Path
 ) -> dict[str, object]:
-    from tandem.hf.lookahead.calibration import BATCHES
+    from tandem.bench.calibration import BATCHES
 
     plain, residual = found.likeness
     return {

@@ -29,7 +29,7 @@ class RunReport:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Start counting the events of a model that Tandem loaded."""
-        from tandem.hf.next_token_models import context_tokens
+        from tandem.generate.next_token_models import context_tokens
         from tandem.hf.runtime import require_runtime
 
         self._context_tokens = context_tokens(model)

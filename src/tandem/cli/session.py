@@ -238,7 +238,7 @@ class Session:
         Raises `ConfigError` for a conversation that is too long and is not to be trimmed; a single
         message that is too long is left to the generator.
         """
-        from tandem.hf.next_token_models import context_tokens
+        from tandem.generate.next_token_models import context_tokens
 
         prompt = self._encode(messages)
         num_tokens, longest = _length(prompt), context_tokens(self._model)
@@ -274,8 +274,8 @@ class Session:
 
     def _encode(self, messages: "list[Message]") -> "tuple[int, ...] | ImagePrompt":
         from tandem.generate.images import has_images
+        from tandem.generate.next_token_models import context_tokens
         from tandem.generate.prompt import encode_conversation, encode_with_images
-        from tandem.hf.next_token_models import context_tokens
 
         if has_images(messages):
             return encode_with_images(self._model, self._processor, messages)

@@ -45,6 +45,7 @@ from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import ExpertStatistics, LayerExecuted
 from tandem.generate.failure import StepFailedError
 from tandem.generate.generator import Generator
+from tandem.generate.next_token_models import context_tokens, end_of_sequence_ids, vocabulary_size
 from tandem.generate.pace import Pace
 from tandem.generate.penalties import PenalisedScores, Together
 from tandem.generate.running import Constraint, Request
@@ -53,7 +54,6 @@ from tandem.generate.speculation.draft_counts import DraftCounts
 from tandem.generate.thinking import BoundedThinking
 from tandem.generate.token_output import BatchCounts
 from tandem.hf.dense import pack_as_loaded
-from tandem.hf.next_token_models import context_tokens, end_of_sequence_ids, vocabulary_size
 from tandem.hf.runtime import require_runtime
 
 _log = logging.getLogger("tandem.engine")

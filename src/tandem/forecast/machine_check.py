@@ -13,10 +13,10 @@ from tandem.experts.store import host_memory
 from tandem.forecast.completeness import require_complete
 from tandem.forecast.finding import Finding
 from tandem.forecast.gpu_check import check_gpu
+from tandem.forecast.self_check import check_model
 from tandem.forecast.windows_check import check_place, check_windows, huge_pages
 from tandem.hf.checkpoint import AnyCheckpoint, GgufCheckpoint
 from tandem.hf.config import OffloadConfig
-from tandem.hf.machine.self_check import check_model
 from tandem.hf.packed_reading import verify_files
 from tandem.kernels import _native
 from tandem.kernels.cpu import detect_cpu, usable_topology

@@ -25,21 +25,21 @@ from tandem.generate.answer import Answer
 from tandem.generate.batch import Batch
 from tandem.generate.images import Processor, has_images
 from tandem.generate.kept_prefixes import KeptPrefixes
+from tandem.generate.next_token_models import (
+    adapter_state,
+    context_tokens,
+    require_next_token_model,
+    without_adapters_wrapper,
+)
 from tandem.generate.pace import Pace
 from tandem.generate.prompt import encode_conversation, encode_text, encode_with_images, room
 from tandem.generate.running import Request
 from tandem.generate.sampling import SamplingOptions, not_followed
 from tandem.generate.scheduler import CHUNK_TOKENS, Scheduler
 from tandem.generate.speculation.drafters import DraftParts, new_speculation
+from tandem.generate.trial_notes import TrialNote
 from tandem.hf.dense import pack_dense_layers, share_threads
-from tandem.hf.next_token_models import (
-    adapter_state,
-    context_tokens,
-    require_next_token_model,
-    without_adapters_wrapper,
-)
 from tandem.hf.runtime import runtime_of
-from tandem.hf.trial_notes import TrialNote
 from tandem.kernels.attention import require_kv_dtype
 from tandem.kernels.dense import CpuThreads
 from tandem.recording.recorded_graph import RecordedGraph

@@ -9,8 +9,8 @@ from tandem.core.errors import ConfigError
 from tandem.decode.images import ImagePrompt, require_images
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.images import Processor, images_of, without_sources, write_prompt
+from tandem.generate.next_token_models import context_tokens, vocabulary_size
 from tandem.hf.bounded_template import bounded
-from tandem.hf.next_token_models import context_tokens, vocabulary_size
 from tandem.hf.text_tokens import require_room, token_ids, told_panics
 
 

@@ -25,6 +25,7 @@ from tandem.decode.slots import SlotPool
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.failure import Failure, StepFailedError
 from tandem.generate.held_prefixes import HeldPrefixes
+from tandem.generate.next_token_models import end_of_sequence_ids
 from tandem.generate.pace import Pace
 from tandem.generate.prompt import room
 from tandem.generate.running import Request, Running, logprob_of
@@ -33,7 +34,6 @@ from tandem.generate.speculation.speculation import Speculation
 from tandem.generate.stopping import StopStrings
 from tandem.generate.text import TextStream
 from tandem.generate.token_output import BatchCounts, TokenOutput
-from tandem.hf.next_token_models import end_of_sequence_ids
 from tandem.kv_cache.prefix_files import PrefixFiles
 
 # Running streams wait for a prefill chunk; shorter chunks read the experts more often.

@@ -42,31 +42,11 @@ class StandIn(Tensor):
         """Show the shape."""
         return f"StandIn({tuple(self.shape)}, {self.dtype})"
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
         refuse_to_copy()
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        refuse_to_copy()
-
-    def data_ptr(self) -> NoReturn:
-        """Refuse."""
-        refuse_to_copy()
-
-    def numpy(self, **options: object) -> NoReturn:
-        """Refuse."""
-        refuse_to_copy()
-
-    def storage(self) -> NoReturn:
-        """Refuse."""
-        refuse_to_copy()
-
-    def untyped_storage(self) -> NoReturn:
-        """Refuse."""
-        refuse_to_copy()
-
-    def contiguous(self, *args: object, **options: object) -> NoReturn:
-        """Refuse."""
-        refuse_to_copy()
+    __reduce_ex__ = __deepcopy__ = _refuse
+    data_ptr = numpy = storage = untyped_storage = contiguous = _refuse
 
 
 def keep_elsewhere(module: nn.Module, shapes: dict[str, tuple[int, ...]]) -> None:

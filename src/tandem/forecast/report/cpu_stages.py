@@ -9,10 +9,10 @@ import tandem
 from tandem.core.errors import ExecutionError
 from tandem.forecast.report.stages import Said, Stage
 from tandem.forecast.report.tiny_model import VOCABULARY, save_tiny_model
+from tandem.forecast.self_check import check_model
 from tandem.generate.generator import Generator
 from tandem.hf.checkpoint import open_model
 from tandem.hf.config import OffloadConfig
-from tandem.hf.machine.self_check import check_model
 from tandem.hf.runtime import require_runtime
 from tandem.kernels import _native
 

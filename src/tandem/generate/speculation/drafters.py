@@ -11,13 +11,13 @@ from tandem.core.registry import Registry
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.mtp.loading import load_mtp
 from tandem.foreign_types import PreTrainedModel
+from tandem.generate.next_token_models import vocabulary_size
 from tandem.generate.speculation.draft_model import DraftModel
 from tandem.generate.speculation.mtp import MtpDrafter
 from tandem.generate.speculation.mtp_layer import MtpLayer
 from tandem.generate.speculation.speculation import Speculation
 from tandem.generate.speculation.touched_experts import touched_experts
 from tandem.hf.dense import share_threads
-from tandem.hf.next_token_models import vocabulary_size
 from tandem.hf.runtime import runtime_of
 from tandem.kernels.dense import CpuThreads
 from tandem.policy.speculation.free_drafts import FreeDrafts
