@@ -65,7 +65,7 @@ def make_store(geometry: Geometry, hidden: int, inner: int, name: str) -> HostSt
     }
     for layer in range(geometry.num_layers):
         host = store.add_layer(f"layer {layer}", shapes, expert_dtype=find_format(name))
-        host.buffers.random_(0, 60)  # type: ignore[attr-defined]
+        host.buffers.random_(0, 60)  # type: ignore[union-attr]
     return store
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.devices.cuda.streams import Event, HostCopy, Stream, Work
+from tandem.devices.cuda.streams import CudaStreams, Event, HostCopy, Stream, Work
 from tandem.experts.cache.sizing import DeviceMemory, OutOfDeviceMemoryError
 
 
@@ -43,7 +43,7 @@ class _Step(NamedTuple):
     done: LazyEvent | None = None
 
 
-class LazyStreams:
+class LazyStreams(CudaStreams):
     """Streams whose work runs late."""
 
     name = "lazy"
@@ -62,12 +62,12 @@ class LazyStreams:
         self.l2_bytes = 0
         self.pinned_bytes = self.num_pinned = 0
         self.broken: RuntimeError | None = None
-        self._streams: dict[Stream, deque[_Step]] = {stream: deque() for stream in Stream}
+        self._queues: dict[Stream, deque[_Step]] = {stream: deque() for stream in Stream}
         self._limit = self._total = total_bytes
         self._taken: list[tuple[int, Tensor]] = []
 
     def run(self, stream: Stream, work: Work) -> None:
-        self._streams[stream].append(_Step(work=work))
+        self._queues[stream].append(_Step(work=work))
         if self._is_eager:
             self.synchronize()
 
@@ -83,7 +83,7 @@ class LazyStreams:
 
     def record(self, stream: Stream, *, is_timed: bool = False) -> LazyEvent:
         event = LazyEvent(self, stream)
-        self._streams[stream].append(_Step(done=event))
+        self._queues[stream].append(_Step(done=event))
         return event
 
     def between(self, first: Event, last: Event) -> float:
@@ -95,7 +95,7 @@ class LazyStreams:
 
     def wait(self, stream: Stream, event: Event) -> None:
         assert isinstance(event, LazyEvent)
-        self._streams[stream].append(_Step(wait=event))
+        self._queues[stream].append(_Step(wait=event))
 
     def pause(self, stream: Stream, seconds: float) -> None:
         self.pauses.append(seconds)
@@ -107,7 +107,7 @@ class LazyStreams:
 
     def synchronize(self) -> None:
         self.require_whole()
-        while any(self._streams.values()):
+        while any(self._queues.values()):
             self.run_one()
 
     def memory(self) -> DeviceMemory:
@@ -150,18 +150,18 @@ class LazyStreams:
     def maybe_run(self) -> None:
         """Let some work run, as a GPU does while the host is at other things."""
         for _ in range(self.random.randrange(4)):
-            if any(self._streams.values()):
+            if any(self._queues.values()):
                 self.run_one()
 
     def run_one(self) -> None:
         """Run the next step of a stream that need not wait, drawn at random."""
         ready = [
             stream
-            for stream, steps in self._streams.items()
+            for stream, steps in self._queues.items()
             if steps and (steps[0].wait is None or steps[0].wait.is_done)
         ]
         assert ready, "the streams wait for each other"
-        step = self._streams[self.random.choice(ready)].popleft()
+        step = self._queues[self.random.choice(ready)].popleft()
         if step.work is not None:
             step.work()
         if step.done is not None:

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tandem.core.errors import CapacityError, UnsupportedModelError
-from tandem.devices.cuda.checks import Gpu, require_cuda, require_dtype
+from tandem.devices.cuda.checks import Gpu, Probe, require_cuda, require_dtype
 from tandem.devices.cuda.kernels import TritonKernels, best_kernels
 
 
-class FakeProbe:
+class FakeProbe(Probe):
     """A machine that lacks something."""
 
     def __init__(

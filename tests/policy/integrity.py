@@ -1,7 +1,6 @@
 """What must hold of every plan, and of the tables that say what is resident."""
 
-from tandem.core.ids import ExpertId
-from tandem.policy.plan import LayerLoad, LayerPlan
+from tandem.policy.plan import ExpertId, LayerLoad, LayerPlan
 from tandem.policy.residency import EMPTY, NOWHERE, Residency
 
 

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from tandem.core.ids import ExpertId
 from tandem.hardware.profiles import load_profile
 from tandem.policy.cost import HardwareProfile
-from tandem.policy.plan import Copy, LayerLoad, LayerPlan
+from tandem.policy.plan import Copy, ExpertId, LayerLoad, LayerPlan
 from tandem.sim.timeline import Arrival, Timeline
 from tests.policy.strategies import shape_costs
 

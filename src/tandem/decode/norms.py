@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
-from tandem.kernels.rows import row_stride
+from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, row_stride
 from tandem.kernels.torch_private import without_overrides
 
 _PROBED_ROWS = 4

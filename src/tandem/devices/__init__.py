@@ -3,49 +3,40 @@
 Loads no torch, so that `--help` is fast; a kind loads what it needs when it is asked.
 """
 
-from typing import Protocol
-
 from tandem.core.registry import Registry
 from tandem.experts.cache.sizing import DeviceMemory
 
 
-class DeviceKind(Protocol):
+class DeviceKind:
     """A device before any of it is loaded; `tandem.hf.machine` has its parts under its name."""
 
     help: str
-    holds_dense_parts: bool
+    holds_dense_parts = False
     """Whether all of the model but its experts lies in the device's memory too."""
 
     def require(self) -> None:
         """Raise `CapacityError` where there is no such device."""
 
     def memory(self) -> DeviceMemory:
-        """Return its memory now; raises as `require` does."""
-
-
-DEVICES: Registry[DeviceKind] = Registry("device")
-
-
-@DEVICES.register("cpu")
-class Cpu:
-    """No device: there is nothing but the CPU."""
-
-    help = "every expert there"
-    holds_dense_parts = False
-
-    def require(self) -> None:
-        """No-op."""
-
-    def memory(self) -> DeviceMemory:
-        """Return the host's memory."""
+        """Return its memory now, the host's; raises as `require` does."""
         from tandem.experts.store.host_memory import available_bytes
 
         available = available_bytes()
         return DeviceMemory(available, available)
 
 
+DEVICES: Registry[DeviceKind] = Registry("device")
+
+
+@DEVICES.register("cpu")
+class Cpu(DeviceKind):
+    """No device: there is nothing but the CPU."""
+
+    help = "every expert there"
+
+
 @DEVICES.register("cuda")
-class Cuda:
+class Cuda(DeviceKind):
     """The first NVIDIA GPU."""
 
     help = "a GPU"
@@ -66,7 +57,7 @@ class Cuda:
 
 
 @DEVICES.register("emulated")
-class Emulated(Cpu):
+class Emulated(DeviceKind):
     """A simulated GPU, whose memory is the host's."""
 
     help = "a simulated GPU on the CPU"

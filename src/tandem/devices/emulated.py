@@ -15,12 +15,13 @@ from tandem.core.units import format_bytes
 from tandem.experts.cache.sizing import DeviceMemory, OutOfDeviceMemoryError
 from tandem.experts.cache.slots import SlotUse
 from tandem.experts.execution.batch import ExpertBatch
+from tandem.experts.execution.device import Device
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.routing import SumRows
 from tandem.experts.execution.row_memory import RowMemory
 
 
-class EmulatedDevice:
+class EmulatedDevice(Device):
     """Memory that is counted, and computation in order."""
 
     name = "emulated"
@@ -101,9 +102,6 @@ class EmulatedDevice:
         """Return when all launched batches are done; raises the first error of any of them."""
         if self._worker is not None:
             self._worker.wait()
-
-    def require_usable(self) -> None:
-        """No-op: memory and threads survive an error."""
 
     def close(self) -> None:
         """End the device's thread."""

@@ -10,10 +10,10 @@ import torch
 
 from tandem.core.errors import CapacityError
 from tandem.core.units import format_bytes
-from tandem.devices.cuda.checks import Gpu, Probe, TorchProbe, require_cuda
+from tandem.devices.cuda.checks import Gpu, Probe, require_cuda
 from tandem.devices.cuda.hand_over_trial import find_signals
 from tandem.devices.cuda.signals import Signals
-from tandem.devices.cuda.streams import CudaStreams, Stream, Streams
+from tandem.devices.cuda.streams import CudaStreams, Stream
 from tandem.experts.cache.sizing import OutOfDeviceMemoryError
 from tandem.forecast.finding import Finding
 from tandem.forecast.windows_check import check_pinned_memory
@@ -39,13 +39,13 @@ class Driver(NamedTuple):
 
 def check_gpu(
     probe: Probe | None = None,
-    open_streams: Callable[[], Streams] = CudaStreams,
+    open_streams: Callable[[], CudaStreams] = CudaStreams,
     ask_driver: Callable[[], Driver] | None = None,
-    try_signals: Callable[[Streams], Signals | None] = find_signals,
+    try_signals: Callable[[CudaStreams], Signals | None] = find_signals,
 ) -> Iterator[Finding]:
     """Yield what is found; the arguments stand for the GPU in tests."""
     try:
-        gpu = require_cuda(probe or TorchProbe())
+        gpu = require_cuda(probe)
     except CapacityError as error:
         yield _without_gpu(str(error))
         return
@@ -79,7 +79,7 @@ def _without_gpu(reason: str) -> Finding:
     )  # fmt: skip
 
 
-def _memory(gpu: Gpu, streams: Streams) -> Finding:
+def _memory(gpu: Gpu, streams: CudaStreams) -> Finding:
     memory = streams.memory()
     major, minor = gpu.capability
     text = (
@@ -93,7 +93,7 @@ def _memory(gpu: Gpu, streams: Streams) -> Finding:
     return Finding("GPU", "good", text)
 
 
-def _link(streams: Streams, driver: Driver) -> Finding:
+def _link(streams: CudaStreams, driver: Driver) -> Finding:
     """Time copies of pinned memory to the GPU."""
     try:
         host, device = streams.pinned(_COPY_BYTES), streams.empty(_COPY_BYTES)

@@ -22,7 +22,7 @@ from tandem.experts.store.host_memory import available_bytes
 from tandem.forecast.sizes import ModelSizes
 from tandem.foreign_types import PreTrainedModel
 from tandem.generate.generator import Generator
-from tandem.hardware.kept_file import keep_file
+from tandem.hardware.profiles import keep_file
 from tandem.hf.config import OffloadConfig
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.cpu import detect_cpu

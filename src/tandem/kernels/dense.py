@@ -166,3 +166,13 @@ def padded_bias(bias: Tensor | None, rows: int) -> Tensor | None:
     padded = torch.zeros(-(-rows // ROWS_PER_BLOCK) * ROWS_PER_BLOCK, device="cpu")
     padded[:rows] = bias.detach().float()
     return padded
+
+
+def row_stride(x: Tensor) -> int | None:
+    """Return how many values apart the rows of the last dimension are; None if not evenly."""
+    if x.stride(-1) != 1:
+        return None
+    try:
+        return x.view(-1, x.shape[-1]).stride(0)
+    except RuntimeError:  # no such view
+        return None

@@ -6,7 +6,12 @@ They are keyed by expert id, never by position. The whole interface of the plann
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tandem.core.ids import ExpertId
+
+class ExpertId(NamedTuple):
+    """One routed expert: `layer` counts MoE layers from 0, `expert` counts within the layer."""
+
+    layer: int
+    expert: int
 
 
 class Geometry(NamedTuple):

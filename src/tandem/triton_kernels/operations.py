@@ -6,7 +6,7 @@ Each is one launch, checks nothing that costs time, and returns new tensors with
 import torch
 from torch import Tensor
 
-from tandem.kernels.rows import row_stride
+from tandem.kernels.dense import row_stride
 from tandem.triton_kernels import small
 
 _FEW_WARPS_WIDTH = 1024

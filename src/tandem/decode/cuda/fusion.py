@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tandem.decode.cuda.chains import find_chains
 from tandem.decode.cuda.projections import find_projections
+from tandem.kernels.dense import row_stride
 from tandem.kernels.native import TOKEN_DTYPES
-from tandem.kernels.rows import row_stride
 from tandem.recording.fusion.graph import Found, Graph
 from tandem.recording.fusion.norms import norms_as
 from tandem.recording.fusion.rotary import rotaries_as

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from tandem.devices.cuda.streams import Stream, Streams
+from tandem.devices.cuda.streams import CudaStreams, Stream
 from tandem.kernels.torch_private import end_allocation_to_pool
 
 
@@ -115,7 +115,7 @@ def on_capture_stream(capture: Capture) -> Iterator[None]:
             gc.enable()
 
 
-def captured_work(work: Callable[[], None], capture: Capture, streams: Streams) -> Graph:
+def captured_work(work: Callable[[], None], capture: Capture, streams: CudaStreams) -> Graph:
     """Return a graph of what `work` queues."""
     graphs = list[Graph]()
 

@@ -1,7 +1,7 @@
 """Whether this machine has a GPU that Tandem can use, and what to do if not: one clear sentence."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -26,47 +26,31 @@ class Gpu(NamedTuple):
         return self.capability >= BF16_CAPABILITY
 
 
-class Probe(Protocol):
+class Probe:
     """Asks torch and the driver."""
 
     def built_for_cuda(self) -> bool:
         """Tell whether this torch has CUDA at all."""
-
-    def count(self) -> int:
-        """Return how many GPUs there are; raises `RuntimeError` in the driver's words."""
-
-    def gpu(self, index: int) -> Gpu:
-        """Describe one."""
-
-    def built_for(self) -> Sequence[str]:
-        """Return what torch's kernels are compiled for: "sm_90", "compute_120"."""
-
-
-class TorchProbe:
-    """The real thing."""
-
-    def built_for_cuda(self) -> bool:
-        """Ask torch's build."""
         return torch.version.cuda is not None
 
     def count(self) -> int:
-        """Ask the driver, by starting CUDA."""
+        """Return how many GPUs there are; raises `RuntimeError` in the driver's words."""
         torch.cuda.init()
         return torch.cuda.device_count()
 
     def gpu(self, index: int) -> Gpu:
-        """Ask the driver."""
+        """Describe one."""
         found = torch.cuda.get_device_properties(index)
         return Gpu(found.name, (found.major, found.minor), found.total_memory)
 
     def built_for(self) -> Sequence[str]:
-        """Ask torch's build."""
+        """Return what torch's kernels are compiled for: "sm_90", "compute_120"."""
         return torch.cuda.get_arch_list()
 
 
 def require_cuda(probe: Probe | None = None, index: int = 0) -> Gpu:
     """Return the GPU, or raise `CapacityError` that says what is missing."""
-    probe = probe or TorchProbe()
+    probe = probe or Probe()
     otherwise = "or run with device cpu"
     if not probe.built_for_cuda():
         raise CapacityError(

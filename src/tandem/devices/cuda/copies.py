@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from tandem.devices.cuda.streams import Event, HostCopy, Stream, Streams
+from tandem.devices.cuda.streams import CudaStreams, Event, HostCopy, Stream
 from tandem.experts.cache.clock import WallClock
 from tandem.experts.cache.slots import Claim, Slots, SlotUse
 from tandem.experts.store.host_store import HostStore
@@ -95,7 +95,7 @@ class CudaCopyEngine:
         slots: Slots,
         geometry: Geometry,
         clock: WallClock,
-        streams: Streams,
+        streams: CudaStreams,
         events: SlotEvents,
         link: Link,
     ) -> None:

@@ -16,12 +16,12 @@ from tandem.core.units import format_bytes
 from tandem.devices.cuda.copies import SlotEvents
 from tandem.devices.cuda.kernels import DeviceKernels
 from tandem.devices.cuda.resident import ResidentLayers
-from tandem.devices.cuda.streams import Event, Stream, Streams, Work
+from tandem.devices.cuda.streams import CudaStreams, Event, Stream, Work
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.cache.sizing import DeviceMemory, OutOfDeviceMemoryError
 from tandem.experts.cache.slots import SlotUse
 from tandem.experts.execution.batch import ExpertBatch
-from tandem.experts.execution.device import DeviceLostError
+from tandem.experts.execution.device import Device, DeviceLostError
 from tandem.experts.execution.expert_kernels import WeightSource
 from tandem.experts.execution.routing import SumRows
 from tandem.experts.execution.row_memory import RowMemory
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _DOWNLOADS_KEPT = 4
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """Memory that is counted, and the model's stream, on which batches run."""
 
     name = "cuda"
@@ -42,7 +42,7 @@ class CudaDevice:
 
     def __init__(
         self,
-        streams: Streams,
+        streams: CudaStreams,
         kernels: DeviceKernels,
         *,
         pin_limit_bytes: int | None = None,
@@ -71,7 +71,10 @@ class CudaDevice:
         return self.streams.memory()
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return memory for slots; raises `OutOfDeviceMemoryError`."""
+        """Return memory for slots, which goes back to torch's allocator with its last reference.
+
+        Raises `OutOfDeviceMemoryError`.
+        """
         with torch.inference_mode(False):  # else only inference mode could write to it
             try:
                 memory = self.streams.empty(num_bytes)
@@ -84,9 +87,6 @@ class CudaDevice:
         # It may have been the model's a moment ago, and copies do not run on the model's stream.
         self.streams.synchronize()
         return memory
-
-    def release(self, memory: Tensor) -> None:
-        """No-op: memory goes back to torch's allocator with its last reference."""
 
     def pin(self, memory: Tensor) -> bool:
         """Pin host memory until the device is closed; False if a limit or the system forbids it."""
@@ -196,9 +196,6 @@ class CudaDevice:
 
         return sum_rows
 
-    def synchronize(self) -> None:
-        """No-op: results are read on the same stream, behind all batches."""
-
     def close(self) -> None:
         """Wait for the GPU, unpin what was pinned, and lift the limit on its memory."""
         with contextlib.suppress(RuntimeError):  # an error of a GPU that is given up
@@ -240,7 +237,7 @@ class CudaDevice:
 class PinnedArena:
     """Pinned memory that is handed out part by part and taken back as a whole."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: CudaStreams) -> None:
         """Take memory from `streams` when it is first needed."""
         self._streams = streams
         self._memory: Tensor | None = None

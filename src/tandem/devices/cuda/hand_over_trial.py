@@ -19,7 +19,7 @@ import torch
 from tandem.devices.cuda.captures import Capture, CudaCapture, captured_work
 from tandem.devices.cuda.driver import open_driver
 from tandem.devices.cuda.signals import KernelSignals, Signals, StreamSignals, longest_wait
-from tandem.devices.cuda.streams import Stream, Streams
+from tandem.devices.cuda.streams import CudaStreams, Stream
 from tandem.experts.measuring.profiler import REPETITIONS
 from tandem.policy.host_costs import GRAPH, HostCosts
 
@@ -32,7 +32,7 @@ _NO_EXPERT, _ABSENT = -1, 0
 _TRIAL_VALUES = 1  # of a token whose hand-over is tried: by the same kernels
 
 
-def find_signals(streams: Streams) -> Signals | None:
+def find_signals(streams: CudaStreams) -> Signals | None:
     """Return how a GPU and the host signal each other, the quicker way that works in a graph.
 
     None: in no way, or there is no Triton.
@@ -72,7 +72,7 @@ def _seconds(trial: "Trial") -> float:
 
 def graph_costs(
     signals: Signals,
-    streams: Streams,
+    streams: CudaStreams,
     hidden_size: int,
     fetch_seconds: float,
     *,
@@ -101,7 +101,7 @@ class Trial:
     def __init__(
         self,
         signals: Signals,
-        streams: Streams,
+        streams: CudaStreams,
         hidden_size: int,
         make_capture: Callable[[], Capture] | None = None,
     ) -> None:

@@ -6,17 +6,16 @@ Work is queued on the current stream; nothing waits.
 import importlib.util
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tandem.devices.cuda.checks import TRITON_MATRIX_CAPABILITY, Gpu
 from tandem.experts.execution.batch import ExpertBatch, ExpertFunctions
-from tandem.experts.execution.expert_kernels import WeightSource
+from tandem.experts.execution.expert_kernels import WeightSource, compute_in_torch
 from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
-from tandem.kernels.reference import expert_ffn
 
 if TYPE_CHECKING:
     from tandem.triton_kernels.experts import TritonExperts
@@ -34,27 +33,6 @@ class Prepared(NamedTuple):
 LayerFunctions = tuple[HostLayer, ExpertFunctions]
 
 
-class DeviceKernels(Protocol):
-    """Computes batches on a device and adds rows up there."""
-
-    name: str
-
-    def compilations(
-        self, layers: Sequence[LayerFunctions], dtype: torch.dtype, top_k: int, device: torch.device
-    ) -> Sequence[Callable[[], None]]:
-        """Return works for the current stream after which no batch of the layers compiles any."""
-
-    def prepare(self, batch: ExpertBatch, use: WeightSource) -> Prepared:
-        """Do the host's part of filling the batch's `out` from the slots of `use`."""
-
-    def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> None:
-        """Write sum over k of weight * row, first to last; all on the device, -1 adds nothing."""
-
-    @property
-    def grouped(self) -> "TritonExperts | None":
-        """What finds its experts by addresses on the device; None: nothing does."""
-
-
 class TorchKernels:
     """Expert by expert in torch: works wherever torch does, unpacks weights for every call."""
 
@@ -63,16 +41,16 @@ class TorchKernels:
     def compilations(
         self, layers: Sequence[LayerFunctions], dtype: torch.dtype, top_k: int, device: torch.device
     ) -> Sequence[Callable[[], None]]:
-        """Compile nothing."""
+        """Return works for the current stream after which no batch of the layers compiles any."""
         return ()
 
     def prepare(self, batch: ExpertBatch, use: WeightSource) -> Prepared:
-        """Take the slots' memory; the batch is one expert after the other."""
+        """Do the host's part of filling the batch's `out` from the slots of `use`."""
         images = use.images()
-        return Prepared(batch.token, lambda token: _compute(batch, images, token))
+        return Prepared(batch.token, lambda token: compute_in_torch(batch, token, images))
 
     def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> None:
-        """Add place by place."""
+        """Write sum over k of weight * row, first to last; all on the device, -1 adds nothing."""
         padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])  # -1 finds the zeros
         total = torch.zeros_like(out, dtype=torch.float32)
         for k in range(row_of.shape[1]):
@@ -150,14 +128,8 @@ class TritonKernels:
         return self._experts
 
 
-def _compute(batch: ExpertBatch, images: Sequence[Tensor], token: Tensor) -> None:
-    layer, functions, first = batch.layer, batch.functions, batch.begin[0]
-    is_packed = isinstance(layer, PackedLayer)
-    activate = (functions.unpacked_activate if is_packed else None) or functions.activate
-    for place, image in enumerate(images):
-        rows = slice(batch.begin[place] - first, batch.begin[place + 1] - first)
-        weights = layer.weights_in(image)
-        batch.out[rows] = expert_ffn(batch.hidden[token[rows]], weights, activate).float()
+DeviceKernels = TorchKernels | TritonKernels
+"""Computes batches on a device and adds rows up there."""
 
 
 def best_kernels(gpu: Gpu | None = None) -> DeviceKernels:

@@ -10,7 +10,7 @@ What the host does for a layer is measured by itself, as `HostCosts`, since the 
     the CPU's rows, brought to the GPU    -> a layer with experts on the CPU
     a launch for several fetched experts  -> each takes at least its part of that
 
-A step that is one graph has costs of its own (`hand_over_cost`).
+A step that is one graph has costs of its own (`hand_over_trial`).
 
 What it does once a step is in the dense parts, which are timed in whole steps.
 """

@@ -39,12 +39,14 @@ class Signals(Protocol):
 
     def ring(self, doorbell: Tensor) -> None:
         """Queue `doorbell = 1`, behind all that is queued; nothing where kernels do it."""
+        return
 
     def wait(self, done: Tensor) -> None:
         """Queue a wait for `done == 1`; nothing where kernels do it."""
+        return
 
 
-class StreamSignals:
+class StreamSignals(Signals):
     """The driver's `cuStreamWriteValue32` and `cuStreamWaitValue32` on torch's current stream."""
 
     name, wait_seconds = "stream operations", 0.0
@@ -82,7 +84,7 @@ class StreamSignals:
         return found.value
 
 
-class KernelSignals:
+class KernelSignals(Signals):
     """Publish sets the doorbell, and combine polls with a pause: nothing else is queued."""
 
     name = "polling kernels"
@@ -90,12 +92,6 @@ class KernelSignals:
     def __init__(self, wait_seconds: float) -> None:
         """Wait for so long at most, by the GPU's clock."""
         self.wait_seconds = wait_seconds
-
-    def ring(self, doorbell: Tensor) -> None:
-        """No-op: publish has done it."""
-
-    def wait(self, done: Tensor) -> None:
-        """No-op: combine does it."""
 
 
 def longest_wait(index: int, driver: Driver | None = None) -> float:

@@ -54,64 +54,6 @@ class Event(Protocol):
         """Wait until everything before it is done."""
 
 
-class Streams(Protocol):
-    """One GPU."""
-
-    name: str
-    device: torch.device
-
-    def run(self, stream: Stream, work: Work) -> None:
-        """Queue what `work` does on a stream. What it allocates belongs to that stream."""
-
-    def copy(self, stream: Stream, copies: Sequence[HostCopy]) -> None:
-        """Queue copies from the host on a stream, in any order; the host goes on."""
-
-    def record(self, stream: Stream, *, is_timed: bool = False) -> Event:
-        """Return an event behind everything that is queued on a stream."""
-
-    def between(self, first: Event, last: Event) -> float:
-        """Return the seconds from one timed event to a later one, both of them done."""
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        """Hold a stream until an event; the host goes on."""
-
-    def pause(self, stream: Stream, seconds: float) -> None:
-        """Let a stream do nothing for a time; the host goes on."""
-
-    def seconds(self, stream: Stream, work: Work) -> float:
-        """Return the time that some work takes on a stream, without the host's part; waits."""
-
-    def synchronize(self) -> None:
-        """Wait for all streams; raises what any of them met."""
-
-    def memory(self) -> DeviceMemory:
-        """Return the memory of the device, what this process can still take counted as free."""
-
-    def limit(self, num_bytes: int | None) -> None:
-        """Take no more than so much memory from now on; None: as much as before all limits."""
-
-    def cache_bytes(self) -> int:
-        """Return the size of the cache between the processor and its memory."""
-
-    def taken_bytes(self) -> int:
-        """Return what this process has taken so far."""
-
-    def peak_bytes(self, work: Work) -> int:
-        """Return how much memory some work takes beside what was taken before it; waits."""
-
-    def empty(self, num_bytes: int) -> Tensor:
-        """Return device memory (num_bytes,) uint8; raises `OutOfDeviceMemoryError`."""
-
-    def pinned(self, num_bytes: int) -> Tensor:
-        """Return pinned host memory (num_bytes,) uint8."""
-
-    def pin(self, memory: Tensor) -> bool:
-        """Pin memory that is there; False if the system does not let."""
-
-    def unpin(self, memory: Tensor) -> None:
-        """Undo `pin`."""
-
-
 class CudaStreams:
     """A real GPU, by way of torch; it need not be the current one."""
 
@@ -127,7 +69,7 @@ class CudaStreams:
         }
 
     def run(self, stream: Stream, work: Work) -> None:
-        """Queue work on a stream."""
+        """Queue what `work` does on a stream. What it allocates belongs to that stream."""
         if stream is Stream.COMPUTE:  # the stream that is current anyway, on this GPU
             with torch.cuda.device(self.device):
                 work()
@@ -136,7 +78,10 @@ class CudaStreams:
             work()
 
     def copy(self, stream: Stream, copies: Sequence[HostCopy]) -> None:
-        """Copy in one call of the driver where that is worth it and the memory is pinned."""
+        """Queue copies from the host on a stream, in any order; the host goes on.
+
+        One call of the driver does it where that is worth it and the memory is pinned.
+        """
         if self._batch_copy is not None and stream is not Stream.COMPUTE:
             batch = [
                 CopyEntry(target.data_ptr(), source.data_ptr(), source.nbytes)
@@ -156,28 +101,28 @@ class CudaStreams:
         self.run(stream, one_by_one)
 
     def record(self, stream: Stream, *, is_timed: bool = False) -> Event:
-        """Record an event; one without a clock is the cheaper kind."""
+        """Return an event behind everything that is queued on a stream, with a clock if asked."""
         event: Any = torch.cuda.Event(enable_timing=is_timed)
         event.record(self._cuda_stream(stream))
         return event  # type: ignore[no-any-return]
 
     def between(self, first: Event, last: Event) -> float:
-        """Ask the events' clocks, which tick in half microseconds."""
+        """Return the seconds from one timed event to a later one, both of them done."""
         assert isinstance(first, torch.cuda.Event)
         assert isinstance(last, torch.cuda.Event)
         return float(first.elapsed_time(last)) / 1e3
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Let the stream wait."""
+        """Hold a stream until an event; the host goes on."""
         self._cuda_stream(stream).wait_event(event)  # type: ignore[arg-type]
 
     def pause(self, stream: Stream, seconds: float) -> None:
-        """Spin one thread of the GPU."""
+        """Let a stream do nothing for a time, but for a thread that spins; the host goes on."""
         cycles = int(seconds * self._cycles_per_second)
         self.run(stream, lambda: spin_gpu(cycles))
 
     def seconds(self, stream: Stream, work: Work) -> float:
-        """Time work by events, behind a pause."""
+        """Return the time that some work takes on a stream, without the host's part; waits."""
         self.pause(stream, _TIMING_PAUSE_SECONDS)
         first = self.record(stream, is_timed=True)
         self.run(stream, work)
@@ -186,17 +131,17 @@ class CudaStreams:
         return self.between(first, last)
 
     def synchronize(self) -> None:
-        """Wait for the whole device."""
+        """Wait for all streams; raises what any of them met."""
         torch.cuda.synchronize(self.device)
 
     def memory(self) -> DeviceMemory:
-        """Ask the driver; what torch's allocator holds unused is free for us."""
+        """Return the memory of the device; what torch's allocator holds unused is free for us."""
         free, total = torch.cuda.mem_get_info(self.device)
         held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return DeviceMemory(total, free + held)
 
     def limit(self, num_bytes: int | None) -> None:
-        """Limit torch's allocator; it raises its own error beyond."""
+        """Take no more than so much memory from now on; None: as much as before all limits."""
         if num_bytes is None:
             if self._fraction_before is not None:
                 torch.cuda.set_per_process_memory_fraction(self._fraction_before, self.device)
@@ -208,15 +153,15 @@ class CudaStreams:
         torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), self.device)
 
     def cache_bytes(self) -> int:
-        """Ask the driver."""
+        """Return the size of the cache between the processor and its memory."""
         return int(torch.cuda.get_device_properties(self.device).L2_cache_size)
 
     def taken_bytes(self) -> int:
-        """Ask torch's allocator."""
+        """Return what this process has taken so far."""
         return torch.cuda.memory_allocated(self.device)
 
     def peak_bytes(self, work: Work) -> int:
-        """Ask torch's allocator for its peak."""
+        """Return how much memory some work takes beside what was taken before it; waits."""
         self.synchronize()
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -225,18 +170,18 @@ class CudaStreams:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def empty(self, num_bytes: int) -> Tensor:
-        """Take memory from torch's allocator."""
+        """Return device memory (num_bytes,) uint8; raises `OutOfDeviceMemoryError`."""
         try:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError as error:
             raise OutOfDeviceMemoryError(str(error).partition("\n")[0]) from error
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Take memory from torch's allocator of pinned memory."""
+        """Return pinned host memory (num_bytes,) uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def pin(self, memory: Tensor) -> bool:
-        """Register memory with the driver."""
+        """Pin memory that is there; False if the system does not let."""
         code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         if int(code) == 0:
             return True
@@ -246,7 +191,7 @@ class CudaStreams:
         return False
 
     def unpin(self, memory: Tensor) -> None:
-        """Give the registration back."""
+        """Undo `pin`."""
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
     def _cuda_stream(self, stream: Stream) -> torch.cuda.Stream:

@@ -29,18 +29,21 @@ class Clock(Protocol):
 
     def run_dense(self, num_tokens: int) -> None:
         """Pass the dense part of a layer."""
+        return
 
     def arrivals(self) -> Iterable[tuple[int, int, float]]:
         """Return (layer, expert, seconds) of copies that have ended by now, each once."""
 
     def issue(self, copies: tuple[Copy, ...]) -> None:
         """Queue copies ahead of a step's first layer."""
+        return
 
     def run(self, load: LayerLoad, plan: LayerPlan) -> None:
         """Pass the experts of a layer, with the copies of its plan."""
+        return
 
 
-class WallClock:
+class WallClock(Clock):
     """Real time: it passes by itself, and each processor adds up its own work."""
 
     def __init__(self) -> None:
@@ -69,15 +72,6 @@ class WallClock:
         """Seconds of the machine's monotonic clock."""
         return time.perf_counter()
 
-    def run_dense(self, num_tokens: int) -> None:
-        """Do nothing."""
-
     def arrivals(self) -> Iterable[tuple[int, int, float]]:
         """Return nothing: the copy engine knows."""
         return ()
-
-    def issue(self, copies: tuple[Copy, ...]) -> None:
-        """Do nothing."""
-
-    def run(self, load: LayerLoad, plan: LayerPlan) -> None:
-        """Do nothing."""

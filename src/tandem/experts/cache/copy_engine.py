@@ -33,6 +33,7 @@ class CopyEngine(Protocol):
 
     def flush(self) -> None:
         """Begin with what has been submitted, as far as it may: the last of several is in."""
+        return
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
         """Claim slots for a batch that is about to be launched."""
@@ -48,9 +49,10 @@ class CopyEngine(Protocol):
 
     def close(self) -> None:
         """End the engine's threads."""
+        return
 
 
-class VirtualCopyEngine:
+class VirtualCopyEngine(CopyEngine):
     """Copies whose durations a virtual clock knows; the bytes move when something waits."""
 
     def __init__(self, store: HostStore, slots: Slots, geometry: Geometry, clock: Clock) -> None:
@@ -69,9 +71,6 @@ class VirtualCopyEngine:
         claim = copy.slot, generation
         self._pending[claim] = copy.layer, copy.expert
         self._claim_of[copy.layer, copy.expert] = claim
-
-    def flush(self) -> None:
-        """No-op: bytes come when a batch waits for them."""
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
         """Claim slots; pending bytes come when their images are asked for."""
@@ -93,9 +92,6 @@ class VirtualCopyEngine:
     def drain(self) -> None:
         """Move all bytes now."""
         self._bring(list(self._pending))
-
-    def close(self) -> None:
-        """Have no threads."""
 
     def _bring(self, claims: Sequence[Claim]) -> None:
         for claim in claims:

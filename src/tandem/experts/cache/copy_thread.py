@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from tandem.experts.cache.clock import WallClock
+from tandem.experts.cache.copy_engine import CopyEngine
 from tandem.experts.cache.slots import Slots, SlotUse
 from tandem.experts.store.host_store import HostStore
 from tandem.policy.plan import Copy, Geometry
@@ -32,7 +33,7 @@ class Job:
     has_begun: bool = False
 
 
-class CopyThread:
+class CopyThread(CopyEngine):
     """Copies on a thread of its own, at a settable bandwidth."""
 
     def __init__(
@@ -65,9 +66,6 @@ class CopyThread:
             generation = self.slots.plan_copy(copy.slot, key)
             self._queue.append(Job(copy, generation, is_needed))
             self.slots.changed.notify_all()
-
-    def flush(self) -> None:
-        """No-op: the thread has begun."""
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
         """Claim slots; copies into them that a layer now waits for become urgent."""

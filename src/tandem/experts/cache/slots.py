@@ -36,9 +36,11 @@ class MemoryPool(Protocol):
 
     def release(self, memory: Tensor) -> None:
         """Take memory back."""
+        return
 
     def synchronize(self) -> None:
         """Return when all launched batches are done; raises the first error of any of them."""
+        return
 
     def close(self) -> None:
         """End the device's threads."""

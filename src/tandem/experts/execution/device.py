@@ -75,3 +75,4 @@ class Device(MemoryPool, Protocol):
 
     def require_usable(self) -> None:
         """Raise `DeviceLostError` if an error has left the device unusable for this program."""
+        return

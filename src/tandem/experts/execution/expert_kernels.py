@@ -120,7 +120,8 @@ class ExpertKernels:
         """Compute what the kernels do not know: all of it, or the activation."""
         layer, functions = batch.layer, batch.functions
         if not isinstance(layer, PackedLayer):
-            _run_reference(batch, source.images() if source is not None else None)
+            images = None if source is None else source.images()
+            compute_in_torch(batch, batch.token, images)
             return
         addresses = source.addresses() if source is not None else None
         activate = functions.unpacked_activate or functions.activate
@@ -159,11 +160,12 @@ class StartedWork:
             self._on_busy(time.perf_counter() - self._begin)
 
 
-def _run_reference(batch: ExpertBatch, images: Sequence[Tensor] | None) -> None:
-    """Compute expert by expert in torch."""
-    layer, first = batch.layer, batch.begin[0]
+def compute_in_torch(batch: ExpertBatch, token: Tensor, images: Sequence[Tensor] | None) -> None:
+    """Compute expert by expert where `token`, the batch's, is, from `images` or the host store."""
+    layer, functions, first = batch.layer, batch.functions, batch.begin[0]
+    is_packed = isinstance(layer, PackedLayer)
+    activate = (functions.unpacked_activate if is_packed else None) or functions.activate
     for i, expert in enumerate(batch.experts):
         chosen = slice(batch.begin[i] - first, batch.begin[i + 1] - first)
         weights = layer.weights(expert) if images is None else layer.weights_in(images[i])
-        rows = batch.hidden[batch.token[chosen]]
-        batch.out[chosen] = expert_ffn(rows, weights, batch.functions.activate)
+        batch.out[chosen] = expert_ffn(batch.hidden[token[chosen]], weights, activate).float()

@@ -4,63 +4,17 @@ One layer per MoE layer: plain tensors for the torch reference, or packed buffer
 kernels. A layer is filled while the checkpoint streams in, and only read afterwards.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from tandem.experts.store.arrivals import Arrivals
 from tandem.experts.store.packed_layer import PackedLayer
-from tandem.experts.store.plain_layer import Extent, PlainLayer
+from tandem.experts.store.plain_layer import PlainLayer
 from tandem.kernels.formats.weight_format import ExpertFormat
-from tandem.kernels.reference import ExpertWeights
 
-
-class HostLayer(Protocol):
-    """All routed experts of one MoE layer."""
-
-    layer: int
-    arrivals: Arrivals
-    is_transposed: bool
-    """Whether plain weights are (inputs, outputs)."""
-    input_order: Tensor | None
-    """Which input each of an expert's columns takes: (num_experts, hidden_size); None: in order."""
-
-    def put(self, tensor_name: str, fused: Tensor) -> None:
-        """Take the fused tensor (num_experts, ...) of one projection or bias."""
-
-    def put_expert(self, tensor_name: str, expert: int, parts: Sequence[Tensor]) -> None:
-        """Take one expert's tensor, given in parts that are stacked along its first axis."""
-
-    def adopt(self, stored_name: str, tensor: Tensor) -> None:
-        """Keep a tensor of a packed checkpoint as it is."""
-
-    def move_to(self, stored: dict[str, Tensor]) -> None:
-        """Read from these tensors from now on, which hold what `stored` returned."""
-
-    def weights(self, expert: int) -> ExpertWeights:
-        """Return one expert for the torch reference."""
-
-    def stored(self) -> dict[str, Tensor]:
-        """Return what a packed checkpoint holds of this layer, by name."""
-
-    def extents(self, expert: int) -> Sequence[Extent]:
-        """Return what a slot must receive to hold an expert: bytes and where they go."""
-
-    def weights_in(self, image: Tensor) -> ExpertWeights:
-        """Return the expert whose extents a slot (uint8) has received, for the torch reference."""
-
-    def expected_bytes(self, source_dtype: torch.dtype) -> int:
-        """Return the bytes that the layer will take, if the source is of this dtype."""
-
-    @property
-    def image_bytes(self) -> int:
-        """Bytes that one expert takes in a slot."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the layer takes in host memory."""
+HostLayer = PackedLayer | PlainLayer
+"""All routed experts of one MoE layer."""
 
 
 class HostStore:

@@ -56,6 +56,7 @@ class PackedLayer:
         self.layout = _layout(arrivals, fmt, is_transposed=is_transposed)
         self.is_transposed = is_transposed
         self.input_order: Tensor | None = None
+        """Which input each of an expert's columns takes: (num_experts, hidden_size)."""
         self._is_interleaved = is_interleaved
         self._buffers: Tensor | None = None
         self._has_up: set[int] = set()
@@ -188,7 +189,7 @@ class PackedLayer:
         return unpack_expert(self.layout, self.buffers[expert])
 
     def extents(self, expert: int) -> list[Extent]:
-        """Return the whole buffer: a packed expert is its own image."""
+        """Return what a slot must receive to hold an expert: a packed one is its own image."""
         return [Extent(0, self.buffers[expert])]
 
     def weights_in(self, image: Tensor) -> ExpertWeights:

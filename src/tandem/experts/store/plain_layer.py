@@ -30,6 +30,7 @@ class PlainLayer:
         self.layer = layer
         self.arrivals = arrivals
         self.is_transposed = is_transposed
+        """Whether weights are (inputs, outputs)."""
         self.input_order: Tensor | None = None
         self._dtype = dtype
         self._tensors: dict[str, Tensor] = {}
@@ -80,7 +81,7 @@ class PlainLayer:
         return self._as_weights({name: tensor[expert] for name, tensor in self._tensors.items()})
 
     def extents(self, expert: int) -> list[Extent]:
-        """Return the expert's tensors, one after another."""
+        """Return what a slot must receive to hold an expert: its tensors, one after another."""
         offsets = self._offsets()
         return [
             Extent(offsets[name], tensor[expert].reshape(-1).view(torch.uint8))

@@ -19,7 +19,7 @@ from tandem.devices.cuda.handed_steps import HandedSteps, handed_steps
 from tandem.devices.cuda.kernels import DeviceKernels, TorchKernels, best_kernels
 from tandem.devices.cuda.linear import linear_compilations
 from tandem.devices.cuda.profile import measure_device
-from tandem.devices.cuda.streams import CudaStreams, Stream, Streams
+from tandem.devices.cuda.streams import CudaStreams, Stream
 from tandem.experts.cache.clock import Clock, WallClock
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.cache.sizing import MemoryShare, budget_bytes, parse_gpu_memory
@@ -53,7 +53,7 @@ _SHOWN_AFTER_SECONDS = 1.0
 def device_parts(
     observed: ObservedModel,
     *,
-    streams: Streams | None = None,
+    streams: CudaStreams | None = None,
     device_kernels: DeviceKernels | None = None,
 ) -> DeviceParts:
     """Compile the kernels, pin the store, measure the GPU and share its memory out.
@@ -113,7 +113,7 @@ def _handed_steps(
 
 
 def compiled_kernels(
-    kernels: DeviceKernels, observed: ObservedModel, streams: Streams
+    kernels: DeviceKernels, observed: ObservedModel, streams: CudaStreams
 ) -> DeviceKernels:
     """Return kernels that have been compiled for a model's layers; torch's if that cannot be."""
     call = observed.call
@@ -133,7 +133,7 @@ def compiled_kernels(
     return kernels
 
 
-def _compile_steps(observed: ObservedModel, streams: Streams) -> None:
+def _compile_steps(observed: ObservedModel, streams: CudaStreams) -> None:
     """Compile what decode steps launch beside their experts, so that the first one does not."""
     # Stepping needs all of Transformers, which is not there yet when this module is imported.
     from tandem.decode.cuda.compiling import step_compilations
@@ -144,7 +144,7 @@ def _compile_steps(observed: ObservedModel, streams: Streams) -> None:
     gc.collect()  # slots know their steps, and their memory is counted next
 
 
-def _run_all(works: Sequence[Callable[[], None]], label: str, streams: Streams) -> None:
+def _run_all(works: Sequence[Callable[[], None]], label: str, streams: CudaStreams) -> None:
     """Do works on the stream that computes, behind a progress bar if they take long."""
     is_hidden = not logging.is_progress_bar_enabled()
     for work in tqdm(works, label, disable=is_hidden, delay=_SHOWN_AFTER_SECONDS):
@@ -169,7 +169,7 @@ def require_on_one_gpu(model: PreTrainedModel) -> int:
     return int(model.device.index or 0)
 
 
-def _share(observed: ObservedModel, streams: Streams) -> tuple[MemoryShare, int]:
+def _share(observed: ObservedModel, streams: CudaStreams) -> tuple[MemoryShare, int]:
     """Return how much of the GPU is for Tandem and what of it is not for experts; keep to it."""
     model, store = observed.model, observed.store
     observed.bind(NoExperts(store))

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from tandem.kernels import _native
-from tandem.kernels.dense import CpuThreads
-from tandem.kernels.rows import row_stride
+from tandem.kernels.dense import CpuThreads, row_stride
 from tandem.recording.fusion.graph import Found, Graph, other
 from tandem.recording.program import NativeCall
 from tandem.recording.recorder import NotRecordableError, Operation, Ref
