@@ -11,7 +11,8 @@ from tandem.bench.calibration import accuracy_by_batch, calibrate
 from tandem.core.errors import ConfigError
 from tandem.trace import RoutingTrace, TraceMeta
 from tests import programs
-from tests.hf.test_hybrid import checkpoint, load, profile
+from tests.hf.conftest import checkpoint, profile
+from tests.hf.test_hybrid import load
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
 from tests.programs import ENVIRONMENT

@@ -20,15 +20,10 @@ from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.kernels.dense import CpuThreads
 from tandem.policy.plan import Copy
-from tests.experts.machines import FUNCTIONS, GEOMETRY, make_real_executor, make_store, route
+from tests.experts.machines import FUNCTIONS, GEOMETRY, make_real_executor, route
 from tests.policy.integrity import check_integrity
 
 NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
-
-
-@pytest.fixture(scope="module")
-def store() -> HostStore:
-    return make_store()
 
 
 @pytest.fixture

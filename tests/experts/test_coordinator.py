@@ -20,11 +20,6 @@ from tests.experts.machines import FUNCTIONS, GEOMETRY, make_store
 NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
 
 
-@pytest.fixture(scope="module")
-def store() -> HostStore:
-    return make_store()
-
-
 @pytest.fixture
 def machine(store: HostStore) -> Iterator[TwinMachine]:
     machine = TwinMachine(store, 1, num_slots=1)

@@ -20,15 +20,10 @@ from tandem.kernels.dense import CpuThreads
 from tandem.policy.plan import Copy
 from tandem.sim.timeline import Timeline
 from tests.experts.faults import Disturbance, DisturbedLink
-from tests.experts.machines import GEOMETRY, make_machine, make_store
+from tests.experts.machines import GEOMETRY, make_machine
 
 NUM_SLOTS = 4
 SECONDS = 20.0  # a test that waits so long has failed
-
-
-@pytest.fixture(scope="module")
-def store() -> HostStore:
-    return make_store()
 
 
 @pytest.fixture

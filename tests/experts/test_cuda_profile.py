@@ -21,7 +21,7 @@ from tandem.kernels.dense import CpuThreads
 from tandem.policy.cost import HardwareProfile
 from tandem.policy.host_costs import HostCosts
 from tests.experts.lazy_streams import LazyStreams
-from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_machine, make_store
+from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_machine
 from tests.experts.test_handed_layers import HostSignals, NeverRings
 from tests.kernels.interpreter import interpreted
 
@@ -68,11 +68,6 @@ class Streams(LazyStreams):
     def seconds(self, stream: Stream, work: Work) -> float:
         super().seconds(stream, work)
         return PREPARING_SECONDS / 100 if stream is Stream.FETCH else 1e-3
-
-
-@pytest.fixture(scope="module")
-def store() -> HostStore:
-    return make_store()
 
 
 def measured(

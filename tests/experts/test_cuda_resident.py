@@ -11,7 +11,7 @@ from tandem.devices.cuda.resident import MAX_TOKENS, ResidentLayers
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels.reference import expert_ffn
 from tandem.policy.settings import PlannerSettings
-from tests.experts.machines import FUNCTIONS, GEOMETRY, gate, make_executor, make_store, route
+from tests.experts.machines import FUNCTIONS, GEOMETRY, gate, make_executor, route
 
 pytest.importorskip("triton")
 NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
@@ -25,11 +25,6 @@ def experts() -> Iterator[Any]:
         from tandem.triton_kernels.experts import TritonExperts
 
         yield TritonExperts()
-
-
-@pytest.fixture(scope="module")
-def store() -> HostStore:
-    return make_store()
 
 
 def resident_layers(store: HostStore, experts: Any, num_slots: int) -> ResidentLayers:

@@ -21,11 +21,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> DriverLibrary:
     return DriverLibrary(tmp_path_factory.mktemp("driver"))
 
 
-@pytest.fixture(scope="module")
-def store() -> HostStore:
-    return make_store()
-
-
 @pytest.mark.parametrize("write_code", [0, NOT_SUPPORTED], ids=["writes", "no writes"])
 def test_steps_are_right_whatever_copies_do_meanwhile(
     library: DriverLibrary, store: HostStore, write_code: int

@@ -23,7 +23,7 @@ from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.engine import best_isa
 from tandem.kernels.native import TOKEN_DTYPES
-from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_store
+from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN
 from tests.kernels.interpreter import interpreted
 
 pytest.importorskip("triton")
@@ -36,11 +36,6 @@ def handed() -> Iterator[ModuleType]:
         from tandem.devices.cuda import handed_layers
 
         yield handed_layers
-
-
-@pytest.fixture(scope="module")
-def store() -> HostStore:
-    return make_store()
 
 
 class HostSignals:

@@ -21,7 +21,6 @@ from tests.experts.machines import (
     GEOMETRY,
     make_executor,
     make_real_executor,
-    make_store,
 )
 from tests.experts.stress import stress
 from tests.experts.test_hybrid_executor import outputs
@@ -38,11 +37,6 @@ Make = Callable[..., HybridExecutor]
 
 def our_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("tandem-")]
-
-
-@pytest.fixture(scope="module")
-def store() -> HostStore:
-    return make_store()
 
 
 @pytest.fixture(autouse=True)

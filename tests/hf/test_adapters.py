@@ -19,11 +19,6 @@ needs_peft = pytest.mark.skipif(
 IDS = [20, 21, 22, 23]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
-
-
 @pytest.fixture
 def model(checkpoint: Path) -> Any:
     return tandem.load(checkpoint, dtype="float32")

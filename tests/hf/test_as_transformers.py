@@ -10,15 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import tandem
 from tandem.core.errors import ConfigError
-from tests.hf.tiny import save_tiny_checkpoint
 
 IDS = torch.tensor([[20, 21, 22, 23]])
 OPTIONS = {"max_new_tokens": 6, "min_new_tokens": 6, "pad_token_id": 0}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")

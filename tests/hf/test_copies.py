@@ -14,15 +14,9 @@ from transformers import AutoModelForCausalLM
 
 import tandem
 from tandem.core.errors import ConfigError
-from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
 
 pytestmark = pytest.mark.seam
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")

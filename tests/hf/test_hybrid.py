@@ -17,28 +17,14 @@ from tandem.experts.cache.sizing import parse_gpu_memory
 from tandem.experts.execution.forced_routing import ForcedRouting
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.generate.generator import Generator
-from tandem.hardware.profiles import save_profile
 from tandem.hf.identity import model_identity
 from tandem.hf.lookahead.routing_recording import recording
 from tandem.sim.replay import ReplaySettings, replay
 from tandem.trace import RoutingTrace, read_trace, write_trace
-from tests.experts.machines import make_machine
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
 
 PROMPTS = ["hello there", "a", "one two three four five six seven"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("profiles") / "made-up.json"
-    save_profile(make_machine().profile, path)
-    return str(path)
 
 
 def load(checkpoint: Path, profile: str, **options: Any) -> Any:

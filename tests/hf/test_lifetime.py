@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import tandem
 from tandem.core.errors import ConfigError
-from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
 
 IDS = torch.tensor([[20, 21, 22, 23]])
@@ -25,11 +24,6 @@ DEVICES: dict[str, dict[str, Any]] = {
     "virtual": {**EMULATED, "clock": "virtual"},
     "real": {**EMULATED, "clock": "real"},
 }
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +89,10 @@ def test_ten_models_in_turn_take_the_memory_and_the_threads_of_one(
     [("auto", "real", False), ("int8", "virtual", False), ("int8", "real", True)],
 )
 def test_nothing_holds_a_model_that_nobody_holds(
-    tiny: Path, tmp_path: Path, expert_dtype: str, clock: str, look_ahead: bool
+    checkpoint: Path, tmp_path: Path, expert_dtype: str, clock: str, look_ahead: bool
 ) -> None:
     options = {**EMULATED, "clock": clock, "expert_dtype": expert_dtype, "look_ahead": look_ahead}
-    model = tandem.load(tiny, dtype="float32", cache_dir=str(tmp_path), **options)
+    model = tandem.load(checkpoint, dtype="float32", cache_dir=str(tmp_path), **options)
     answer(model)
     runtime = runtime_in(model)
     parts = (model, runtime, runtime.executor, runtime.store)
@@ -110,9 +104,9 @@ def test_nothing_holds_a_model_that_nobody_holds(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_experts_go_with_the_model_not_with_the_next_collection(
-    tiny: Path, tmp_path: Path, device: str
+    checkpoint: Path, tmp_path: Path, device: str
 ) -> None:
-    model = tandem.load(tiny, expert_dtype="int8", cache_dir=str(tmp_path), **DEVICES[device])
+    model = tandem.load(checkpoint, expert_dtype="int8", cache_dir=str(tmp_path), **DEVICES[device])
     answer(model)
     store = weakref.ref(runtime_in(model).store)
     gc.collect()
@@ -138,9 +132,9 @@ def test_a_closed_model_has_given_everything_back(heavy: Path, tmp_path: Path, d
 
 
 @pytest.mark.seam
-def test_a_closed_model_says_so(tiny: Path, tmp_path: Path) -> None:
+def test_a_closed_model_says_so(checkpoint: Path, tmp_path: Path) -> None:
     config = tandem.OffloadConfig(cache_dir=str(tmp_path))
-    with AutoModelForCausalLM.from_pretrained(tiny, quantization_config=config) as model:
+    with AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=config) as model:
         generator = tandem.Generator(model)
         generator.generate(IDS[0], max_new_tokens=8)
     model.close()  # twice is no error

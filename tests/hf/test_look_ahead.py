@@ -17,10 +17,8 @@ from tandem.hf.lookahead.routers import find_routers
 from tandem.hf.lookahead.routing_recording import recording
 from tandem.sim.replay import ReplaySettings, replay
 from tests.architectures import architectures, build_tiny_model, tiny_inputs
-from tests.hf.test_hybrid import PROMPTS, checkpoint, ids_of, load, profile
+from tests.hf.test_hybrid import PROMPTS, ids_of, load
 from tests.inside import runtime_in
-
-__all__ = ["checkpoint", "profile"]
 
 
 def tiny(name: str, folder: Path) -> Any:

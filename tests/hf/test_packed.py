@@ -11,15 +11,9 @@ from transformers import AutoModelForCausalLM
 import tandem
 from tandem.experts.store.packed_layer import PackedLayer
 from tests.architectures import result_of, tiny_inputs
-from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
 
 pytestmark = pytest.mark.seam
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,8 @@
 """A tiny checkpoint with a tokenizer, for tests that need files rather than an architecture."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -37,3 +39,8 @@ def save_tiny_checkpoint(directory: Path, name: str = "mixtral", **values: int) 
     build_tiny_model(name, values=values).save_pretrained(directory, max_shard_size="500KB")
     byte_tokenizer().save_pretrained(directory)
     return directory
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    """Give the object of a JSON file other values."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))

@@ -128,168 +128,123 @@ def _routing() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _floats(TOKENS, HIDDEN), _ints(TOKENS, TOP_K), weights, out
 
 
-def engine_cases() -> Iterator[tuple[str, Case]]:
-    """Yield the calls that compute at once."""
-    threads, layout = _threads(), native_layout(_layout())
-    engine, size = threads.engine, _layout().num_bytes
-    yield (
-        "ExpertEngine.run",
-        Case(
-            engine.run,
-            (layout, size, 0, 1.0, 1.0, 0.0, *_tokens_of_experts(), _floats(EXPERTS, HIDDEN)),
-            any_size=[3],
-        ),
-    )
-    yield (
-        "ExpertEngine.project",
-        Case(
-            engine.project,
-            (layout, size, True, *_tokens_of_experts(), _floats(EXPERTS, 64)),
-            any_size=[3],
-        ),
-    )
+def engine_cases() -> dict[str, Case]:
+    """Return the calls that compute at once."""
+    threads, layout, weight = _threads(), native_layout(_layout()), _weight()
+    engine, dense, attention = threads.engine, threads.dense, threads.attention
+    of_experts = *_tokens_of_experts(), _floats(EXPERTS, HIDDEN)
+    run = layout, _layout().num_bytes, 0, 1.0, 1.0, 0.0, *of_experts
+    project = layout, _layout().num_bytes, True, *_tokens_of_experts(), _floats(EXPERTS, 64)
     sums = _floats(5, DIM), _int32(TOKENS, TOP_K), _floats(TOKENS, TOP_K), _floats(TOKENS, DIM)
-    yield "ExpertEngine.add_rows", Case(engine.add_rows, sums, any_size=[0])
-    yield "ExpertEngine.read_all", Case(engine.read_all, (_bytes(64),), any_size=[0], any_type=[0])
-    yield (
-        "advise_huge_pages",
-        Case(_native.advise_huge_pages, (_bytes(64),), any_size=[0], any_type=[0]),
-    )
-    weight = _weight()
-    yield (
-        "DenseEngine.run",
-        Case(threads.dense.run, ([weight.native], _floats(TOKENS, HIDDEN), [_floats(TOKENS, 16)])),
-    )
     grouped = [weight.native] * 2, _floats(TOKENS, 2, HIDDEN), _floats(TOKENS, 2, 16)
-    yield "DenseEngine.run_groups", Case(threads.dense.run_groups, grouped)
-    yield (
-        "DenseEngine.read",
-        Case(threads.dense.read, (weight.native, _ints(TOKENS), _floats(TOKENS, HIDDEN))),
-    )
-    yield "RoutedExperts.run", Case(threads.experts.run, (_routed(), *_routing()))
+    one = [weight.native], _floats(TOKENS, HIDDEN), [_floats(TOKENS, 16)]
+    read = weight.native, _ints(TOKENS), _floats(TOKENS, HIDDEN)
     layer, head = _attention(), _floats(1, TOKENS, DIM)
     where = _ints(TOKENS), torch.arange(TOKENS)
-    yield "AttentionEngine.append", Case(threads.attention.append, (layer, *where, head, head))
     queries = _floats(HEADS, TOKENS, DIM), _int32(TOKENS, 2), _floats(TOKENS, HEADS, DIM)
-    yield "AttentionEngine.attend", Case(threads.attention.attend, (layer, *where, *queries))
     sampler = _native.TokenSampler("", SamplingRule(temperature=1.0, repetition_penalty=2.0))
-    yield (
-        "TokenSampler.choose",
-        Case(sampler.choose, (_floats(8), torch.tensor([1, 2]), 0.5), any_size=[0, 1]),
-    )
     assert sampler.choose(_floats(8), array("q", [1, 2]), 0.5) < 8
-    tokens, begin = _int32(EXPERTS + 1), list(range(EXPERTS + 1))
-    rows = tokens, 1, _floats(TOKENS, HIDDEN), _floats(EXPERTS, HIDDEN)
-    yield (
-        "StartedBatch",
-        Case(
-            _native.StartedBatch, (engine, _routed(), range(EXPERTS), False, begin, *rows),
-            any_size=[1], larger=[0, 2],
+    rows = _int32(EXPERTS + 1), 1, _floats(TOKENS, HIDDEN), _floats(EXPERTS, HIDDEN)
+    started = engine, _routed(), range(EXPERTS), False, list(range(EXPERTS + 1)), *rows
+    of_bytes = _native.advise_huge_pages, (_bytes(64),)
+    return {
+        "ExpertEngine.run": Case(engine.run, run, any_size=[3]),
+        "ExpertEngine.project": Case(engine.project, project, any_size=[3]),
+        "ExpertEngine.add_rows": Case(engine.add_rows, sums, any_size=[0]),
+        "ExpertEngine.read_all": Case(engine.read_all, (_bytes(64),), any_size=[0], any_type=[0]),
+        "advise_huge_pages": Case(*of_bytes, any_size=[0], any_type=[0]),
+        "DenseEngine.run": Case(dense.run, one),
+        "DenseEngine.run_groups": Case(dense.run_groups, grouped),
+        "DenseEngine.read": Case(dense.read, read),
+        "RoutedExperts.run": Case(threads.experts.run, (_routed(), *_routing())),
+        "AttentionEngine.append": Case(attention.append, (layer, *where, head, head)),
+        "AttentionEngine.attend": Case(attention.attend, (layer, *where, *queries)),
+        "TokenSampler.choose": Case(
+            sampler.choose, (_floats(8), torch.tensor([1, 2]), 0.5), any_size=[0, 1]
         ),
-    )  # fmt: skip
+        "StartedBatch": Case(_native.StartedBatch, started, any_size=[1], larger=[0, 2]),
+    }
 
 
-def making_cases() -> Iterator[tuple[str, Case]]:
-    """Yield the calls that make what others use."""
-    layout, packed = (
-        native_layout(_layout()),
-        PackedMatrix.empty(16, HIDDEN, _FORMAT),
-    )
-    yield (
-        "make_dense_matrix",
-        Case(
-            _native.make_dense_matrix,
-            (1, packed.format.group_size, 16, HIDDEN, HIDDEN, packed.data, packed.scales,
-             _floats(16)),
-        ),
-    )  # fmt: skip
-    buffers = _bytes(EXPERTS, _layout().num_bytes)
-    yield (
-        "RoutedLayer",
-        Case(_native.RoutedLayer, (layout, 0, 1.0, 1.0, 0.0, buffers), any_size=[0]),
-    )
+def making_cases() -> dict[str, Case]:
+    """Return the calls that make what others use."""
+    layout, packed = native_layout(_layout()), PackedMatrix.empty(16, HIDDEN, _FORMAT)
+    sizes = 1, packed.format.group_size, 16, HIDDEN, HIDDEN
+    routed = layout, 0, 1.0, 1.0, 0.0, _bytes(EXPERTS, _layout().num_bytes)
     numbers = 0, HEADS, 1, DIM, DIM, 0.25, 0.0, 0
-    layer = _native.AttentionLayer(*numbers, None)
-    yield "AttentionLayer", Case(_native.AttentionLayer, (*numbers, _floats(HEADS)))
+    layer, index = _native.AttentionLayer(*numbers, None), _native.IndexLayer()
     blocks = [_bytes(2, 1, 4, n) for n in (layer.key_block_bytes, layer.value_block_bytes)]
-    yield "AttentionLayer.set_cache", Case(layer.set_cache, blocks)
-    index = _native.IndexLayer()
-    yield "IndexLayer.set_keys", Case(index.set_keys, (_floats(2, 8, DIM),), any_size=[0])
     form = HEADS, 1, DIM, DIM, 2, True, False, 1.0
     of_pairs = _floats(1, DIM, 16), _floats(HEADS, DIM), _floats(2, HEADS, 1, DIM, 16)
-    yield "Recurrence", Case(_native.Recurrence, (*form, *of_pairs), any_size=[2])
     recurrence = _native.Recurrence(*form, *_kept(*of_pairs))
     log = _floats(2, 7, recurrence.logged_values)
-    yield "Recurrence.keep_drafts", Case(recurrence.keep_drafts, (_ints(2), log))
     taps = _floats(4, 8), _floats(8), True, _floats(2, 3, 8)
-    yield "ShortConvolution", Case(_native.ShortConvolution, taps, any_size=[2])
     convolution = _native.ShortConvolution(*taps)
     _KEPT.extend(taps)
-    drafts = _ints(2), _floats(2, 7, 8)
-    yield "ShortConvolution.keep_drafts", Case(convolution.keep_drafts, drafts)
+    return {
+        "make_dense_matrix": Case(
+            _native.make_dense_matrix, (*sizes, packed.data, packed.scales, _floats(16))
+        ),
+        "RoutedLayer": Case(_native.RoutedLayer, routed, any_size=[0]),
+        "AttentionLayer": Case(_native.AttentionLayer, (*numbers, _floats(HEADS))),
+        "AttentionLayer.set_cache": Case(layer.set_cache, blocks),
+        "IndexLayer.set_keys": Case(index.set_keys, (_floats(2, 8, DIM),), any_size=[0]),
+        "Recurrence": Case(_native.Recurrence, (*form, *of_pairs), any_size=[2]),
+        "Recurrence.keep_drafts": Case(recurrence.keep_drafts, (_ints(2), log)),
+        "ShortConvolution": Case(_native.ShortConvolution, taps, any_size=[2]),
+        "ShortConvolution.keep_drafts": Case(convolution.keep_drafts, (_ints(2), _floats(2, 7, 8))),
+    }
 
 
-def placing_cases() -> Iterator[tuple[str, Case]]:
-    """Yield the calls that write packed matrices."""
-    fmt = _FORMAT
-    group, cols = fmt.group_size or 0, 128
-    blocks = PackedMatrix.empty(32, cols, fmt).blocks
-    call = (1, group, cols, _floats(32, cols), _floats(cols), blocks.words, blocks.scales)
-    args = "", 1, True, [call]
-    yield "quantize", Case(_native.quantize, args, any_size=[0], any_stride=[0])
+def placing_cases() -> dict[str, Case]:
+    """Return the calls that write packed matrices."""
+    group, cols = _FORMAT.group_size or 0, 128
+    blocks, small = (PackedMatrix.empty(32, cols, _FORMAT).blocks for _ in range(2))
+    rounding = 1, group, cols, _floats(32, cols), _floats(cols), blocks.words, blocks.scales
     place = 1, 32, cols, blocks.words, blocks.scales, _floats(1)
-    q8_0 = _FORMAT
-    small = PackedMatrix.empty(32, cols, q8_0).blocks
-    of_32 = (1, 32, cols, small.words, small.scales, None)
+    of_32 = 1, 32, cols, small.words, small.scales, None
     rows = 8, _bytes(32, cols // 32 * 34), torch.arange(32), None
     fields = _int32(32, cols // 4), 0, 0, group, 1, 1, torch.zeros(32, cols // group).half(), None
-    yield (
-        "rearrange_rows",
-        Case(
-            _native.rearrange_rows,
-            (1, [(of_32, rows)], [(place, fields)]),
-            larger=[2, 7, 8],
-            any_stride=[7, 8],
+    placing = 1, [(of_32, rows)], [(place, fields)]
+    return {
+        "quantize": Case(_native.quantize, ("", 1, True, [rounding]), any_size=[0], any_stride=[0]),
+        "rearrange_rows": Case(
+            _native.rearrange_rows, placing, larger=[2, 7, 8], any_stride=[7, 8]
         ),
-    )
+    }
 
 
 def _start_nothing(twin: _native.TwinStream, calls: Sequence[Any]) -> None:
     twin.start(calls, 0)
 
 
-def coordinator_cases() -> Iterator[tuple[str, Case]]:
-    """Yield the calls of captured steps."""
+def coordinator_cases() -> dict[str, Case]:
+    """Return the calls of captured steps."""
     coordinator, table = _coordinator(), _ints(1, EXPERTS)
     box = _native.MailboxLayout(1, TOKENS, TOP_K, HIDDEN, 0)
     number = coordinator.add_mailbox(TOKENS, TOP_K, 0)
-    lines = _bytes(box.num_bytes)
-    yield (
-        "StepCoordinator.add_mailbox",
-        Case(coordinator.add_mailbox, (TOKENS, TOP_K, 0, lines)),
-    )
     (slots,) = _kept(_bytes(2, _layout().num_bytes))
     addresses = [slot.data_ptr() for slot in slots]
-    yield (
-        "StepCoordinator.manage_slots",
-        Case(coordinator.manage_slots, (table, addresses, slots.shape[1], None, 0.0, None, None)),
-    )
-    engine = _threads().engine
-    yield "TwinStream", Case(_native.TwinStream, (coordinator, number, table, engine, 0, 0))
-    twin = _native.TwinStream(coordinator, number, table, engine, 0, 0)
+    managed = table, addresses, slots.shape[1], None, 0.0, None, None
+    made = coordinator, number, table, _threads().engine, 0, 0
+    twin, call = _native.TwinStream(*made), (0, *_routing())
     twin.set_patience(0.01)
     _KEPT.extend((coordinator, twin, table))
-    call = (0, *_routing())
-    for name, function, args in (
-        ("run", twin.run, (call,)),
-        ("add_to", twin.add_to, (_threads().program(), call)),
-        ("start", partial(_start_nothing, twin), ([call],)),
-    ):
-        yield f"TwinStream.{name}", Case(function, args, then=twin.join)
+    start = partial(_start_nothing, twin)
+    return {
+        "StepCoordinator.add_mailbox": Case(
+            coordinator.add_mailbox, (TOKENS, TOP_K, 0, _bytes(box.num_bytes))
+        ),
+        "StepCoordinator.manage_slots": Case(coordinator.manage_slots, managed),
+        "TwinStream": Case(_native.TwinStream, made),
+        "TwinStream.run": Case(twin.run, (call,), then=twin.join),
+        "TwinStream.add_to": Case(twin.add_to, (_threads().program(), call), then=twin.join),
+        "TwinStream.start": Case(start, ([call],), then=twin.join),
+    }
 
 
-def program_cases() -> Iterator[tuple[str, Case]]:
-    """Yield the operations of programs, each in one of its own."""
+def program_cases() -> dict[str, Case]:
+    """Return the operations of programs, each in one of its own."""
     x, heads, out = _floats(TOKENS, DIM), _floats(TOKENS, HEADS, DIM), _floats(TOKENS, DIM)
     where, weight, attention = (_ints(TOKENS), torch.arange(TOKENS)), _weight(), _attention()
     taps, before = _kept(_floats(4, DIM), _floats(1, 3, DIM))
@@ -335,27 +290,21 @@ def program_cases() -> Iterator[tuple[str, Case]]:
     }  # fmt: skip
     sizes = {"lookup": [0], "scatter": [2]}  # places to choose from
     numbers = {"elementwise": [1, 2], "scatter": [0]}  # that may stand for a tensor
+    found = dict[str, Case]()
     for name, args in operations.items():
-        program = _threads().program()
-        add = getattr(program, f"add_{name}")
-        yield (
-            f"Program.add_{name}",
-            Case(
-                add,
-                args,
-                any_size=sizes.get(name, ()),
-                any_stride=strides.get(name, ()),
-                numbers=numbers.get(name, ()),
-                then=program.run,
-            ),
-        )
+        program, size, stride = _threads().program(), sizes.get(name, ()), strides.get(name, ())
+        found[f"Program.add_{name}"] = Case(
+            getattr(program, f"add_{name}"), args, any_size=size, any_stride=stride,
+            numbers=numbers.get(name, ()), then=program.run,
+        )  # fmt: skip
+    return found
 
 
 @cache
 def cases() -> dict[str, Case]:
     """Return all calls by the names of what is called."""
-    groups = (engine_cases, making_cases, placing_cases, coordinator_cases, program_cases)
-    return {name: case for group in groups for name, case in group()}
+    more = making_cases() | placing_cases() | coordinator_cases() | program_cases()
+    return engine_cases() | more
 
 
 def public_names() -> set[str]:

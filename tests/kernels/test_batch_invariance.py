@@ -15,8 +15,8 @@ from tandem.kernels.attention import KV_DTYPES
 from tandem.kernels.dense import CpuThreads, DenseWeight, multiply, pack_dense
 from tandem.kernels.formats.weight_format import FORMATS, WeightFormat, find_format
 from tandem.kernels.native import NativeExperts
+from tests.kernels.layers import Layer, make_layer
 from tests.kernels.test_attention import CAPACITY, FORMS, filled
-from tests.kernels.test_properties import Layer, make_layer
 
 MAX_ROWS = 64
 # Products that plain C++ may take for an example: a tenth of a second.

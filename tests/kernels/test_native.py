@@ -7,6 +7,7 @@ The reference multiplies the unpacked weights in fp32. What differs is the round
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,116 +18,56 @@ from tandem.kernels import _native
 from tandem.kernels.activations import apply_activation
 from tandem.kernels.cpu import usable_topology
 from tandem.kernels.engine import start_engine
-from tandem.kernels.formats.expert import ExpertLayout, unpack_expert
 from tandem.kernels.formats.weight_format import find_format
 from tandem.kernels.native import ActivationKind, NativeActivation, NativeExperts
-from tandem.kernels.reference import expert_ffn
-from tests.kernels.formats.sources import pack_expert
+from tests.kernels.layers import SILU, Layer, make_layer, relative_error
 
 FORMATS = ["bf16", "fp16", "fp8", "int8-g128", "int8-g32", "int4-g32", "int4-g64", "int4-g128",
            "int4z-g32", "int4z-g128", "mxfp4", "q4_k", "q5_k", "q6_k", "int5-g32", "int5z-g32",
            "iq4_nl", "iq4_xs", "nvfp4", "q2_k", "q3_k", "iq3_xxs", "iq3_s", "iq2_xxs",
            "iq2_xs"]  # fmt: skip
 # Relative error of an output, from the rounding of activations alone (docs/formats.md).
-TOLERANCE = {
-    "bf16": 0.01,
-    "fp16": 1e-5,
-    "fp8": 0.01,
-    "g32": 0.025,
-    "g64": 0.03,
-    "g128": 0.035,
-}
+TOLERANCE = {"bf16": 0.01, "fp16": 1e-5, "fp8": 0.01, "g32": 0.025, "g64": 0.03, "g128": 0.035}
 SMALL_GROUPS = 0.025  # of 16 or 32 columns
-NUM_EXPERTS = 4
-SILU = NativeActivation(ActivationKind.SWIGLU)
-
-
-def silu_gate(rows: Tensor) -> Tensor:
-    gate, up = rows.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
-
-
-def gelu_gate(rows: Tensor) -> Tensor:
-    gate, up = rows.chunk(2, dim=-1)
-    return torch.nn.functional.gelu(gate, approximate="tanh") * up
-
-
-def clamped_swiglu(rows: Tensor) -> Tensor:
-    gate, up = rows.chunk(2, dim=-1)
-    gate, up = gate.clamp(max=0.5), up.clamp(-0.5, 0.5)
-    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-
-
-def relu2(rows: Tensor) -> Tensor:
-    return torch.relu(rows).square()
-
-
 ACTIVATIONS = {
-    "silu": (SILU, silu_gate),
-    "gelu": (NativeActivation(ActivationKind.GELU_TANH_GATE), gelu_gate),
-    "clamped": (NativeActivation(ActivationKind.SWIGLU, 1.702, 0.5, 1.0), clamped_swiglu),
-    "relu2": (NativeActivation(ActivationKind.RELU2), relu2),
+    "silu": SILU,
+    "gelu": NativeActivation(ActivationKind.GELU_TANH_GATE),
+    "clamped": NativeActivation(ActivationKind.SWIGLU, 1.702, 0.5, 1.0),
+    "relu2": NativeActivation(ActivationKind.RELU2),
 }
 
 
-def make_store(layout: ExpertLayout) -> Tensor:
-    torch.manual_seed(0)
-    store = torch.empty(NUM_EXPERTS, layout.num_bytes, dtype=torch.uint8)
-    hidden, inner = layout.hidden_size, layout.intermediate_size
-    up_rows = inner * (1 + layout.is_gated)
-    for buffer in store:
-        pack_expert(
-            layout,
-            torch.randn(up_rows, hidden) / hidden**0.5,
-            torch.randn(hidden, inner) / inner**0.5,
-            torch.randn(up_rows) * 0.1 if layout.has_bias else None,
-            torch.randn(hidden) * 0.1 if layout.has_bias else None,
-            out=buffer,
-        )
-    return store
-
-
-def route(tokens_per_expert: list[int], num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return experts, row_begin and row_token; expert i takes its first tokens, rotated by i."""
-    counts = torch.tensor(tokens_per_expert)
-    rows = [[(i + t) % num_tokens for t in range(n)] for i, n in enumerate(tokens_per_expert)]
-    begin = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-    token = torch.tensor([t for row in rows for t in row], dtype=torch.int32)
-    return torch.arange(len(counts)), begin.int(), token
+def route(*tokens_per_expert: int, num_tokens: int = 0) -> list[list[int]]:
+    """Let each expert take its first tokens, rotated by its number."""
+    num_tokens = num_tokens or max(tokens_per_expert)
+    return [[(i + t) % num_tokens for t in range(n)] for i, n in enumerate(tokens_per_expert)]
 
 
 def check(
     fmt: str,
+    rows: list[list[int]],
     *,
-    tokens_per_expert: list[int],
-    num_tokens: int,
     isa: str = "",
     activation: str = "silu",
     has_bias: bool = False,
     hidden: int = 128,
     inner: int = 128,
-    num_threads: int = 2,
 ) -> None:
-    native, torch_activation = ACTIVATIONS[activation]
-    layout = ExpertLayout(find_format(fmt), hidden, inner, native.is_gated, has_bias)
-    store = make_store(layout)
-    x = torch.randn(num_tokens, hidden)
-    experts, begin, token = route(tokens_per_expert, num_tokens)
-    engine = NativeExperts(num_threads=num_threads, isa=isa)
-    actual = engine.compute(layout, store, native, x, experts, begin, token)
-    for e in experts.tolist():
-        chosen = slice(int(begin[e]), int(begin[e + 1]))
-        rows = x[token[chosen].long()]
-        expected = expert_ffn(rows, unpack_expert(layout, store[e]), torch_activation)
-        error = (actual[chosen] - expected).norm() / expected.norm().clamp(min=1e-9)
-        kind = find_format(fmt).name
-        assert error < TOLERANCE.get(kind, TOLERANCE.get(kind.rpartition("-")[2], SMALL_GROUPS)), e
+    layer = make_layer(
+        find_format(fmt), hidden, inner, rows, activation=ACTIVATIONS[activation], has_bias=has_bias
+    )
+    found = layer.compute(NativeExperts(num_threads=2, isa=isa))
+    expected = layer.expected(is_rounded=False)
+    name = find_format(fmt).name
+    tolerance = TOLERANCE.get(name, TOLERANCE.get(name.rpartition("-")[2], SMALL_GROUPS))
+    for expert, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert relative_error([ours], [theirs]) < tolerance, expert
 
 
 @pytest.mark.parametrize("isa", _native.available_isas())
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_every_format_on_every_instruction_set(fmt: str, isa: str) -> None:
-    check(fmt, isa=isa, tokens_per_expert=[3, 1, 0, 2], num_tokens=5)
+    check(fmt, route(3, 1, 0, 2, num_tokens=5), isa=isa)
 
 
 @pytest.mark.parametrize("isa", _native.available_isas())
@@ -135,15 +76,14 @@ def test_every_format_on_every_instruction_set(fmt: str, isa: str) -> None:
     "fmt", ["bf16", "int4-g32", "int8-g128", "q4_k", "q6_k", "iq4_xs", "nvfp4"]
 )
 def test_any_number_of_tokens(fmt: str, num_tokens: int, isa: str) -> None:
-    check(fmt, isa=isa, tokens_per_expert=[num_tokens] * 2, num_tokens=num_tokens)
+    check(fmt, route(num_tokens, num_tokens), isa=isa)
 
 
 @pytest.mark.parametrize("isa", _native.available_isas())
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_every_activation(activation: str, has_bias: bool, isa: str) -> None:
-    check("int8-g32", isa=isa, activation=activation, has_bias=has_bias,
-          tokens_per_expert=[2, 9], num_tokens=9)  # fmt: skip
+    check("int8-g32", route(2, 9), isa=isa, activation=activation, has_bias=has_bias)
 
 
 @pytest.mark.parametrize(
@@ -153,53 +93,42 @@ def test_every_activation(activation: str, has_bias: bool, isa: str) -> None:
     "fmt", ["bf16", "int4-g32", "int4-g128", "mxfp4", "q5_k", "q6_k", "q2_k", "nvfp4"]
 )
 def test_sizes_that_are_not_whole_blocks_or_groups(fmt: str, hidden: int, inner: int) -> None:
-    check(fmt, hidden=hidden, inner=inner, has_bias=True, tokens_per_expert=[1, 5], num_tokens=5)
+    check(fmt, route(1, 5), hidden=hidden, inner=inner, has_bias=True)
 
 
 def test_no_rows_is_no_work() -> None:
-    layout = ExpertLayout(find_format("int4-g32"), 32, 32, True, False)
-    experts, begin, token = route([0, 0], 3)
-    engine = NativeExperts(num_threads=2)
-    rows = engine.compute(
-        layout, make_store(layout), SILU, torch.randn(3, 32), experts, begin, token
-    )
-    assert rows.shape == (0, 32)
+    layer = make_layer(find_format("int4-g32"), 32, 32, [[], []])
+    found = layer.compute(NativeExperts(num_threads=2))
+    assert [rows.shape for rows in found] == [(0, 32), (0, 32)]
 
 
 @pytest.mark.parametrize("isa", _native.available_isas())
 @pytest.mark.parametrize("fmt", ["int4-g32", "int8-g128", "int4z-g128", "bf16", "fp16", "fp8"])
 def test_a_row_does_not_depend_on_its_company_or_on_threads(fmt: str, isa: str) -> None:
-    layout = ExpertLayout(find_format(fmt), 640, 64, True, False)
-    store, x = make_store(layout), torch.randn(11, 640)
-    together = NativeExperts(num_threads=3, isa=isa).compute(
-        layout, store, SILU, x, *route([11, 11, 11, 11], 11)
-    )
+    layer = make_layer(find_format(fmt), 640, 64, route(11, 11, 11, 11))
+    together = layer.compute(NativeExperts(num_threads=3, isa=isa))
     alone = NativeExperts(num_threads=1, isa=isa)
-    experts, _, token = route([11, 11, 11, 11], 11)
-    for row in range(0, 44, 5):
-        expert = row // 11
-        one = alone.compute(
-            layout, store, SILU, x[token[row], None], experts[expert, None],
-            torch.tensor([0, 1], dtype=torch.int32), torch.zeros(1, dtype=torch.int32),
-        )  # fmt: skip
-        assert torch.equal(one[0], together[row])
+    for expert, row in (divmod(row, 11) for row in range(0, 44, 5)):
+        rows: list[list[int]] = [[] for _ in layer.rows]
+        rows[expert] = [0]
+        hidden = layer.hidden[layer.rows[expert][row], None]
+        one = replace(layer, rows=rows, hidden=hidden).compute(alone)[expert]
+        assert torch.equal(one[0], together[expert][row])
 
 
 @pytest.mark.parametrize("is_gated", [True, False])
 @pytest.mark.parametrize("fmt", ["int4-g32", "bf16", "int8-g128"])
 def test_an_activation_in_torch_gives_what_the_native_one_gives(fmt: str, is_gated: bool) -> None:
-    layout = ExpertLayout(find_format(fmt), 96, 100, is_gated, has_bias=True)
-    store, engine = make_store(layout), NativeExperts(num_threads=2)
-    kind = ActivationKind.SWIGLU if is_gated else ActivationKind.RELU2
-    activation = NativeActivation(kind)
-    x = torch.randn(9, 96)
-    experts, begin, token = route([9, 0, 5, 1], 9)
-    expected = engine.compute(layout, store, activation, x, experts, begin, token)
+    activation, rows = ACTIVATIONS["silu" if is_gated else "relu2"], route(9, 0, 5, 1)
+    layer = make_layer(find_format(fmt), 96, 100, rows, activation=activation, has_bias=True)
+    engine = NativeExperts(num_threads=2)
+    expected = torch.cat(layer.compute(engine))
     out = torch.empty_like(expected)
-    addresses = store.data_ptr() + experts * layout.num_bytes
+    addresses = layer.store.data_ptr() + torch.arange(len(rows)) * layer.layout.num_bytes
     engine.compute_with(
-        layout, addresses, lambda rows: apply_activation(activation, rows), x, begin, token, out
-    )
+        layer.layout, addresses, lambda rows: apply_activation(activation, rows), layer.hidden,
+        *layer.begins_and_tokens(), out,
+    )  # fmt: skip
     assert (out - expected).norm() <= 2e-3 * expected.norm()
 
 
@@ -215,40 +144,19 @@ def test_rows_add_up_in_the_routers_order() -> None:
 
 
 def test_many_calls_from_a_pool_that_sleeps_in_between() -> None:
-    layout = ExpertLayout(find_format("int8-g32"), 64, 32, True, False)
-    store, engine = make_store(layout), NativeExperts(num_threads=4)
-    x = torch.randn(6, 64)
-    arguments = (layout, store, SILU, x, *route([6, 2, 4, 1], 6))
-    expected = engine.compute(*arguments)
+    layer = make_layer(find_format("int8-g32"), 64, 32, route(6, 2, 4, 1))
+    engine = NativeExperts(num_threads=4)
+    expected = torch.cat(layer.compute(engine))
     for _ in range(500):
-        assert torch.equal(engine.compute(*arguments), expected)
+        assert torch.equal(torch.cat(layer.compute(engine)), expected)
 
 
 def test_extreme_activations_stay_finite() -> None:
-    layout = ExpertLayout(find_format("int4-g32"), 64, 32, True, False)
-    x = torch.randn(4, 64) * torch.tensor([[0.0], [1e-30], [1e4], [1.0]])
-    rows = NativeExperts(num_threads=1).compute(
-        layout, make_store(layout), SILU, x, *route([4, 4, 4, 4], 4)
-    )
+    layer = make_layer(find_format("int4-g32"), 64, 32, route(4, 4, 4, 4))
+    layer.hidden.mul_(torch.tensor([[0.0], [1e-30], [1e4], [1.0]]))
+    rows = torch.cat(layer.compute(NativeExperts(num_threads=1)))
     assert torch.isfinite(rows).all()
     assert torch.equal(rows[0], torch.zeros(64))
-
-
-@pytest.mark.parametrize("isa", _native.available_isas())
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("fmt", ["bf16", "int4-g32", "int8-g128"])
-def test_what_is_not_finite_comes_out_and_stays_in_its_row(
-    fmt: str, value: float, isa: str
-) -> None:
-    layout = ExpertLayout(find_format(fmt), 128, 128, True, False)
-    x = torch.randn(3, 128)
-    x[1, 40] = value
-    experts, begin, token = route([3, 3], 3)
-    rows = NativeExperts(num_threads=1, isa=isa).compute(
-        layout, make_store(layout), SILU, x, experts, begin, token
-    )
-    is_finite = torch.isfinite(rows).all(dim=1)
-    assert torch.equal(is_finite, token != 1)
 
 
 def test_unknown_instruction_set_names_those_that_are_there() -> None:
@@ -257,17 +165,21 @@ def test_unknown_instruction_set_names_those_that_are_there() -> None:
 
 
 def test_several_python_threads_take_turns() -> None:
-    layout = ExpertLayout(find_format("int4-g32"), 640, 64, True, False)
-    store, engine = make_store(layout), NativeExperts(num_threads=2)
-    inputs = [torch.randn(tokens, 640) for tokens in (1, 3, 11, 40)]
+    layer, engine = (
+        make_layer(find_format("int4-g32"), 640, 64, [[0]]),
+        NativeExperts(num_threads=2),
+    )
+    calls = [
+        replace(layer, rows=[list(range(n))], hidden=torch.randn(n, 640)) for n in (1, 3, 11, 40)
+    ]
 
-    def compute(x: Tensor) -> Tensor:
-        return engine.compute(layout, store, SILU, x, *route([len(x)] * NUM_EXPERTS, len(x)))
+    def compute(layer: Layer) -> Tensor:
+        return torch.cat(layer.compute(engine))
 
-    expected = [compute(x) for x in inputs]
-    with ThreadPoolExecutor(len(inputs)) as threads:
+    expected = [compute(call) for call in calls]
+    with ThreadPoolExecutor(len(calls)) as threads:
         for _ in range(50):
-            found = list(threads.map(compute, inputs))
+            found = list(threads.map(compute, calls))
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 

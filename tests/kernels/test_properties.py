@@ -1,119 +1,26 @@
-"""Any layer, on every instruction set of this machine, against torch.
-
-Two references: one rounds activations as the kernels do (what is left is the order of additions),
-one is fp32 on the unpacked weights (what is left is the rounding of activations).
-"""
-
-from dataclasses import dataclass
+"""Any layer, on every instruction set of this machine, against the references of `layers`."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tandem.core.errors import ModelError
 from tandem.kernels import _native
-from tandem.kernels.activations import apply_activation
-from tandem.kernels.formats.expert import ExpertLayout, unpack_expert
 from tandem.kernels.formats.weight_format import FORMATS, WeightFormat, find_format
 from tandem.kernels.native import ActivationKind, NativeActivation, NativeExperts
-from tandem.kernels.reference import expert_ffn
-from tests.kernels.formats.sources import pack_expert
+from tests.kernels.layers import SILU, Layer, make_layer, relative_error
 
 ISAS = _native.available_isas()
 ENGINES = {isa: NativeExperts(num_threads=2, isa=isa) for isa in ISAS}
 ACTIVATIONS = [
-    NativeActivation(ActivationKind.SWIGLU),
+    SILU,
     NativeActivation(ActivationKind.GELU_TANH_GATE),
     NativeActivation(ActivationKind.SWIGLU, 1.702, 0.7, 1.0),
     NativeActivation(ActivationKind.RELU2),
 ]
-SILU = ACTIVATIONS[0]
 # Products of the portable kernels that an example may take: a few hundredths of a second.
 MAX_PRODUCTS = 20_000_000
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A layer's experts and one call's routing; `rows` of each expert are tokens in any order."""
-
-    layout: ExpertLayout
-    store: Tensor
-    activation: NativeActivation
-    hidden: Tensor
-    rows: list[list[int]]
-
-    def compute(self, engine: NativeExperts) -> list[Tensor]:
-        begin = torch.tensor([0, *(len(tokens) for tokens in self.rows)]).cumsum(0).int()
-        token = torch.tensor([t for tokens in self.rows for t in tokens], dtype=torch.int32)
-        out = engine.compute(
-            self.layout, self.store, self.activation, self.hidden,
-            torch.arange(len(self.rows)), begin, token,
-        )  # fmt: skip
-        return list(out.split([len(tokens) for tokens in self.rows]))
-
-    def expected(self, *, is_rounded: bool) -> list[Tensor]:
-        def rounded(rows: Tensor, fmt: WeightFormat) -> Tensor:
-            return round_for(rows, fmt) if is_rounded else rows
-
-        def activate(rows: Tensor) -> Tensor:
-            inner = apply_activation(self.activation, rows.float())
-            return rounded(inner, self.layout.down_format).double()
-
-        outputs = []
-        for expert, tokens in enumerate(self.rows):
-            weights = unpack_expert(self.layout, self.store[expert])
-            rows = rounded(self.hidden[tokens], self.layout.format).double()
-            outputs.append(expert_ffn(rows, weights, activate))
-        return outputs
-
-
-def round_for(rows: Tensor, fmt: WeightFormat) -> Tensor:
-    """Round activations as the kernels do for a format."""
-    if fmt.kind == "fp16":
-        return rows
-    if fmt.kind in ("bf16", "fp8"):
-        return rows.bfloat16().float()
-    return round_to_int8(rows, fmt)
-
-
-def round_to_int8(rows: Tensor, fmt: WeightFormat) -> Tensor:
-    cols = rows.shape[1]
-    groups = torch.nn.functional.pad(rows, (0, fmt.padded_cols(cols) - cols))
-    groups = groups.unflatten(1, (-1, fmt.group_size))
-    peak = groups.abs().amax(-1, keepdim=True)
-    codes = (groups * torch.where(peak > 0, 127 / peak, 0)).round()
-    return (codes * (peak / 127)).flatten(1)[:, :cols]
-
-
-def make_layer(
-    fmt: WeightFormat,
-    hidden: int,
-    inner: int,
-    rows: list[list[int]],
-    *,
-    activation: NativeActivation = SILU,
-    has_bias: bool = False,
-    seed: int = 0,
-    second_format: WeightFormat | None = None,
-) -> Layer:
-    torch.manual_seed(seed)
-    layout = ExpertLayout(fmt, hidden, inner, activation.is_gated, has_bias, second_format)
-    up_rows = inner * (1 + activation.is_gated)
-    store = torch.empty(len(rows), layout.num_bytes, dtype=torch.uint8)
-    for buffer in store:
-        biases = (torch.randn(up_rows), torch.randn(hidden)) if has_bias else (None, None)
-        up, down = torch.randn(up_rows, hidden), torch.randn(hidden, inner)
-        pack_expert(layout, up / hidden**0.5, down / inner**0.5, *biases, out=buffer,
-                    has_search=False)  # fmt: skip
-    num_tokens = max((t for tokens in rows for t in tokens), default=0) + 1
-    return Layer(layout, store, activation, torch.randn(num_tokens, hidden), rows)
-
-
-def relative_error(actual: list[Tensor], expected: list[Tensor]) -> float:
-    a, e = torch.cat(actual).double(), torch.cat(expected).double()
-    return float((a - e).norm() / e.norm().clamp(min=1e-30))
 
 
 @st.composite

@@ -1,6 +1,7 @@
 """Short convolutions and linear recurrences against Transformers' own functions."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,8 +23,6 @@ from tandem.kernels.recurrent import (
 from tests.threads import two_threads
 
 pytestmark = pytest.mark.every_isa
-
-CHUNK = {"chunk_size": 4}
 
 
 @pytest.fixture(scope="module")
@@ -57,23 +56,22 @@ def close(actual: Tensor, expected: Tensor, *, dtype: torch.dtype = torch.float3
     assert error < tolerance, float(error)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("has_silu", [True, False])
-@pytest.mark.parametrize(("channels", "width"), [(64, 4), (200, 3), (7, 2), (1030, 4)])
-def test_convolutions(
-    channels: int, width: int, *, has_silu: bool, dtype: torch.dtype, threads: CpuThreads
-) -> None:
-    weight, bias = draw(channels, width, seed=1), draw(channels, seed=2)
-    x = draw(9, channels, dtype=dtype)
+class Rule(NamedTuple):
+    """An operation, a text's inputs, and the rows that Transformers' own function makes of them."""
+
+    operation: Convolution | Recurrence
+    inputs: list[Tensor]
+    expected: Tensor
+
+
+def convolution(
+    num_tokens: int, channels: int, width: int, *, has_silu: bool, dtype: torch.dtype
+) -> Rule:
+    x = draw(num_tokens, channels, dtype=dtype)
+    weight, bias = draw(channels, width, seed=1).to(dtype), draw(channels, seed=2).to(dtype)
     activation = "silu" if has_silu else None
-    expected = qwen.causal_conv1d_fn(
-        x.t()[None], weight.to(dtype), bias.to(dtype), activation=activation
-    )[0].t()
-    for cuts in ([], [1], [2, 3, 8]):
-        layer = new_layer_state(3, Convolution(weight.to(dtype), bias.to(dtype), has_silu=has_silu))
-        close(in_parts(layer, threads, x, cuts=cuts), expected, dtype=dtype)
-        assert not layer.states[0].any()
-        assert not layer.states[2].any()
+    expected = qwen.causal_conv1d_fn(x.t()[None], weight, bias, activation=activation)[0].t()
+    return Rule(Convolution(weight, bias, has_silu=has_silu), [x], expected)
 
 
 def delta_inputs(
@@ -92,15 +90,11 @@ def rows_of(inputs: dict[str, Tensor]) -> list[Tensor]:
     return [inputs[name][0] for name in ("value", "query", "key", "g", "beta")]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "shape", [(2, 4, 16, 16), (1, 1, 128, 128), (2, 2, 33, 20), (3, 6, 8, 40), (1, 2, 16, 84)]
-)
-def test_the_gated_delta_rule(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, threads: CpuThreads
-) -> None:
+def gated_delta(
+    num_tokens: int, shape: tuple[int, int, int, int], dtype: torch.dtype = torch.float32
+) -> Rule:
     num_keys, num_values, key_dim, value_dim = shape
-    inputs = delta_inputs(150, num_keys, num_values, key_dim, value_dim, dtype)
+    inputs = delta_inputs(num_tokens, *shape, dtype)
     spread = {k: inputs[k].repeat_interleave(num_values // num_keys, 2) for k in ("query", "key")}
     expected, _ = qwen.torch_recurrent_gated_delta_rule(
         **{**inputs, **spread},
@@ -110,56 +104,71 @@ def test_the_gated_delta_rule(
         num_values, num_keys, key_dim, value_dim, "head",
         is_delta=True, is_normalised=True, scale=key_dim**-0.5,
     )  # fmt: skip
-    outputs = [
-        in_parts(new_layer_state(2, Recurrence(form)), threads, *rows_of(inputs), cuts=cuts)
-        for cuts in ([], [1], [5, 6, 140])
-    ]
-    close(outputs[0][None], expected, dtype=dtype)
-    assert all(torch.equal(outputs[0], other) for other in outputs)
+    return Rule(Recurrence(form), rows_of(inputs), expected[0])
 
 
-def test_kimis_delta_attention(threads: CpuThreads) -> None:
+def kimi_delta() -> Rule:
     inputs = delta_inputs(20, 3, 3, 32, 24, torch.float32)
     inputs["g"] = -draw(1, 20, 3, 32, seed=4).abs()
     expected, _ = kimi.recurrent_kimi_delta_attention(
         **inputs, initial_state=None, output_final_state=True, use_qk_l2norm_in_kernel=True
     )
-    form = RecurrenceForm(
-        3, 3, 32, 24, "key", is_delta=True, is_normalised=True, scale=32**-0.5
-    )  # fmt: skip
-    outputs = [
-        in_parts(new_layer_state(2, Recurrence(form)), threads, *rows_of(inputs), cuts=cuts)
-        for cuts in ([], [1, 7])
-    ]
-    close(outputs[0][None], expected)
-    assert torch.equal(*outputs)
+    form = RecurrenceForm(3, 3, 32, 24, "key", is_delta=True, is_normalised=True, scale=32**-0.5)
+    return Rule(Recurrence(form), rows_of(inputs), expected[0])
 
 
-def test_mamba_2(threads: CpuThreads) -> None:
+def mamba_2() -> Rule:
     x, dt = draw(1, 20, 6, 24), draw(1, 20, 6, seed=1).exp()
     a, skip = -draw(6, seed=2).abs(), draw(6, seed=3)
     b, c = draw(1, 20, 2, 16, seed=4), draw(1, 20, 2, 16, seed=5)
-    expected = nemotron.mamba2_chunk_scan(x, dt, a, b, c, **CHUNK, D=skip)
-    form = RecurrenceForm(6, 2, 16, 24, "head")
-    for cuts in ([], [1, 7]):
-        layer = new_layer_state(2, Recurrence(form, skip=skip[:, None].expand(6, 24)))
-        out = in_parts(layer, threads, x[0], c[0], b[0], (dt * a)[0], dt[0], cuts=cuts)
-        close(out[None], expected)
+    expected: Any = nemotron.mamba2_chunk_scan(x, dt, a, b, c, chunk_size=4, D=skip)
+    spread = skip[:, None].expand(6, 24).contiguous()
+    operation = Recurrence(RecurrenceForm(6, 2, 16, 24, "head"), skip=spread)
+    return Rule(operation, [x[0], c[0], b[0], (dt * a)[0], dt[0]], expected[0])
 
 
-def test_mamba(threads: CpuThreads) -> None:
+def mamba() -> Rule:
     x, dt = draw(1, 40, 20), draw(1, 40, 20, seed=1).exp()
     a, b, c = -draw(40, 16, seed=2).abs(), draw(1, 16, 20, seed=4), draw(1, 16, 20, seed=5)
-    expected = jamba.mamba_selective_scan(x, dt, a, b, c)
-    form = RecurrenceForm(1, 1, 16, 40, "pair")
-    for cuts in ([], [1, 7]):
-        layer = new_layer_state(2, Recurrence(form, factor=a))
-        by_token = [part[0].t().contiguous() for part in (x * dt, c, b, dt)]
-        value, query, key, rate = by_token
-        out = in_parts(
-            layer, threads, value[:, None], query[:, None], key[:, None], rate, cuts=cuts
-        )
-        close(out[:, 0].t()[None], expected)
+    expected: Any = jamba.mamba_selective_scan(x, dt, a, b, c)
+    value, query, key, rate = (part[0].t().contiguous() for part in (x * dt, c, b, dt))
+    inputs = [value[:, None], query[:, None], key[:, None], rate]
+    operation = Recurrence(RecurrenceForm(1, 1, 16, 40, "pair"), factor=a)
+    return Rule(operation, inputs, expected[0].t()[:, None])
+
+
+def require(rule: Rule, threads: CpuThreads, *cuts: list[int]) -> None:
+    """Require Transformers' rows, the same bits however a text is cut, and idle slots' states."""
+    layer = new_layer_state(3, rule.operation)
+    outputs = [in_parts(layer, threads, *rule.inputs, cuts=where) for where in ([], *cuts)]
+    close(outputs[0], rule.expected, dtype=rule.expected.dtype)
+    assert all(torch.equal(outputs[0], other) for other in outputs)
+    assert not layer.states[::2].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_silu", [True, False])
+@pytest.mark.parametrize(("channels", "width"), [(64, 4), (200, 3), (7, 2), (1030, 4)])
+def test_convolutions(
+    channels: int, width: int, *, has_silu: bool, dtype: torch.dtype, threads: CpuThreads
+) -> None:
+    rule = convolution(9, channels, width, has_silu=has_silu, dtype=dtype)
+    require(rule, threads, [1], [2, 3, 8])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 16, 16), (1, 1, 128, 128), (2, 2, 33, 20), (3, 6, 8, 40), (1, 2, 16, 84)]
+)
+def test_the_gated_delta_rule(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, threads: CpuThreads
+) -> None:
+    require(gated_delta(150, shape, dtype), threads, [1], [5, 6, 140])
+
+
+@pytest.mark.parametrize("make_rule", [kimi_delta, mamba_2, mamba])
+def test_other_rules(make_rule: Callable[[], Rule], threads: CpuThreads) -> None:
+    require(make_rule(), threads, [1, 7])
 
 
 def test_slots_do_not_disturb_each_other(threads: CpuThreads) -> None:

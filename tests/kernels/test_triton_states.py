@@ -4,16 +4,11 @@ The interpreter cuts bf16 off where others round, so its results are further awa
 """
 
 import random
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.jamba import modeling_jamba as jamba
-from transformers.models.kimi_linear import modeling_kimi_linear as kimi
-from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
-from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from tandem.kernels.device_states import (
     Run,
@@ -25,7 +20,18 @@ from tandem.kernels.device_states import (
 )
 from tandem.kernels.recurrent import MOST_DRAFTED, Convolution, Recurrence, RecurrenceForm
 from tests.kernels.interpreter import interpreted
-from tests.kernels.test_recurrent import close, delta_inputs, draw, rows_of
+from tests.kernels.test_recurrent import (
+    Rule,
+    close,
+    convolution,
+    delta_inputs,
+    draw,
+    gated_delta,
+    kimi_delta,
+    mamba,
+    mamba_2,
+    rows_of,
+)
 
 SLOTS = 3
 
@@ -72,18 +78,19 @@ class OneSlot:
         return torch.cat([self([x[first:end] for x in inputs], first) for first, end in parts])
 
 
-def require(
-    kernels: StateKernels,
-    operation: Convolution | Recurrence,
-    inputs: list[Tensor],
-    expected: Tensor,
-    cuts: list[int],
-) -> None:
+def require(kernels: StateKernels, rule: Rule, cuts: list[int]) -> None:
     """Require what is expected, in one call and in several, and that other slots are left alone."""
+    operation = rule.operation
+    if isinstance(operation, Convolution):  # channels side by side, in fp32
+        bias = None if operation.bias is None else operation.bias.float()
+        weight = operation.weight.float().t().contiguous().t()
+        operation = operation._replace(weight=weight, bias=bias)
+    elif operation.factor is not None:
+        operation = operation._replace(factor=operation.factor.t().contiguous().t())
     whole, parts = OneSlot(kernels, operation), OneSlot(kernels, operation)
-    found = whole.in_parts(inputs, [])
-    close(found, expected, dtype=expected.dtype)
-    close(parts.in_parts(inputs, cuts), found)
+    found = whole.in_parts(rule.inputs, [])
+    close(found, rule.expected, dtype=rule.expected.dtype)
+    close(parts.in_parts(rule.inputs, cuts), found)
     close(parts.states[1], whole.states[1])
     assert (whole.states[::2] == 7).all()
 
@@ -94,15 +101,8 @@ def require(
 def test_convolutions(
     kernels: StateKernels, channels: int, width: int, *, has_silu: bool, dtype: torch.dtype
 ) -> None:
-    weight, bias = draw(channels, width, seed=1), draw(channels, seed=2)
-    x = draw(18, channels, dtype=dtype)
-    activation = "silu" if has_silu else None
-    expected = qwen.causal_conv1d_fn(
-        x.t()[None], weight.to(dtype), bias.to(dtype), activation=activation
-    )[0].t()
-    weight, bias = (numbers.to(dtype).float() for numbers in (weight, bias))
-    operation = Convolution(weight.t().contiguous().t(), bias, has_silu)
-    require(kernels, operation, [x], expected, [1, 3, 4, 17])
+    rule = convolution(18, channels, width, has_silu=has_silu, dtype=dtype)
+    require(kernels, rule, [1, 3, 4, 17])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,51 +110,14 @@ def test_convolutions(
 def test_the_gated_delta_rule(
     kernels: StateKernels, shape: tuple[int, int, int, int], dtype: torch.dtype
 ) -> None:
-    num_keys, num_values, key_dim, value_dim = shape
-    inputs = delta_inputs(20, num_keys, num_values, key_dim, value_dim, dtype)
-    spread = {k: inputs[k].repeat_interleave(num_values // num_keys, 2) for k in ("query", "key")}
-    expected, _ = qwen.torch_chunk_gated_delta_rule(
-        **{**inputs, **spread}, chunk_size=8,
-        initial_state=None, output_final_state=True, use_qk_l2norm_in_kernel=True,
-    )  # fmt: skip
-    form = RecurrenceForm(
-        num_values, num_keys, key_dim, value_dim, "head",
-        is_delta=True, is_normalised=True, scale=key_dim**-0.5,
-    )  # fmt: skip
-    require(kernels, Recurrence(form), rows_of(inputs), expected[0], [1, 7])
+    require(kernels, gated_delta(20, shape, dtype), [1, 7])
 
 
-def test_kimis_delta_attention(kernels: StateKernels) -> None:
-    inputs = delta_inputs(20, 3, 3, 32, 24, torch.float32)
-    inputs["g"] = -draw(1, 20, 3, 32, seed=4).abs()
-    expected, _ = kimi.recurrent_kimi_delta_attention(
-        **inputs, initial_state=None, output_final_state=True, use_qk_l2norm_in_kernel=True
-    )
-    form = RecurrenceForm(
-        3, 3, 32, 24, "key", is_delta=True, is_normalised=True, scale=32**-0.5
-    )  # fmt: skip
-    require(kernels, Recurrence(form), rows_of(inputs), expected[0], [2])
-
-
-def test_mamba_2(kernels: StateKernels) -> None:
-    x, dt = draw(1, 20, 6, 24), draw(1, 20, 6, seed=1).exp()
-    a, skip = -draw(6, seed=2).abs(), draw(6, seed=3)
-    b, c = draw(1, 20, 2, 16, seed=4), draw(1, 20, 2, 16, seed=5)
-    expected: Any = nemotron.mamba2_chunk_scan(x, dt, a, b, c, chunk_size=4, D=skip)
-    operation = Recurrence(
-        RecurrenceForm(6, 2, 16, 24, "head"), skip=skip[:, None].expand(6, 24).contiguous()
-    )
-    require(kernels, operation, [x[0], c[0], b[0], (dt * a)[0], dt[0]], expected[0], [3])
-
-
-def test_mamba(kernels: StateKernels) -> None:
-    x, dt = draw(1, 40, 20), draw(1, 40, 20, seed=1).exp()
-    a, b, c = -draw(40, 16, seed=2).abs(), draw(1, 16, 20, seed=4), draw(1, 16, 20, seed=5)
-    expected: Any = jamba.mamba_selective_scan(x, dt, a, b, c)
-    operation = Recurrence(RecurrenceForm(1, 1, 16, 40, "pair"), a.t().contiguous().t())
-    value, query, key, rate = (part[0].t().contiguous() for part in (x * dt, c, b, dt))
-    inputs = [value[:, None], query[:, None], key[:, None], rate]
-    require(kernels, operation, inputs, expected[0].t()[:, None], [5, 6])
+@pytest.mark.parametrize(
+    ("make_rule", "cuts"), [(kimi_delta, [2]), (mamba_2, [3]), (mamba, [5, 6])]
+)
+def test_other_rules(kernels: StateKernels, make_rule: Callable[[], Rule], cuts: list[int]) -> None:
+    require(kernels, make_rule(), cuts)
 
 
 def test_slots_go_on_side_by_side_and_idle_ones_stay(kernels: StateKernels) -> None:

@@ -1,6 +1,5 @@
 """Tokenizers that lie: files of other types, chains that multiply text, code and panics."""
 
-import json
 from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
@@ -10,17 +9,12 @@ import pytest
 
 from tandem.cli.model_choice import ModelChoice, load_tokenizer
 from tandem.core.errors import ModelError
-from tests.hf.tiny import save_tiny_checkpoint
+from tests.hf.tiny import edit_json, save_tiny_checkpoint
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     return save_tiny_checkpoint(tmp_path / "tiny", num_hidden_layers=1)
-
-
-def edit(checkpoint: Path, name: str, **changes: Any) -> None:
-    file = checkpoint / name
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def load(checkpoint: Path) -> Any:
@@ -45,13 +39,13 @@ CHAINS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("chain", CHAINS, ids=range(len(CHAINS)))
 def test_a_chain_that_multiplies_text(checkpoint: Path, chain: dict[str, Any]) -> None:
-    edit(checkpoint, "tokenizer.json", normalizer=chain)
+    edit_json(checkpoint / "tokenizer.json", normalizer=chain)
     with pytest.raises(ModelError, match=r"normalizer may make a text more than 500 times as long"):
         load(checkpoint)
 
 
 def test_a_decoder_that_multiplies_text(checkpoint: Path) -> None:
-    edit(checkpoint, "tokenizer.json", decoder={"type": "Sequence", "decoders": DOUBLED})
+    edit_json(checkpoint / "tokenizer.json", decoder={"type": "Sequence", "decoders": DOUBLED})
     with pytest.raises(ModelError, match="decoder may make a text more than 500 times as long"):
         load(checkpoint)
 
@@ -59,7 +53,7 @@ def test_a_decoder_that_multiplies_text(checkpoint: Path) -> None:
 def test_a_template_that_repeats_the_text(checkpoint: Path) -> None:
     pieces = [{"Sequence": {"id": "A", "type_id": 0}}] * 1000
     template = {"type": "TemplateProcessing", "single": pieces, "pair": [], "special_tokens": {}}
-    edit(checkpoint, "tokenizer.json", post_processor=template)
+    edit_json(checkpoint / "tokenizer.json", post_processor=template)
     with pytest.raises(ModelError, match="post_processor puts 1000 texts and 0 tokens into one"):
         load(checkpoint)
 
@@ -67,7 +61,7 @@ def test_a_template_that_repeats_the_text(checkpoint: Path) -> None:
 def test_what_published_tokenizers_do_passes(checkpoint: Path) -> None:
     steps = [{"type": "Prepend", "prepend": "_"}, replace(" ", "_"), {"type": "NFKC"},
              replace(" {2,}", "_", "Regex"), {"type": "Lowercase"}]  # fmt: skip
-    edit(checkpoint, "tokenizer.json", normalizer={"type": "Sequence", "normalizers": steps})
+    edit_json(checkpoint / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": steps})
     assert load(checkpoint)("a b")["input_ids"]
 
 
@@ -85,7 +79,7 @@ def test_what_published_tokenizers_do_passes(checkpoint: Path) -> None:
 def test_values_of_other_types(
     checkpoint: Path, name: str, change: dict[str, Any], sentence: str
 ) -> None:
-    edit(checkpoint, name, **change)
+    edit_json(checkpoint / name, **change)
     with pytest.raises(ModelError, match=sentence):
         load(checkpoint)
 
@@ -94,7 +88,7 @@ def test_a_tokenizers_code_does_not_run(checkpoint: Path, tmp_path: Path) -> Non
     mark = tmp_path / "has run"
     (checkpoint / "evil.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass T: pass\n")
     code = {"AutoTokenizer": [None, "evil.T"]}
-    edit(checkpoint, "tokenizer_config.json", auto_map=code, tokenizer_class="T")
+    edit_json(checkpoint / "tokenizer_config.json", auto_map=code, tokenizer_class="T")
     load(checkpoint)
     assert not mark.exists()
 

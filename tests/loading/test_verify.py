@@ -13,7 +13,7 @@ from tandem.cli.main import main
 from tandem.core.errors import ModelError
 from tandem.hf import packed_reading
 from tandem.hf.checkpoint import open_model
-from tests.hf.tiny import save_tiny_checkpoint
+from tests.hf.tiny import edit_json, save_tiny_checkpoint
 
 RUN = ("-p", "hello", "--max-new-tokens", "2", "--threads", "1", "--no-keep", "--json")
 
@@ -32,6 +32,11 @@ def flip(file: Path, place: int) -> None:
     content = bytearray(file.read_bytes())
     content[place] ^= 1
     file.write_bytes(content)
+
+
+def edit_metadata(packed: Path, **changes: object) -> None:
+    metadata = json.loads((packed / INDEX_FILE).read_text())["metadata"]
+    edit_json(packed / INDEX_FILE, metadata=metadata | changes)
 
 
 def place_of(file: Path, tensor: str) -> int:
@@ -70,9 +75,7 @@ def test_a_header_that_was_changed_is_named(packed: Path) -> None:
 def test_a_damaged_file_is_refused_whatever_the_sums_of_tensors_are(
     packed: Path, sums: object
 ) -> None:
-    index = json.loads((packed / INDEX_FILE).read_text())
-    index["metadata"]["crc32"] = sums
-    (packed / INDEX_FILE).write_text(json.dumps(index))
+    edit_metadata(packed, crc32=sums)
     assert require_checksums(packed) > 1
     flip(packed / "tandem-dense.safetensors", -1)
     with pytest.raises(ModelError, match=r"tandem-dense.safetensors has the SHA-256 .*; the disk"):
@@ -89,18 +92,14 @@ def test_a_file_of_another_form_is_refused(packed: Path) -> None:
 
 @pytest.mark.parametrize("sums", [{"other": "0" * 64}, {"tandem-dense.safetensors": 5}, [1], 5])
 def test_a_file_without_a_sum_beside_others_is_refused(packed: Path, sums: object) -> None:
-    index = json.loads((packed / INDEX_FILE).read_text())
-    index["metadata"]["sha256"] = sums
-    (packed / INDEX_FILE).write_text(json.dumps(index))
+    edit_metadata(packed, sha256=sums)
     with pytest.raises(ModelError, match="has no SHA-256 of tandem-"):
         tandem.load(packed, verify=True)
 
 
 @pytest.mark.parametrize("metadata", [{}, {"sha256": None}])
 def test_what_has_no_sums_is_not_called_verified(packed: Path, metadata: object) -> None:
-    index = json.loads((packed / INDEX_FILE).read_text())
-    index["metadata"] = metadata
-    (packed / INDEX_FILE).write_text(json.dumps(index))
+    edit_json(packed / INDEX_FILE, metadata=metadata)
     assert require_checksums(packed) == 0
     with pytest.raises(ModelError, match="has no checksums to verify"):
         tandem.load(packed, verify=True)
