@@ -7,7 +7,7 @@ file imports neither; a finder waits for the module that keeps Transformers' qua
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 
 _AWAITED = "transformers.quantizers.auto"
@@ -15,15 +15,10 @@ _AWAITED = "transformers.quantizers.auto"
 
 def register_with_transformers() -> None:
     """Make `OffloadConfig`, its quantizer and the experts function known to Transformers."""
-    call_after_import(_AWAITED, _register)
-
-
-def call_after_import(module: str, call: Callable[[], None]) -> None:
-    """Call something when a module has been imported: now if it is there; once for each module."""
-    if module in sys.modules:
-        call()
-    elif not any(isinstance(f, _Await) and f.awaited == module for f in sys.meta_path):
-        sys.meta_path.insert(0, _Await(module, call))
+    if _AWAITED in sys.modules:
+        _register()
+    elif not any(isinstance(finder, _Await) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Await())
 
 
 def _register() -> None:
@@ -46,30 +41,27 @@ def _register() -> None:
 
 
 class _Await(importlib.abc.MetaPathFinder):
-    """Lets the awaited module load as usual and calls something right after it has run."""
-
-    def __init__(self, awaited: str, call: Callable[[], None]) -> None:
-        self.awaited, self._call = awaited, call
+    """Lets the awaited module load as usual and registers Tandem right after it has run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self.awaited:
+        if fullname != _AWAITED:
             return None
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _CallAfter(spec.loader, self._call)
+            spec.loader = _RegisterAfter(spec.loader)
         return spec
 
 
-class _CallAfter(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader, call: Callable[[], None]) -> None:
-        self._loader, self._call = loader, call
+class _RegisterAfter(importlib.abc.Loader):
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        self._call()
+        _register()

@@ -1,5 +1,6 @@
 """`tandem --version`: quick, and with -v what it runs on."""
 
+import gc
 import subprocess
 import sys
 from importlib.metadata import version
@@ -52,3 +53,11 @@ def test_verbose_alone_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["-v"], ["-v", "run", "model", "-p", "x"]):
         assert main(words) == 2
         assert "-v goes with --version" in capsys.readouterr().err
+
+
+def test_a_process_that_calls_main_looks_for_garbage_as_before(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = gc.get_threshold(), gc.get_freeze_count()
+    assert main(["--version"]) == 0
+    assert (gc.get_threshold(), gc.get_freeze_count()) == before

@@ -1,11 +1,11 @@
 """Entry point: parses the command line, runs one subcommand, turns errors into one sentence."""
 
+import gc
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 
-from tandem.cli import start
 from tandem.cli.failures import report_failure
 from tandem.cli.parser import parse
 from tandem.cli.progress import progress_as_lines
@@ -13,8 +13,9 @@ from tandem.cli.streams import prepare_streams, warnings_as_lines
 from tandem.core.errors import TandemError
 from tandem.hardware.windows import why_not_here
 
-# These say `start.has_loaded` when they have.
-_LOADING = ("run", "chat")
+# Torch and Transformers make a million objects that stay: to look for garbage after every 700 of
+# them, as Python has it, takes a tenth of a start, and so does a last look at the end.
+_OBJECTS_PER_COLLECTION = 200_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sentence is not None:
         return report_failure(TandemError(sentence), has_json="--json" in words)
     if arguments is None:  # else the process is another's
-        start.prepare(loads_model=words[:1] in ([name] for name in _LOADING))
+        gc.set_threshold(_OBJECTS_PER_COLLECTION, *gc.get_threshold()[1:])
     try:
         return _run(words)
     except BrokenPipeError:  # the reader (head, less) has gone; nothing is wrong
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return report_failure(error, has_json="--json" in words)
     finally:
         if arguments is None:
-            start.leave()
+            gc.freeze()
 
 
 def _run(words: list[str]) -> int:

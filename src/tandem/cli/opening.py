@@ -7,7 +7,6 @@ from tandem.cli.images import load_processor, open_images
 from tandem.cli.keeping import Keeper, KeepOptions
 from tandem.cli.model_choice import ModelChoice, add_model, load_model_and_tokenizer
 from tandem.cli.session import Session, SessionOptions
-from tandem.cli.start import has_loaded, read_early
 from tandem.cli.streams import require_text
 from tandem.core.config import add_flags, from_flags
 from tandem.core.errors import ConfigError
@@ -45,7 +44,6 @@ class SessionPlan:
 
     def open(self) -> Session:
         """Load the model and begin."""
-        read_early(self._choice.model)
         processor = load_processor(self._choice) if self._images else None
         keeper = Keeper(self._keep, quiet=self._options.quiet)
         model, tokenizer = load_model_and_tokenizer(
@@ -55,7 +53,6 @@ class SessionPlan:
             dense_dtype=self._options.dense_dtype,
             keeper=keeper,
         )
-        has_loaded()
         return Session(
             model, tokenizer, self._options, self._sampling, keeper,
             processor=processor, images=self._images,
