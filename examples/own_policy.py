@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import tandem
 from tandem.hardware.profiles import load_profile
 from tandem.policy.eviction import EVICTIONS
-from tandem.policy.eviction.lru import Lru
+from tandem.policy.eviction.baselines import Lru
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings
 from tandem.sim.simulation import Conditions, simulate

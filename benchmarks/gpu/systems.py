@@ -6,6 +6,8 @@ decides, and how.
 
 from typing import NamedTuple
 
+import tandem.sim  # noqa: F401  its baselines join the names
+
 
 class System(NamedTuple):
     """A name and the options that make it."""

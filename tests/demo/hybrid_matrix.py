@@ -19,6 +19,7 @@ import torch
 from transformers import AutoTokenizer
 
 import tandem
+import tandem.sim
 from tandem.cli.paths import cache_dir
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.generate.generator import Generator

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 import tandem.sim  # noqa: F401 - registers the exact solver
 from tandem.policy.assignment import ASSIGNMENTS, LayerProblem
 from tandem.policy.assignment.balanced import Balanced
-from tandem.policy.assignment.dali import Dali
-from tandem.policy.assignment.hybrimoe import HybriMoe
+from tandem.policy.assignment.baselines import Dali, HybriMoe
 from tandem.policy.assignment.problem import (
     all_on_cpu,
     equation_gpu,

@@ -2,12 +2,14 @@
 
 import pytest
 
-from tandem.policy.eviction.copy_on_miss import CopyOnMiss
-from tandem.policy.eviction.dali_window import DaliWindow
-from tandem.policy.eviction.fifo import Fifo
-from tandem.policy.eviction.hybrimoe import HybriMoeScore
-from tandem.policy.eviction.lfu import Lfu
-from tandem.policy.eviction.lru import Lru
+from tandem.policy.eviction.baselines import (
+    CopyOnMiss,
+    DaliWindow,
+    Fifo,
+    HybriMoeScore,
+    Lfu,
+    Lru,
+)
 from tandem.policy.eviction.next_use import NextUse
 from tandem.policy.plan import Geometry, LayerLoad
 

@@ -17,8 +17,7 @@ from tandem.policy.eviction import EVICTIONS
 from tandem.policy.plan import Copy, Hint, LayerLoad, LayerPlan
 from tandem.policy.planner import Planner
 from tandem.policy.prediction import PREDICTIONS
-from tandem.policy.prefetch import PREFETCHES
-from tandem.policy.prefetch.recurrence import LAYERS_PER_CHANCE, Recurrence
+from tandem.policy.prefetch import LAYERS_PER_CHANCE, PREFETCHES, Recurrence
 from tandem.policy.settings import POOLS, PlannerSettings, make_planner
 from tests.policy.integrity import check_integrity, check_plan
 from tests.policy.strategies import GEOMETRY, shape_costs, steps

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+import tandem.sim  # noqa: F401  its baselines join the names
 from tandem.policy.plan import Geometry, Hint, LayerLoad
 from tandem.policy.prediction import PREDICTIONS, Prediction
-from tandem.policy.prediction.lag import Lag
 from tandem.policy.prediction.policy import Forecast
 
 GEOMETRY = Geometry(num_layers=4, num_experts=8, top_k=2)
@@ -116,20 +116,6 @@ def test_a_hint_is_for_one_step_only() -> None:
     policy.hint(Hint("gate", LayerLoad(2, (5,), (1,))))
     policy.begin_step((1,))
     assert expected(policy.predict(2)) == before
-
-
-def test_lag_finds_the_distance_from_the_data() -> None:
-    geometry = Geometry(num_layers=16, num_experts=64, top_k=2)
-    policy = Lag(geometry)
-    for step in range(200):
-        policy.begin_step(())
-        for layer in range(16):
-            first = (step * 7 + layer % 12 * 5) % 63
-            policy.observe(LayerLoad(layer, (first, first + 1), (1, 1)))
-    assert policy.distance() == 12
-    policy.begin_step(())
-    policy.observe(LayerLoad(1, (10, 20), (1, 1)))
-    assert best_two(policy.predict(13)) == {10, 20}
 
 
 @pytest.mark.parametrize("name", PREDICTIONS.names())

@@ -14,7 +14,6 @@ from tandem.experts.cache.start import STARTS
 from tandem.policy.assignment import ASSIGNMENTS
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.prediction import PREDICTIONS
-from tandem.policy.prefetch import PREFETCHES
 from tandem.policy.settings import POOLS, PlannerSettings
 
 CLOCKS = ("virtual", "real")
@@ -26,8 +25,7 @@ class OffloadOptions:
 
     rare: ClassVar[tuple[str, ...]] = (
         "link_bandwidth", "emulated_speed", "decode_graph", "clock", "profile", "start_content",
-        "assignment", "eviction", "prediction", "look_ahead", "residuals", "prefetch",
-        "prefetch_count", "pool",
+        "assignment", "eviction", "prediction", "look_ahead", "residuals", "prefetch_count", "pool",
     )  # fmt: skip
     """Options that few need."""
     expert_dtype: str = option(
@@ -84,11 +82,10 @@ class OffloadOptions:
     residuals: str | None = option(
         None, help="residual vectors of tandem calibrate (default: this model's)", metavar="FILE"
     )
-    prefetch: str = option(
-        "pays", help="which predicted experts are copied ahead", choices=PREFETCHES.names()
-    )
     prefetch_count: int = option(2, help="experts copied ahead per layer, at most", metavar="N")
     pool: str = option("by-layer", help="how slots are shared over layers", choices=POOLS)
+    prefetch: str = "pays"
+    """Which predicted experts are copied ahead: Tandem's choice, or a baseline of `tandem.sim`."""
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, the value and what is expected."""

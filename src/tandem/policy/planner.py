@@ -15,12 +15,10 @@ from tandem.policy.admission import Admission
 from tandem.policy.assignment.problem import Assignment, LayerProblem, Split, all_on_cpu
 from tandem.policy.cost import CostTable
 from tandem.policy.eviction.policy import Eviction
-from tandem.policy.learner import Learner
 from tandem.policy.link_queue import LinkQueue
 from tandem.policy.plan import Copy, Geometry, Hint, LayerLoad, LayerPlan
-from tandem.policy.prediction.policy import Hintable, Prediction
-from tandem.policy.prefetch.policy import PrefetchChoice, PrefetchTerms
-from tandem.policy.prefetch.recurrence import Recurrence
+from tandem.policy.prediction.policy import Prediction
+from tandem.policy.prefetch import PrefetchChoice, PrefetchTerms, Recurrence
 from tandem.policy.prompt_copies import PromptCopies
 from tandem.policy.residency import COPYING, NOWHERE, READY, Residency
 from tandem.policy.single_token_layers import SingleTokenLayers
@@ -63,7 +61,6 @@ class Planner:
         self._assignment = assignment
         self.eviction = eviction
         self.prediction = prediction
-        self._learners = [p for p in (eviction, prediction) if isinstance(p, Learner)]
         self._prefetch = prefetch
         self._admission = Admission(residency, eviction)
         self.prompt = PromptCopies(geometry, residency, self.link, eviction)
@@ -73,9 +70,6 @@ class Planner:
         self._never_worse_than_cpu = never_worse_than_cpu
         self._copy_price = copy_price_seconds
         self._can_prefetch = can_prefetch
-        self._hintable: Hintable | None = None
-        if can_prefetch and not prefetch.is_staged and isinstance(prediction, Hintable):
-            self._hintable = prediction
         self._step_tokens = 1
         self._dense_seconds = costs.dense(1)
         self._resident_splits: dict[int, Split] = {}
@@ -127,8 +121,8 @@ class Planner:
         Calling this is optional: what is not learned here is learned in a later `plan`, which then
         takes longer. Plans are the same.
         """
-        for policy in self._learners:
-            policy.learn()
+        self.eviction.learn()
+        self.prediction.learn()
 
     def plan(self, load: LayerLoad, now: float, hints: Sequence[Hint] = ()) -> LayerPlan:
         """Decide for one layer at time `now`; its copies count as issued in the plan's order."""
@@ -310,14 +304,14 @@ class Planner:
         Where the layer's router has been asked, a copy may also end later than the layer begins, if
         the CPU would need longer still: what is named would otherwise be fetched then.
         """
-        copy_seconds, hintable = self.link.copy_seconds, self._hintable
+        copy_seconds = self.link.copy_seconds
         if not copy_seconds:
             return UNLIMITED
         count = int(idle_seconds / copy_seconds)
-        if count or hintable is None or idle_seconds <= 0.0:
+        if count or self._prefetch.is_staged or idle_seconds <= 0.0:
             return count
         is_sooner = copy_seconds - idle_seconds < self.costs.cpu[1]
-        return int(is_sooner and hintable.is_hinted(layer))
+        return int(is_sooner and self.prediction.is_hinted(layer))
 
     def _terms(self, first: int, room: int, idle_copies: int) -> PrefetchTerms:
         """Return what copies ahead of the layer with this first key cost and bring."""

@@ -31,7 +31,11 @@ class Eviction(Protocol):
         return  # not abstract
 
     def touch(self, load: LayerLoad) -> None:
-        """Learn what a layer uses now; called once per layer and step, before planning."""
+        """Note what a layer uses now; called once per layer and step, before planning."""
+        return  # not abstract
+
+    def learn(self) -> None:
+        """Learn from what was noted, which a plan does not wait for; when changes no answer."""
         return  # not abstract
 
     def candidates(

@@ -1,9 +1,9 @@
 """Expert prediction: how many tokens each expert of a layer will get, before its router has run."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
-from tandem.policy.plan import Hint, LayerLoad
+from tandem.policy.plan import Geometry, Hint, LayerLoad
 
 CHANCE_BINS = 16
 
@@ -33,7 +33,7 @@ class Forecast(NamedTuple):
 
 
 class Prediction(Protocol):
-    """Predicts loads; learns from every load it observes."""
+    """Predicts loads; learns from every load it observes. Left out: nothing noted, no hints."""
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
         """Note the tokens of a new step; empty if they are unknown."""
@@ -43,17 +43,28 @@ class Prediction(Protocol):
         """Take a load that the engine predicted with a router, for a layer to come."""
         return  # not abstract
 
+    def is_hinted(self, layer: int) -> bool:
+        """Tell whether the layer's own router has been asked in this step."""
+        return False
+
     def observe(self, load: LayerLoad) -> None:
-        """Learn a layer's real load; layers come in order within a step."""
+        """Note a layer's real load; layers come in order within a step."""
+        return  # not abstract
+
+    def learn(self) -> None:
+        """Learn from what was noted, which a plan does not wait for; when changes no answer."""
         return  # not abstract
 
     def predict(self, layer: int) -> Forecast | None:
         """Return the forecast of a layer that this step has not reached; None if there is none."""
 
 
-@runtime_checkable
-class Hintable(Protocol):
-    """A prediction that uses hints: what later layers' routers say about this layer's state."""
+class NoPrediction(Prediction):
+    """Predicts nothing: the baseline of every prefetch."""
 
-    def is_hinted(self, layer: int) -> bool:
-        """Tell whether the layer's own router has been asked in this step."""
+    def __init__(self, geometry: Geometry) -> None:
+        """Ignore the geometry."""
+
+    def predict(self, layer: int) -> Forecast | None:
+        """Return no forecast."""
+        return None

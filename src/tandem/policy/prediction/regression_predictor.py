@@ -13,7 +13,7 @@ from tandem.policy.lanes import ONE, Lanes
 from tandem.policy.plan import Geometry, Hint, LayerLoad
 from tandem.policy.prediction.calibration import Calibration
 from tandem.policy.prediction.hint_blend import HintBlend
-from tandem.policy.prediction.policy import Forecast
+from tandem.policy.prediction.policy import Forecast, Prediction
 from tandem.policy.regression import SUM_OFFSET, Regression, rate_shift, sum_rows
 from tandem.policy.tables import LearnsInTables, PredictionTables, Tables
 
@@ -36,7 +36,7 @@ class _Lesson(NamedTuple):
     before: Sequence[int]
 
 
-class RegressionPredictor(LearnsInTables):
+class RegressionPredictor(Prediction, LearnsInTables):
     """Predicts the next layer at every layer, and the first layer at the start of a step.
 
     A layer's lesson is learned when `learn` is called or the layer is predicted again, whichever

@@ -1,0 +1,190 @@
+"""What `balanced` is compared with: rules of papers and other systems, and the simplest ones.
+
+Also what a captured decode step does. Each follows the paper or system that it is named after.
+"""
+
+from tandem.policy.assignment.problem import (
+    LayerProblem,
+    Split,
+    all_on_cpu,
+    equation_gpu,
+    limit_fetches,
+    priced,
+)
+
+
+class CpuOnly:
+    """Leaves every expert to the CPU: the simplest, and the bound that no plan may exceed."""
+
+    pipelined = True
+
+    def assign(self, problem: LayerProblem) -> Split:
+        """Return the split that uses neither GPU nor link."""
+        return all_on_cpu(problem, pipelined=True)
+
+
+class GpuOnly:
+    """Fetches every absent expert, heaviest first: what plain expert offloading does."""
+
+    pipelined = True
+
+    def assign(self, problem: LayerProblem) -> Split:
+        """Return the split that leaves nothing to the CPU, as far as equation 9 allows."""
+        order = sorted(range(len(problem.experts)), key=lambda i: -problem.tokens[i])
+        return priced(problem, *limit_fetches(problem, order), pipelined=True)
+
+
+class HitsOnGpu:
+    """Paper 2: hits on the GPU, also where their copies are under way, misses on the CPU."""
+
+    pipelined = True
+
+    def assign(self, problem: LayerProblem) -> Split:
+        """Return the split by residency alone; nothing is fetched for the running layer."""
+        return priced(problem, (), (), pipelined=True)
+
+
+class ReadyOnGpu:
+    """A captured decode step: the GPU computes what it has when the layer runs, the CPU the rest.
+
+    Nothing is fetched for the layer that runs, and an expert whose copy is under way is a miss: the
+    device looks each expert up in a table that lists what is complete.
+    """
+
+    pipelined = True
+
+    def assign(self, problem: LayerProblem) -> Split:
+        """Return the split by residency alone."""
+        gpu = cpu = 0.0
+        spill = []
+        for i, wait in enumerate(problem.wait):  # native code adds up in this order
+            if wait == 0.0:
+                gpu += problem.gpu[i]
+                continue
+            cpu += problem.cpu[i]
+            if wait > 0.0:
+                spill.append(problem.experts[i])
+        if any(problem.wait):
+            cpu += problem.cpu_first
+        return Split((), spill, gpu, cpu)
+
+
+class LayerStatic:
+    """llama.cpp and KTransformers: a layer runs on the GPU if all of its active experts are there.
+
+    llama.cpp streams the experts of CPU layers through the GPU when many tokens come at once.
+    """
+
+    pipelined = True
+
+    def __init__(self, *, stream_from: int | None = None) -> None:
+        """Stream absent experts through the GPU from `stream_from` (token, expert) pairs on."""
+        self.stream_from = stream_from
+
+    def assign(self, problem: LayerProblem) -> Split:
+        """Return the split that keeps the layer in one place."""
+        if min(problem.wait) >= 0:
+            return priced(problem, (), (), pipelined=True)
+        if self.stream_from is not None and sum(problem.tokens) >= self.stream_from:
+            order = range(len(problem.experts))
+            return priced(problem, *limit_fetches(problem, order), pipelined=True)
+        return all_on_cpu(problem, pipelined=True)
+
+
+class Fiddler:
+    """Keeps an absent expert on the CPU if its CPU time is below transfer plus GPU time."""
+
+    pipelined = False
+
+    def assign(self, problem: LayerProblem) -> Split:
+        """Return the split expert by expert, without looking at either processor's total."""
+        link = problem.link
+        on_gpu = [
+            i
+            for i, wait in enumerate(problem.wait)
+            if wait >= 0 or problem.cpu[i] >= problem.gpu[i] + link
+        ]
+        return priced(problem, *limit_fetches(problem, on_gpu), pipelined=False)
+
+
+class Dali:
+    """DALI's Algorithm 1: each expert, by descending |t_gpu - t_cpu|, to who finishes sooner."""
+
+    pipelined = False
+
+    def assign(self, problem: LayerProblem) -> Split:
+        """Return Algorithm 1's answer; equation 9, which it does not look at, is applied after."""
+        t_cpu, t_gpu = problem.cpu, equation_gpu(problem)
+        by_difference = sorted(range(len(t_gpu)), key=lambda i: -abs(t_gpu[i] - t_cpu[i]))
+        total_cpu = total_gpu = 0.0
+        on_gpu = []
+        for i in by_difference:
+            if total_gpu + t_gpu[i] <= total_cpu + t_cpu[i]:
+                on_gpu.append(i)
+                total_gpu += t_gpu[i]
+            else:
+                total_cpu += t_cpu[i]
+        return priced(problem, *limit_fetches(problem, on_gpu), pipelined=False)
+
+
+class RatioSplit:
+    """By t_gpu / t_cpu: the GPU takes the prefix that balances CPU and GPU best.
+
+    It is the integral rounding of the linear relaxation of equations 3 to 8; experts over the fetch
+    limit stay on the CPU.
+    """
+
+    pipelined = False
+
+    def assign(self, problem: LayerProblem) -> Split:
+        """Return the best prefix."""
+        t_cpu, t_gpu = problem.cpu, equation_gpu(problem)
+        order = sorted(range(len(t_gpu)), key=lambda i: t_gpu[i] / t_cpu[i] if t_cpu[i] else 1e99)
+        total_gpu, total_cpu = 0.0, sum(t_cpu)
+        best, best_end, fetches = total_cpu, 0, 0
+        taken: list[int] = []
+        for i in order:
+            if problem.wait[i] < 0:
+                if fetches == problem.max_fetches:
+                    continue
+                fetches += 1
+            taken.append(i)
+            total_gpu += t_gpu[i]
+            total_cpu -= t_cpu[i]
+            if max(total_gpu, total_cpu) < best:
+                best, best_end = max(total_gpu, total_cpu), len(taken)
+        return priced(problem, *limit_fetches(problem, taken[:best_end]), pipelined=False)
+
+
+class HybriMoe:
+    """HybriMoE: two pointers walk from the heaviest resident to the lightest absent expert.
+
+    The front of the list goes to the GPU, its back to the CPU, whichever is done sooner. Follows
+    `HSS` of the released code (papers.md 3.1), keyed by expert instead of by list position, with
+    this machine's costs in place of its constants.
+    """
+
+    pipelined = True
+
+    def assign(self, problem: LayerProblem) -> Split:
+        """Return the two-pointer schedule; an absent expert at the front waits for its copy."""
+        wait, tokens = problem.wait, problem.tokens
+        order = sorted(range(len(tokens)), key=lambda i: (wait[i] < 0, -tokens[i]))
+        gpu_total = cpu_total = move_total = 0.0
+        on_gpu: list[int] = []
+        front, back = 0, len(order) - 1
+        while front <= back:
+            i, j = order[front], order[back]
+            gpu_seconds = problem.gpu[i]
+            if wait[i] < 0:
+                gpu_seconds += max(0.0, move_total + problem.link - gpu_total)
+            cpu_seconds = problem.cpu[j] + (problem.cpu_first if cpu_total == 0.0 else 0.0)
+            if gpu_total + gpu_seconds <= cpu_total + cpu_seconds:
+                on_gpu.append(i)
+                gpu_total += gpu_seconds
+                move_total += problem.link if wait[i] < 0 else 0.0
+                front += 1
+            else:
+                cpu_total += cpu_seconds
+                back -= 1
+        return priced(problem, *limit_fetches(problem, on_gpu), pipelined=True)
