@@ -16,11 +16,13 @@ from statistics import median
 from typing import Any
 
 import torch
+from tests.experts.copy_thread import CopyThread
+from tests.experts.threaded_device import ThreadedDevice
+from tests.experts.twin_steps import TwinExecutor, TwinSteps
 
 from tandem.devices.emulated import EmulatedDevice
 from tandem.experts.cache.clock import WallClock
 from tandem.experts.cache.copy_engine import VirtualCopyEngine
-from tandem.experts.cache.copy_thread import CopyThread
 from tandem.experts.cache.expert_cache import ExpertCache, Machine
 from tandem.experts.cache.slots import Claim, SlotUse
 from tandem.experts.execution.batch import ExpertBatch, ExpertFunctions
@@ -29,7 +31,6 @@ from tandem.experts.execution.expert_kernels import ExpertKernels, WeightSource
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.execution.routed_layers import native_layer
 from tandem.experts.execution.routing import SumRows
-from tandem.experts.execution.twin_steps import TwinSteps
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.tracing.cache_statistics import CacheStatistics
@@ -203,7 +204,7 @@ def on_the_emulated_device(steps: int, share: float) -> dict[str, float]:
     machine = Machine(profile, shape_for(profile, trace.meta.model, geometry))
     threads = CpuThreads(num_threads=1)
     kernels = ExpertKernels(threads)
-    devices = EmulatedDevice(1 << 30, kernels), EmulatedDevice(1 << 30, kernels, has_thread=True)
+    devices = EmulatedDevice(1 << 30, kernels), ThreadedDevice(1 << 30, kernels, has_thread=True)
     virtual = ExpertCache(
         store,
         devices[0],
@@ -224,10 +225,8 @@ def on_the_emulated_device(steps: int, share: float) -> dict[str, float]:
         lambda store, slots, geometry, _: CopyThread(store, slots, geometry, clock),
     )
     native = [layer for host in store if (layer := native_layer(host, FUNCTIONS)) is not None]
-    planned, captured = (
-        HybridExecutor(cache, device, kernels)
-        for cache, device in zip((virtual, real), devices, strict=True)
-    )
+    planned = HybridExecutor(virtual, devices[0], kernels)
+    captured = TwinExecutor(real, devices[1], kernels)
     captured.captured = TwinSteps(real, native, threads, torch.float32)
     fill(virtual, share)
     fill(real, share)

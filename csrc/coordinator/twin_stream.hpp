@@ -1,5 +1,5 @@
 // A CPU twin of what a captured decode step does for its experts: publish, hits, wait, combine. It
-// stands for a GPU's stream in tests, and is the stream of the emulated device on the real clock.
+// stands for a GPU's stream in tests.
 // It can be late at every moment at which a GPU may be.
 #pragma once
 

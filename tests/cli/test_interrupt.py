@@ -1,4 +1,4 @@
-"""Ctrl-C in a real `tandem run` on the emulated device: the program ends, and leaves nothing."""
+"""Ctrl-C in a real `tandem run` on a device with threads: the program ends, and leaves nothing."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.hf.tiny import save_tiny_checkpoint
-from tests.programs import ENVIRONMENT, Program
+from tests.programs import ENVIRONMENT, IMPORTS, Program
 
 PROGRAM = """
 import atexit, sys, threading
@@ -31,7 +31,7 @@ print(f"threads left: {names}", file=sys.stderr)
 sys.exit(exit_code)
 """
 FLAGS = (
-    *("--device", "emulated", "--clock", "real", "--gpu-memory", "500KB"),
+    *("--device", "threaded", "--gpu-memory", "500KB"),
     *("--link-bandwidth", "20MB/s", "-p", "hello", "--max-new-tokens", "100000"),
 )
 
@@ -49,7 +49,8 @@ def started(model: str, cache: Path, *flags: str) -> Iterator[tuple[Program, IO[
     out, errors = os.pipe(), os.pipe()
     with open(os.devnull) as nothing, open(out[0]) as said, open(errors[0]) as complaints:
         files = (nothing.fileno(), out[1], errors[1])
-        with Program(words, files, code=PROGRAM, env=environment) as program:
+        imports = f"import tests.threaded\n{IMPORTS}"
+        with Program(words, files, code=PROGRAM, env=environment, imports=imports) as program:
             os.close(out[1])
             os.close(errors[1])
             yield program, said, complaints

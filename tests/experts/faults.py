@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from tandem.devices.emulated import EmulatedDevice
-from tandem.experts.cache.copy_thread import CopyThread, Job
 from tandem.experts.cache.slots import SlotUse
 from tandem.experts.execution.batch import ExpertBatch
 from tandem.policy.plan import Copy
+from tests.experts.copy_thread import CopyThread, Job
+from tests.experts.threaded_device import ThreadedDevice
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class DisturbedLink(CopyThread):
         return super().copy_chunk(job, behind)
 
 
-class FaultyDevice(EmulatedDevice):
+class FaultyDevice(ThreadedDevice):
     """An emulated device whose batches fail on demand, and which pins no more than it is let."""
 
     fault: Callable[[], None] | None = None

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from tandem.experts.cache.clock import Clock, WallClock
 from tandem.experts.cache.copy_engine import VirtualCopyEngine
-from tandem.experts.cache.copy_thread import CopyThread
 from tandem.experts.cache.expert_cache import ExpertCache, Machine
 from tandem.experts.cache.slots import Slots
 from tandem.experts.execution.batch import ExpertFunctions
@@ -21,7 +20,9 @@ from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings
 from tandem.sim.timeline import Timeline
+from tests.experts.copy_thread import CopyThread
 from tests.experts.faults import Disturbance, DisturbedLink, FaultyDevice
+from tests.experts.twin_steps import TwinExecutor
 
 HIDDEN, INTERMEDIATE = 32, 32
 GEOMETRY = Geometry(2, 8, 3)
@@ -118,7 +119,7 @@ def make_executor(
         VirtualCopyEngine,
     )
     cache.resize(num_slots, resident)
-    return HybridExecutor(cache, device, kernels)
+    return TwinExecutor(cache, device, kernels)
 
 
 def make_real_executor(
@@ -154,7 +155,7 @@ def make_real_executor(
     )
     cache.resize(num_slots)
     kernels = ExpertKernels(CpuThreads(num_threads=1), on_busy=clock.add_cpu)
-    return HybridExecutor(cache, device, kernels)
+    return TwinExecutor(cache, device, kernels)
 
 
 def route(

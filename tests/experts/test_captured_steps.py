@@ -14,13 +14,13 @@ from tandem.experts.execution.device import DeviceLostError
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.execution.routed_layers import native_layer
-from tandem.experts.execution.twin_steps import TwinSteps
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.kernels.dense import CpuThreads
 from tandem.policy.plan import Copy
 from tests.experts.machines import FUNCTIONS, GEOMETRY, make_real_executor, route
+from tests.experts.twin_steps import TwinSteps
 from tests.policy.integrity import check_integrity
 
 NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts

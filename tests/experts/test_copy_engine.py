@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from tandem.devices.emulated import EmulatedDevice
-from tandem.experts.cache import copy_thread
 from tandem.experts.cache.clock import WallClock
 from tandem.experts.cache.copy_engine import VirtualCopyEngine, copy_image
-from tandem.experts.cache.copy_thread import CopyThread
 from tandem.experts.cache.slots import Slots
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels.dense import CpuThreads
 from tandem.policy.plan import Copy
 from tandem.sim.timeline import Timeline
+from tests.experts import copy_thread
+from tests.experts.copy_thread import CopyThread
 from tests.experts.faults import Disturbance, DisturbedLink
 from tests.experts.machines import GEOMETRY, make_machine
 

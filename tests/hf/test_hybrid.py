@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tandem
+import tests.threaded  # noqa: F401  makes the device known
 from tandem.core.errors import CapacityError, ConfigError, ExecutionError, TandemError
 from tandem.devices.options import OffloadOptions
 from tandem.experts.cache.heat import Heat
@@ -204,10 +205,10 @@ def test_damaged_heat_counts_as_none(checkpoint: Path, profile: str, tmp_path: P
     assert runtime_in(load(checkpoint, profile, **options)).executor.cache.resident()
 
 
-@pytest.mark.parametrize("clock", ["virtual", "real"])
-def test_start_contents(checkpoint: Path, profile: str, clock: str) -> None:
+@pytest.mark.parametrize("device", ["emulated", "threaded"])
+def test_start_contents(checkpoint: Path, profile: str, device: str) -> None:
     def resident(content: str) -> list[int]:
-        model = load(checkpoint, profile, start_content=content, clock=clock)
+        model = load(checkpoint, profile, start_content=content, device=device)
         keys: list[int] = runtime_in(model).executor.cache.resident()
         runtime_in(model).executor.close()
         return keys
@@ -216,10 +217,10 @@ def test_start_contents(checkpoint: Path, profile: str, clock: str) -> None:
     assert resident("random") == resident("random") != []
 
 
-@pytest.mark.parametrize("clock", ["virtual", "real"])
-def test_memory_for_all_holds_all(checkpoint: Path, profile: str, clock: str) -> None:
+@pytest.mark.parametrize("device", ["emulated", "threaded"])
+def test_memory_for_all_holds_all(checkpoint: Path, profile: str, device: str) -> None:
     """Experts that are fetched for one use have slots of their own beside them."""
-    model = load(checkpoint, profile, gpu_memory="100MB", clock=clock)
+    model = load(checkpoint, profile, gpu_memory="100MB", device=device)
     executor = runtime_in(model).executor
     assert executor.cache.planner.residency.has_every_expert()
     executor.close()
@@ -228,7 +229,7 @@ def test_memory_for_all_holds_all(checkpoint: Path, profile: str, clock: str) ->
 @pytest.mark.every_isa
 def test_the_real_clock_says_the_same_to_the_bit(checkpoint: Path, profile: str) -> None:
     alone = tandem.load(checkpoint, dtype="float32", expert_dtype="int8")
-    options = {"clock": "real", "link_bandwidth": "200MB/s", "expert_dtype": "int8"}
+    options = {"device": "threaded", "link_bandwidth": "200MB/s", "expert_dtype": "int8"}
     hybrid = load(checkpoint, profile, **options)
     for prompt in PROMPTS:
         expected = Generator(alone).generate(ids_of(prompt), max_new_tokens=12, temperature=0)
@@ -241,7 +242,7 @@ def test_steps_of_which_a_token_passes_layers_by_are_planned(profile: str, tmp_p
     """Of text those of experts for images: an answer layer by layer would wait for them."""
     checkpoint = save_tiny_checkpoint(tmp_path / "tiny", "ernie4_5_vl_moe")
     alone = tandem.load(checkpoint, dtype="float32", expert_dtype="int8")
-    hybrid = load(checkpoint, profile, clock="real", expert_dtype="int8")
+    hybrid = load(checkpoint, profile, device="threaded", expert_dtype="int8")
     options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0}
     found, expected = (Generator(model).generate([40, 41], **options) for model in (hybrid, alone))
     assert found[0].token_ids == expected[0].token_ids
@@ -253,7 +254,7 @@ def test_replayed_steps_on_the_real_clock_do_not_ask_python_for_layers(
     checkpoint: Path, profile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor do they lose anything: what listeners hear covers every layer of every token."""
-    hybrid = load(checkpoint, profile, clock="real", expert_dtype="int8", gpu_memory="60kB")
+    hybrid = load(checkpoint, profile, device="threaded", expert_dtype="int8", gpu_memory="60kB")
     executor = runtime_in(hybrid).executor
     num_layers = len(executor.store)
     generator = Generator(hybrid)
@@ -274,7 +275,7 @@ def test_replayed_steps_on_the_real_clock_do_not_ask_python_for_layers(
 
 
 def test_a_replayed_step_that_is_lost_is_a_sentence(checkpoint: Path, profile: str) -> None:
-    hybrid = load(checkpoint, profile, clock="real", expert_dtype="int8")
+    hybrid = load(checkpoint, profile, device="threaded", expert_dtype="int8")
     executor, is_bad = runtime_in(hybrid).executor, False
 
     def fail(layer: int) -> None:

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import tandem
+import tests.threaded  # noqa: F401  makes the device known
 from tandem.core.errors import ConfigError
 from tests.inside import runtime_in
 
@@ -21,8 +22,8 @@ EXPERTS_MB = 12
 EMULATED: dict[str, Any] = {"device": "emulated", "gpu_memory": "50%", "profile": "laptop-8gb"}
 DEVICES: dict[str, dict[str, Any]] = {
     "cpu": {},
-    "virtual": {**EMULATED, "clock": "virtual"},
-    "real": {**EMULATED, "clock": "real"},
+    "emulated": EMULATED,
+    "threaded": {**EMULATED, "device": "threaded"},
 }
 
 
@@ -85,13 +86,13 @@ def test_ten_models_in_turn_take_the_memory_and_the_threads_of_one(
 
 @pytest.mark.seam
 @pytest.mark.parametrize(
-    ("expert_dtype", "clock", "look_ahead"),
-    [("auto", "real", False), ("int8", "virtual", False), ("int8", "real", True)],
+    ("expert_dtype", "device", "look_ahead"),
+    [("auto", "threaded", False), ("int8", "emulated", False), ("int8", "threaded", True)],
 )
 def test_nothing_holds_a_model_that_nobody_holds(
-    checkpoint: Path, tmp_path: Path, expert_dtype: str, clock: str, look_ahead: bool
+    checkpoint: Path, tmp_path: Path, expert_dtype: str, device: str, look_ahead: bool
 ) -> None:
-    options = {**EMULATED, "clock": clock, "expert_dtype": expert_dtype, "look_ahead": look_ahead}
+    options = {**DEVICES[device], "expert_dtype": expert_dtype, "look_ahead": look_ahead}
     model = tandem.load(checkpoint, dtype="float32", cache_dir=str(tmp_path), **options)
     answer(model)
     runtime = runtime_in(model)
@@ -118,7 +119,7 @@ def test_experts_go_with_the_model_not_with_the_next_collection(
         gc.enable()
 
 
-@pytest.mark.parametrize("device", ["cpu", "real"])
+@pytest.mark.parametrize("device", ["cpu", "threaded"])
 def test_a_closed_model_has_given_everything_back(heavy: Path, tmp_path: Path, device: str) -> None:
     kept = []  # as in a notebook, where every name lives on
 

@@ -8,9 +8,11 @@ from tandem.experts.cache.sizing import DeviceMemory
 
 
 class DeviceKind:
-    """A device before any of it is loaded; `tandem.hf.machine` has its parts under its name."""
+    """A device before any of it is loaded."""
 
     help: str
+    machine = ""
+    """The module whose `device_parts` makes its parts for a loaded model; none for the CPU."""
     holds_dense_parts = False
     """Whether all of the model but its experts lies in the device's memory too."""
 
@@ -40,6 +42,7 @@ class Cuda(DeviceKind):
     """The first NVIDIA GPU."""
 
     help = "a GPU"
+    machine = "tandem.hf.machine.cuda"
     holds_dense_parts = True
 
     def require(self) -> None:
@@ -61,6 +64,7 @@ class Emulated(DeviceKind):
     """A simulated GPU, whose memory is the host's."""
 
     help = "a simulated GPU on the CPU"
+    machine = "tandem.hf.machine.emulated"
 
 
 def kind_of(device: str) -> DeviceKind:

@@ -16,15 +16,13 @@ from tandem.policy.eviction import EVICTIONS
 from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.settings import POOLS, PlannerSettings
 
-CLOCKS = ("virtual", "real")
-
 
 @dataclasses.dataclass(kw_only=True, repr=False)
 class OffloadOptions:
     """Where a model's experts live and who computes them."""
 
     rare: ClassVar[tuple[str, ...]] = (
-        "link_bandwidth", "emulated_speed", "decode_graph", "clock", "profile", "start_content",
+        "link_bandwidth", "emulated_speed", "decode_graph", "profile", "start_content",
         "assignment", "eviction", "prediction", "look_ahead", "residuals", "prefetch_count", "pool",
     )  # fmt: skip
     """Options that few need."""
@@ -55,11 +53,6 @@ class OffloadOptions:
     )
     decode_graph: bool = option(
         True, help="a GPU's decode steps are one graph each, answered by a thread, where that works"
-    )
-    clock: str = option(
-        "virtual",
-        help="time of the emulated device: virtual (decisions repeat exactly) or real",
-        choices=CLOCKS,
     )
     profile: str | None = option(
         None, help="hardware profile: a name or a file (default: as measured)", metavar="PROFILE"
@@ -94,8 +87,6 @@ class OffloadOptions:
         if self.device not in DEVICES.names():
             hint = nearest_names(self.device, DEVICES.names())
             raise ConfigError(f"device is {self.device!r}, which Tandem does not know; {hint}")
-        if self.clock not in CLOCKS:
-            raise ConfigError(f"clock is {self.clock!r}; expected virtual or real")
         require_range("emulated_speed", self.emulated_speed, 0.01, 1e6, what="a factor")
         if self.link_bandwidth is not None:
             parse_bandwidth(self.link_bandwidth, name="link_bandwidth")

@@ -1,8 +1,8 @@
 """How complex a grammar may be: what following it costs at each token stays within bounds.
 
-An object of 190 optional properties needs between 3,000 and 5,000 items in a step, in masks of 1 ms;
-7,000 items of a grammar made to be slow (`s: s s | s s s | "a" | "b"`) take 40 ms, 10,000 of them
-110. So items are limited by what objects need, and the time of an answer's masks besides:
+An object of 190 optional properties needs between 3,000 and 5,000 items in a step, in masks of
+1 ms; 7,000 items of a grammar made to be slow (`s: s s | s s s | "a" | "b"`) take 40 ms, 10,000
+of them 110. So items are limited by what objects need, and the time of an answer's masks besides:
 `python -m benchmarks.server.grammar_masks`.
 """
 

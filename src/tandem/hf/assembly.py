@@ -8,6 +8,7 @@ import importlib
 import weakref
 
 from tandem.core.errors import UnsupportedModelError
+from tandem.devices import kind_of
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.cache.heat import Heat
 from tandem.experts.cache.sizing import count_slots
@@ -84,7 +85,7 @@ def keep_profile_of(model: PreTrainedModel, profile: HardwareProfile) -> None:
 
 def _hybrid(observed: ObservedModel, runtime: Runtime) -> HybridExecutor:
     """Build the executor, its cache filled; an error leaves nothing pinned or limited."""
-    module = importlib.import_module(f"tandem.hf.machine.{observed.options.device}")
+    module = importlib.import_module(kind_of(observed.options.device).machine)
     parts: DeviceParts = module.device_parts(observed)
     try:
         return _hybrid_on(parts, observed, runtime)
@@ -111,7 +112,7 @@ def _hybrid_on(parts: DeviceParts, observed: ObservedModel, runtime: Runtime) ->
     start = STARTS.factory(options.start_content)
     heat = _heat(observed)
     cache.resize(num_slots, start(geometry, cache.set_sizes(num_slots), heat.before))
-    executor = HybridExecutor(cache, device, parts.kernels)
+    executor = parts.make_executor(cache, device, parts.kernels)
     executor.listeners.append(heat)
     asks_one = options.prediction in SOURCES
     if asks_one or options.look_ahead:

@@ -9,7 +9,7 @@
 
 `submit`, `use` and `arrivals` are called by the executor's thread alone. Two engines: this file's
 moves bytes on a virtual clock, at the last moment at which they may come, so that a batch which
-does not wait computes with the wrong expert; `CopyThread` moves them on a thread of its own.
+does not wait computes with the wrong expert; `devices.cuda.copies` has a GPU's.
 """
 
 from collections.abc import Iterable, Sequence

@@ -23,14 +23,13 @@ from tandem.core.errors import ExecutionError
 from tandem.experts.cache.expert_cache import SHRINK, ExpertCache
 from tandem.experts.cache.sizing import OutOfDeviceMemoryError
 from tandem.experts.execution.batch import CallSide, ExpertFunctions, RoutedCall
-from tandem.experts.execution.captured_steps import MAX_ROWS, CapturedSteps
+from tandem.experts.execution.captured_steps import CapturedSteps
 from tandem.experts.execution.device import Device, DeviceLostError
-from tandem.experts.execution.executor import DirectCall, Executor, computed_in_chunks
+from tandem.experts.execution.executor import Executor, computed_in_chunks
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.launching import launch
 from tandem.experts.execution.layer_call import LayerCall
 from tandem.experts.execution.routing import Routing
-from tandem.experts.execution.twin_steps import TwinSteps
 from tandem.experts.store.host_store import HostLayer
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.policy.plan import Copy, Hint, LayerLoad, LayerPlan
@@ -71,7 +70,7 @@ class HybridExecutor(Executor):
         self.look_ahead: Callable[[int], Sequence[Hint]] | None = None
         """Asked, for each layer that is about to be planned, what the next one will want."""
         self.captured: CapturedSteps | None = None
-        """Computes decode steps of few tokens instead of plans: here, or in a GPU's graphs."""
+        """Computes decode steps of few tokens instead of plans: in a GPU's graphs."""
         self._kernels = kernels
         self._turn = threading.Lock()
         self._announced: tuple[Sequence[int], bool] | None = None
@@ -82,11 +81,6 @@ class HybridExecutor(Executor):
         self._is_deferring = False
 
     @property
-    def _twin(self) -> TwinSteps | None:
-        """Captured steps whose layers are calls of this object."""
-        return self.captured if isinstance(self.captured, TwinSteps) else None
-
-    @property
     def needs_hooks(self) -> bool:
         """Whether routers are asked ahead, by what hooks on them have seen."""
         return self.look_ahead is not None
@@ -94,22 +88,6 @@ class HybridExecutor(Executor):
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
         """Announce the tokens of the forward pass that comes; ids are empty if unknown."""
         self._announced = token_ids, is_prefill
-        if token_ids and not is_prefill:
-            self.repeat_step(len(token_ids))
-
-    def repeat_step(self, num_tokens: int) -> None:
-        """Begin a captured step, if it is one: its recording does not ask."""
-        twin = self._twin
-        if twin is None or num_tokens > MAX_ROWS:
-            return
-        with self._turn:
-            self._announced, self._last_layer = None, -1
-            twin.abort()
-            self.settle()
-            try:
-                twin.begin(num_tokens)
-            except RuntimeError as error:
-                raise ExecutionError(f"a decode step cannot begin ({error}); try again") from error
 
     @contextlib.contextmanager
     def captured_step(self, begin: Callable[[], None]) -> Iterator[None]:
@@ -168,17 +146,6 @@ class HybridExecutor(Executor):
             with self._turn:
                 self.catch_up()
 
-    def direct_call(self, call: RoutedCall, functions: ExpertFunctions) -> DirectCall | None:
-        """Return a layer of captured steps; None where each layer is planned."""
-        twin = self._twin
-        return None if twin is None else twin.direct_call(call, functions, self._finish_replayed)
-
-    def _finish_replayed(self) -> None:
-        """End a captured step whose layers were done by a recording."""
-        assert self.captured is not None
-        with self._turn, self._losing_at_most_a_step():
-            self.captured.finish(self.listeners)
-
     def close(self) -> None:
         """End all threads and give the device's memory back."""
         if self.captured is not None:
@@ -190,14 +157,7 @@ class HybridExecutor(Executor):
         call, layer = call.detached(), call.layer
         with self._turn:
             try:
-                twin = self._twin
-                is_captured = twin is not None and twin.is_under_way
-                if twin and is_captured and layer > self._last_layer and twin.serves(call):
-                    return self._execute_captured(twin, call)
-                if is_captured or layer <= self._last_layer or self._announced is not None:
-                    self._begin_step(len(call.hidden))
-                self._last_layer = layer
-                return computed_in_chunks(call, lambda chunk: self._execute_chunk(chunk, functions))
+                return self._compute(call, functions)
             except DeviceLostError:
                 raise
             except Exception as error:
@@ -211,12 +171,11 @@ class HybridExecutor(Executor):
                 self._recover(shrink=False)
                 raise
 
-    def _execute_captured(self, twin: TwinSteps, call: RoutedCall) -> Tensor:
+    def _compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
+        if call.layer <= self._last_layer or self._announced is not None:
+            self._begin_step(call.hidden.shape[0])
         self._last_layer = call.layer
-        out = twin.run(call)
-        if call.layer == len(self.store) - 1:
-            twin.finish(self.listeners)
-        return out
+        return computed_in_chunks(call, lambda chunk: self._execute_chunk(chunk, functions))
 
     def _begin_step(self, num_tokens: int) -> None:
         if self.captured is not None:

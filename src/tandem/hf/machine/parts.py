@@ -13,6 +13,7 @@ from tandem.experts.execution.captured_steps import CapturedSteps, captured_laye
 from tandem.experts.execution.device import Device
 from tandem.experts.execution.executor import Executor
 from tandem.experts.execution.expert_kernels import ExpertKernels
+from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.measuring.profiler import MeasuredExperts, with_link
 from tandem.experts.store.host_store import HostStore
 from tandem.foreign_types import PreTrainedModel
@@ -141,3 +142,4 @@ class DeviceParts:
     """Of the share, for dense parts, KV cache and workspace."""
     captured: Callable[[ExpertCache], CapturedSteps | None] = lambda cache: None
     """Makes what computes decode steps of few tokens without plans, where there is that."""
+    make_executor: Callable[[ExpertCache, Device, ExpertKernels], HybridExecutor] = HybridExecutor

@@ -1,4 +1,7 @@
-"""Captured steps on the emulated device: the caller's thread is the device's stream."""
+"""Captured steps without a GPU: the caller's thread is the device's stream.
+
+The coordinator that answers a GPU's captured steps answers these, so its tests need no GPU.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -7,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.core.errors import ExecutionError
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
 from tandem.experts.execution.captured_steps import (
@@ -16,6 +20,7 @@ from tandem.experts.execution.captured_steps import (
     CapturedSteps,
 )
 from tandem.experts.execution.executor import DirectCall
+from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.execution.routed_layers import native_layer
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
@@ -85,3 +90,53 @@ class TwinSteps(CapturedSteps):
         """Add a layer (hidden, index, weights, out) to a program, which runs in begun steps."""
         rows = next(rows for rows in NUM_ROWS if rows >= len(tensors[0]))
         self._twins[rows][1].add_to(program, (layer, *tensors))
+
+
+class TwinExecutor(HybridExecutor):
+    """A hybrid executor that hands decode steps of few tokens to `captured`, if it is a twin."""
+
+    @property
+    def _twin(self) -> TwinSteps | None:
+        return self.captured if isinstance(self.captured, TwinSteps) else None
+
+    def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
+        super().begin_step(token_ids, is_prefill=is_prefill)
+        if token_ids and not is_prefill:
+            self.repeat_step(len(token_ids))
+
+    def repeat_step(self, num_tokens: int) -> None:
+        """Begin a captured step, if it is one: its recording does not ask."""
+        twin = self._twin
+        if twin is None or num_tokens > NUM_ROWS[-1]:
+            return
+        with self._turn:
+            self._announced, self._last_layer = None, -1
+            twin.abort()
+            self.settle()
+            try:
+                twin.begin(num_tokens)
+            except RuntimeError as error:
+                raise ExecutionError(f"a decode step cannot begin ({error}); try again") from error
+
+    def direct_call(self, call: RoutedCall, functions: ExpertFunctions) -> DirectCall | None:
+        twin = self._twin
+        return None if twin is None else twin.direct_call(call, functions, self._finish_replayed)
+
+    def _finish_replayed(self) -> None:
+        """End a captured step whose layers were done by a recording."""
+        assert self.captured is not None
+        with self._turn, self._losing_at_most_a_step():
+            self.captured.finish(self.listeners)
+
+    def _compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
+        twin = self._twin
+        if twin is None or not twin.is_under_way:
+            return super()._compute(call, functions)
+        if call.layer <= self._last_layer or not twin.serves(call):
+            self._last_layer = len(self.store)  # a planned step begins
+            return super()._compute(call, functions)
+        self._last_layer = call.layer
+        out = twin.run(call)
+        if call.layer == len(self.store) - 1:
+            twin.finish(self.listeners)
+        return out
