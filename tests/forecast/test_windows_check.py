@@ -8,14 +8,14 @@ import pytest
 from tandem.cli.main import main
 from tandem.core.errors import CapacityError
 from tandem.experts.store import host_memory, pinning
-from tandem.forecast.windows_check import (
-    check_pinned_memory,
-    check_place,
-    check_windows,
-    huge_pages,
-    plan_advice,
+from tandem.forecast.finding import Finding
+from tandem.forecast.windows_check import check_place, check_windows, plan_advice
+from tandem.hardware.windows import (
+    is_on_windows_drive,
+    memory_advice,
+    memory_setting,
+    wsl_version,
 )
-from tandem.hardware.windows import memory_advice, memory_setting, mount_of, wsl_version
 
 WSL2 = "5.15.167.4-microsoft-standard-WSL2"
 WSL1 = "4.4.0-19041-Microsoft"
@@ -49,6 +49,10 @@ def machine(
     return root
 
 
+def findings(root: Path, total_bytes: int = GIB) -> list[Finding]:
+    return [*check_windows("Windows", "memory of the PC", total_bytes=total_bytes, root=root)]
+
+
 @pytest.mark.parametrize(("kernel", "version"), [(WSL2, 2), (WSL1, 1), (DEBIAN, None)])
 def test_the_kernel_tells_wsl(tmp_path: Path, kernel: str, version: int | None) -> None:
     assert wsl_version(machine(tmp_path, kernel=kernel)) == version
@@ -63,22 +67,20 @@ def test_a_kernel_of_ones_own_is_known_by_the_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "point", "is_of_windows"),
+    ("path", "is_of_windows"),
     [
-        ("/mnt/c/Users/me/model", "/mnt/c", True),
-        ("/mnt/my models/model", "/mnt/my models", True),
-        ("/mnt/e/model", "/mnt/e", True),
-        ("/mnt/f/model", "/mnt/f", True),
-        ("/mnt/c/linux/model", "/mnt/c/linux", False),
-        ("/mnt/cd/model", "/", False),
-        ("/srv/share/model", "/srv/share", False),
-        ("/home/me/model", "/", False),
+        ("/mnt/c/Users/me/model", True),
+        ("/mnt/my models/model", True),
+        ("/mnt/e/model", True),
+        ("/mnt/f/model", True),
+        ("/mnt/c/linux/model", False),
+        ("/mnt/cd/model", False),
+        ("/srv/share/model", False),
+        ("/home/me/model", False),
     ],
 )
-def test_which_drive_holds_a_path(path: str, point: str, is_of_windows: bool) -> None:
-    mount = mount_of(Path(path), MOUNTS)
-    assert mount is not None
-    assert (str(mount.point), mount.is_of_windows) == (point, is_of_windows)
+def test_which_drive_holds_a_path(tmp_path: Path, path: str, is_of_windows: bool) -> None:
+    assert is_on_windows_drive(Path(path), machine(tmp_path)) == is_of_windows
 
 
 def test_a_model_on_a_drive_of_windows_is_slow(tmp_path: Path) -> None:
@@ -92,7 +94,7 @@ def test_a_model_on_a_drive_of_windows_is_slow(tmp_path: Path) -> None:
 
 
 def test_memory_without_a_setting_is_half_of_the_pc(tmp_path: Path) -> None:
-    windows, memory = check_windows(16 * GIB, machine(tmp_path))
+    windows, memory = findings(machine(tmp_path), 16 * GIB)
     assert windows.state == "good"
     assert memory.state == "slow"
     assert "[wsl2] and memory=28GB" in memory.remedy
@@ -109,7 +111,7 @@ def test_windows_keeps_an_eighth_and_at_least_four_gigabytes(
 def test_a_setting_of_the_users_is_read(tmp_path: Path) -> None:
     root = machine(tmp_path, wsl_config="\ufeff[wsl2]\r\nMemory = 28GB\r\nswap=0\r\n")
     assert memory_setting(root) == "28GB"
-    _, memory = check_windows(28 * GIB, root)
+    _, memory = findings(root, 28 * GIB)
     assert (memory.state, "memory=28GB" in memory.found) == ("good", True)
     assert "raise memory=28GB" in memory_advice(28 * GIB, root)
 
@@ -120,16 +122,17 @@ def test_a_file_without_the_setting_is_no_setting(tmp_path: Path, text: str) -> 
 
 
 def test_wsl_1_is_broken_and_linux_says_nothing(tmp_path: Path) -> None:
-    (finding,) = check_windows(GIB, machine(tmp_path / "1", kernel=WSL1))
+    (finding,) = findings(machine(tmp_path / "1", kernel=WSL1))
     assert (finding.state, "--set-version" in finding.remedy) == ("broken", True)
-    assert list(check_windows(GIB, machine(tmp_path / "linux", kernel=DEBIAN))) == []
+    assert findings(machine(tmp_path / "linux", kernel=DEBIAN)) == []
 
 
 def test_pinned_memory_is_limited_inside_windows_only(tmp_path: Path) -> None:
-    (finding,) = check_pinned_memory(machine(tmp_path / "2"))
+    (finding,) = check_windows("GPU in WSL2", root=machine(tmp_path / "2"))
     assert finding.state == "slow"
     assert "stream memory operations" in finding.found
-    assert list(check_pinned_memory(machine(tmp_path / "linux", kernel=DEBIAN))) == []
+    linux = machine(tmp_path / "linux", kernel=DEBIAN)
+    assert list(check_windows("GPU in WSL2", root=linux)) == []
 
 
 @pytest.mark.parametrize(
@@ -146,7 +149,8 @@ def test_pinned_memory_is_limited_inside_windows_only(tmp_path: Path) -> None:
 def test_huge_pages(
     tmp_path: Path, kernel: str, pages: str | None, state: str, remedy: str
 ) -> None:
-    finding = huge_pages(machine(tmp_path, kernel=kernel, pages=pages))
+    root = machine(tmp_path, kernel=kernel, pages=pages)
+    (finding,) = check_windows("huge pages", root=root)
     assert finding.state == state
     assert remedy in finding.remedy
     assert bool(remedy) == bool(finding.remedy)

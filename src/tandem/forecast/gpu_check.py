@@ -16,7 +16,7 @@ from tandem.devices.cuda.signals import Signals
 from tandem.devices.cuda.streams import CudaStreams, Stream
 from tandem.experts.cache.sizing import OutOfDeviceMemoryError
 from tandem.forecast.finding import Finding
-from tandem.forecast.windows_check import check_pinned_memory
+from tandem.forecast.windows_check import check_windows
 
 # Under PCIe 3 with 16 PCIe lanes, which gives about 12 GB/s.
 _SLOW_LINK_GIGABYTES = 10.0
@@ -57,7 +57,7 @@ def check_gpu(
     yield _link(streams, driver)
     yield _hand_over(try_signals(streams))
     yield _locked_memory()
-    yield from check_pinned_memory()
+    yield from check_windows("GPU in WSL2")
 
 
 def parse_smi(line: str) -> Driver:

@@ -14,7 +14,7 @@ from tandem.forecast.completeness import require_complete
 from tandem.forecast.finding import Finding
 from tandem.forecast.gpu_check import check_gpu
 from tandem.forecast.self_check import check_model
-from tandem.forecast.windows_check import check_place, check_windows, huge_pages
+from tandem.forecast.windows_check import check_place, check_windows
 from tandem.hf.checkpoint import AnyCheckpoint, GgufCheckpoint
 from tandem.hf.config import OffloadConfig
 from tandem.hf.packed_reading import verify_files
@@ -36,8 +36,8 @@ def check_machine(cache: Path, *, num_threads: int | None, isa: str) -> Iterator
     yield _cores()
     yield _memory()
     yield _bandwidth(num_threads or detect_cpu().num_threads, isa)
-    yield huge_pages()
-    yield from check_windows(host_memory.total_bytes())
+    total = host_memory.total_bytes()
+    yield from check_windows("huge pages", "Windows", "memory of the PC", total_bytes=total)
     yield from check_gpu()
     yield from _versions()
     yield _disk(cache)

@@ -1,89 +1,97 @@
-"""What WSL2, Linux inside Windows, does to Tandem: lines of `tandem doctor` and `tandem plan`.
+"""What WSL2, Linux inside Windows, does to Tandem: a table for `tandem doctor` and `tandem plan`.
 
 Never run on such a PC: the files that it would read are given to the tests.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from tandem.core.units import format_bytes
 from tandem.forecast.finding import Finding
-from tandem.hardware import windows
-from tandem.hardware.windows import ROOT
+from tandem.hardware.windows import (
+    ROOT,
+    WSL_CONFIG,
+    is_on_windows_drive,
+    memory_advice,
+    memory_setting,
+    wsl_version,
+)
+
+_SLOW_DRIVE = "a drive of Windows, which WSL2 reads many times slower than its own disk"
+_COPY = "copy it to a folder of Linux, such as ~/models"
+_HUGE_PAGES = "sys/kernel/mm/transparent_hugepage/enabled"
+_KEEP = f"; to keep it, in {WSL_CONFIG}: [wsl2] kernelCommandLine=transparent_hugepage=madvise"
 
 
-def check_windows(total_bytes: int, root: Path = ROOT) -> Iterator[Finding]:
-    """Yield what WSL does to this machine, nothing outside Windows; `total_bytes` are Linux's."""
-    version = windows.wsl_version(root)
-    if version is None:
-        return
-    if version == 1:
-        yield Finding(
-            "Windows", "broken", "WSL 1: no GPU, and memory without huge pages",
-            "wsl --set-version NAME-OF-THE-DISTRIBUTION 2, in Windows",
-        )  # fmt: skip
-        return
-    yield Finding("Windows", "good", "WSL2, on which Tandem has not been tried yet")
-    yield _share_of_memory(total_bytes, root)
+class _Facts(NamedTuple):
+    """What the files of a machine say."""
+
+    wsl: int | None
+    setting: str | None
+    """`memory` of a .wslconfig."""
+    pages: str | None
+    """How programs may have huge pages; None: the kernel has none, or hides it."""
+
+
+# What is found, and where: texts name the facts, `total`, `advice` and `keep`.
+_TABLE: tuple[tuple[Callable[[_Facts], bool], Finding], ...] = (
+    (lambda f: f.pages is None and f.wsl is None,
+     Finding("huge pages", "good", "not Linux's, or hidden")),
+    (lambda f: f.pages is None and f.wsl is not None,
+     Finding("huge pages", "slow", "none in this kernel", "wsl --update in Windows; a kernel of "
+             "your own needs CONFIG_TRANSPARENT_HUGEPAGE")),
+    (lambda f: f.pages is not None and "[never]" not in f.pages,
+     Finding("huge pages", "good", "{pages}")),
+    (lambda f: f.pages is not None and "[never]" in f.pages,
+     Finding("huge pages", "slow", "{pages}", f"echo madvise | sudo tee /{_HUGE_PAGES}{{keep}}")),
+    (lambda f: f.wsl == 1,
+     Finding("Windows", "broken", "WSL 1: no GPU, and memory without huge pages",
+             "wsl --set-version NAME-OF-THE-DISTRIBUTION 2, in Windows")),
+    (lambda f: f.wsl == 2,
+     Finding("Windows", "good", "WSL2, on which Tandem has not been tried yet")),
+    (lambda f: f.wsl == 2 and f.setting is not None,
+     Finding("memory of the PC", "good", "{total} for Linux, memory={setting} in .wslconfig")),
+    (lambda f: f.wsl == 2 and f.setting is None,
+     Finding("memory of the PC", "slow",
+             "{total} for Linux: by default WSL2 takes half of the PC's memory", "{advice}")),
+    (lambda f: f.wsl == 2,
+     Finding("GPU in WSL2", "slow", "Windows limits pinned memory (users report .5 GB up to half "
+             "of Linux's), so that most experts are copied from unpinned memory, slower; stream "
+             "memory operations may be missing, which Tandem does not need",
+             "keep more experts on the GPU (--gpu-memory), or start Linux itself")),
+)  # fmt: skip
+
+
+def check_windows(*kinds: str, total_bytes: int = 0, root: Path = ROOT) -> Iterator[Finding]:
+    """Yield what the table says of these kinds; `total_bytes` is the memory that Linux sees."""
+    try:
+        pages: str | None = (root / _HUGE_PAGES).read_text().strip()
+    except OSError:
+        pages = None
+    facts = _Facts(wsl_version(root), memory_setting(root), pages)
+    names = {
+        **facts._asdict(),
+        "total": format_bytes(total_bytes),
+        "advice": memory_advice(total_bytes, root),
+        "keep": _KEEP if facts.wsl == 2 else "",
+    }
+    for applies, row in _TABLE:
+        if row.what in kinds and applies(facts):
+            found, remedy = row.found.format(**names), row.remedy.format(**names)
+            yield replace(row, found=found, remedy=remedy)
 
 
 def check_place(what: str, path: Path, root: Path = ROOT) -> Iterator[Finding]:
     """Yield a finding if a folder lies on a drive of Windows, which WSL reads slowly."""
-    if windows.is_on_windows_drive(path, root):
+    if is_on_windows_drive(path, root):
         yield Finding("Windows drive", "slow", f"{what} {path}: {_SLOW_DRIVE}", _COPY)
-
-
-def check_pinned_memory(root: Path = ROOT) -> Iterator[Finding]:
-    """Yield what WSL2's driver does to copies; for machines with a GPU."""
-    if windows.wsl_version(root) != 2:
-        return
-    yield Finding(
-        "GPU in WSL2", "slow",
-        "Windows limits pinned memory (users report .5 GB up to half of Linux's), so that most "
-        "experts are copied from unpinned memory, slower; stream memory operations may be missing, "
-        "which Tandem does not need",
-        "keep more experts on the GPU (--gpu-memory), or start Linux itself",
-    )  # fmt: skip
-
-
-def huge_pages(root: Path = ROOT) -> Finding:
-    """Return whether programs may have huge pages for their weights."""
-    try:
-        text = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text().strip()
-    except OSError:
-        if windows.wsl_version(root) is None:
-            return Finding("huge pages", "good", "not Linux's, or hidden")
-        return Finding(
-            "huge pages", "slow", "none in this kernel",
-            "wsl --update in Windows; a kernel of your own needs CONFIG_TRANSPARENT_HUGEPAGE",
-        )  # fmt: skip
-    if "[never]" not in text:
-        return Finding("huge pages", "good", text)
-    remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
-    if windows.wsl_version(root) == 2:
-        remedy += (
-            f"; to keep it, in {windows.WSL_CONFIG}: [wsl2] "
-            "kernelCommandLine=transparent_hugepage=madvise"
-        )
-    return Finding("huge pages", "slow", text, remedy)
 
 
 def plan_advice(model: Path, *, fits: bool, total_bytes: int, root: Path = ROOT) -> list[str]:
     """Return what Windows has to do with a model's plan; empty on any other machine."""
-    lines = [f"{model} lies on {_SLOW_DRIVE}: {_COPY}"] * windows.is_on_windows_drive(model, root)
-    if not fits and windows.wsl_version(root) == 2:
-        lines.append(windows.memory_advice(total_bytes, root))
+    lines = [f"{model} lies on {_SLOW_DRIVE}: {_COPY}"] * is_on_windows_drive(model, root)
+    if not fits and wsl_version(root) == 2:
+        lines.append(memory_advice(total_bytes, root))
     return lines
-
-
-_SLOW_DRIVE = "a drive of Windows, which WSL2 reads many times slower than its own disk"
-_COPY = "copy it to a folder of Linux, such as ~/models"
-
-
-def _share_of_memory(total_bytes: int, root: Path) -> Finding:
-    setting = windows.memory_setting(root)
-    if setting is not None:
-        text = f"{format_bytes(total_bytes)} for Linux, memory={setting} in .wslconfig"
-        return Finding("memory of the PC", "good", text)
-    text = f"{format_bytes(total_bytes)} for Linux: by default WSL2 takes half of the PC's memory"
-    return Finding("memory of the PC", "slow", text, windows.memory_advice(total_bytes, root))

@@ -4,8 +4,8 @@ Written from Microsoft's and NVIDIA's documents and users' reports; never run on
 """
 
 import configparser
-from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+import re
+from pathlib import Path
 
 ROOT = Path("/")
 # The file that sets WSL2's memory, as Windows names it.
@@ -13,21 +13,6 @@ WSL_CONFIG = r"%UserProfile%\.wslconfig"
 # Left for Windows itself: an eighth of the PC's memory, at least this much.
 _WINDOWS_GIB = 4
 _GIB = 1 << 30
-
-
-class Mount(NamedTuple):
-    """One line of /proc/self/mounts."""
-
-    device: str
-    point: PurePosixPath
-    kind: str
-    options: str
-
-    @property
-    def is_of_windows(self) -> bool:
-        """Tell whether it is a drive of Windows: 9p, newer virtiofs, or WSL 1's own kind."""
-        described = self.device + self.options
-        return self.kind == "drvfs" or (self.kind in ("9p", "virtiofs") and "drvfs" in described)
 
 
 def why_not_here(platform: str) -> str | None:
@@ -53,36 +38,25 @@ def wsl_version(root: Path = ROOT) -> int | None:
     return 2 if "microsoft" in release.lower() or (root / "dev/dxg").exists() else None
 
 
-def mount_of(path: Path, mounts: str) -> Mount | None:
-    """Return the mount that holds an absolute path; `mounts` is /proc/self/mounts."""
-    found: Mount | None = None
-    for line in mounts.splitlines():
-        fields = line.split(" ")
-        if len(fields) < 4:
-            continue
-        device, point, kind, options = (_without_escapes(field) for field in fields[:4])
-        mount = Mount(device, PurePosixPath(point), kind, options)
-        is_deeper = found is None or len(mount.point.parts) >= len(found.point.parts)
-        if is_deeper and path.is_relative_to(mount.point):
-            found = mount
-    return found
-
-
-def _without_escapes(field: str) -> str:
-    """Undo the kernel's octal escapes of blanks, tabs, line ends and backslashes."""
-    for code, character in (("040", " "), ("011", "\t"), ("012", "\n"), ("134", "\\")):
-        field = field.replace(f"\\{code}", character)
-    return field
-
-
 def is_on_windows_drive(path: Path, root: Path = ROOT) -> bool:
-    """Tell whether a path lies on a drive of Windows, such as /mnt/c."""
+    """Tell whether a path lies on a drive of Windows, such as /mnt/c: on its deepest mount."""
     try:
         mounts = (root / "proc/self/mounts").read_text()
     except OSError:
         return False
-    mount = mount_of(path.absolute(), mounts)
-    return mount is not None and mount.is_of_windows
+    depth, is_of_windows = 0, False
+    for line in mounts.splitlines():
+        # The kernel writes blanks, tabs, line ends and backslashes as octal numbers.
+        fields = [re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), f) for f in line.split(" ")]
+        if len(fields) < 4 or not path.absolute().is_relative_to(fields[1]):
+            continue
+        device, point, kind, options = fields[:4]
+        if len(Path(point).parts) >= depth:
+            depth = len(Path(point).parts)
+            # 9p, newer virtiofs, or WSL 1's own kind
+            is_virtual = kind in ("9p", "virtiofs") and "drvfs" in device + options
+            is_of_windows = kind == "drvfs" or is_virtual
+    return is_of_windows
 
 
 def memory_setting(root: Path = ROOT) -> str | None:
