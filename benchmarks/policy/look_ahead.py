@@ -30,7 +30,7 @@ from transformers import (
 
 import tandem
 from tandem.bench.calibration import BATCHES, accuracy_by_batch, calibrate
-from tandem.cli.paths import cache_dir
+from tandem.cli.keeping import cache_dir
 
 VOCABULARY = 4096
 SIZES: dict[str, Any] = {

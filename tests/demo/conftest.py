@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tandem.cli.paths import cache_dir
+from tandem.cli.keeping import cache_dir
 from tandem.demo import DEMO_KINDS, ensure_demo_model
 
 

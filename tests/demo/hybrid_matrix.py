@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 import tandem
 import tandem.sim
-from tandem.cli.paths import cache_dir
+from tandem.cli.keeping import cache_dir
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.generate.generator import Generator
 from tandem.hf.assembly import assemble

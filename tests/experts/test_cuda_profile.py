@@ -18,8 +18,7 @@ from tandem.experts.execution.expert_kernels import ExpertKernels, WeightSource
 from tandem.experts.measuring.profiler import MeasuredExperts
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels.dense import CpuThreads
-from tandem.policy.cost import HardwareProfile
-from tandem.policy.host_costs import HostCosts
+from tandem.policy.cost import HardwareProfile, HostCosts
 from tests.experts.lazy_streams import LazyStreams
 from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_machine
 from tests.experts.test_handed_layers import HostSignals, NeverRings

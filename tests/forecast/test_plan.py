@@ -12,8 +12,8 @@ import pytest
 import tandem
 from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape
 from tandem.bench.random_model import build_random_model
+from tandem.cli.keeping import cache_dir
 from tandem.cli.main import main
-from tandem.cli.paths import cache_dir
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.demo import ensure_demo_model
 from tandem.forecast.model_plan import workspace_bytes

@@ -17,7 +17,7 @@ from tandem.bench.model_shapes import ModelShape
 from tandem.cli.main import main
 from tandem.core.errors import ConfigError
 from tandem.forecast.finding import Finding
-from tandem.forecast.report import all_stages
+from tandem.forecast.report import speed_stages
 from tandem.forecast.report.document import (
     FIRST_LINE,
     require_writable,
@@ -126,7 +126,7 @@ def test_the_command_writes_what_it_has_tried(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = Stage("small", partial(on_cpu, SMALL, "int4"))
-    monkeypatch.setattr(all_stages, "CPU_SPEED_STAGES", (stage,))
+    monkeypatch.setattr(speed_stages, "CPU_SPEED_STAGES", (stage,))
     path = tmp_path / "report.md"
     assert main(["doctor", "--report", str(path), "--threads", "1", "--json"]) == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import tandem
-from tandem.cli.paths import cache_dir
+from tandem.cli.keeping import cache_dir
 from tandem.demo.build import CALIBRATION
 
 DIRECTORY = Path(__file__).parents[2] / "build" / "demo-cut"

@@ -9,8 +9,10 @@ import pytest
 
 from tandem.cli.main import main
 from tandem.core.errors import ConfigError
+from tandem.hardware.profiles import load_profile
 from tandem.sim.speculation import SpeculationChoice, TraceSpeculation
 from tandem.sim.steps import replay_steps
+from tandem.sim.timeline import Timeline
 from tandem.trace import RoutingTrace
 from tests.sim.test_steps import trace
 
@@ -18,15 +20,12 @@ TRACE = str(Path(__file__).parents[2] / "data" / "traces" / "gpt-oss-20b.npz")
 LENGTHS = [40, 25, 31]
 
 
-class Clock:
-    now = 0.0
-
-
 def steps_of(
     one: RoutingTrace, drafter: str, length: str, batch: int = 1
 ) -> tuple[list[int], TraceSpeculation]:
     """Return how many tokens each decode step brings; a step takes a second and .2 a draft."""
-    clock = Clock()
+    profile = load_profile("laptop-8gb")
+    clock = Timeline(profile, profile.shapes[0])
     decoding = TraceSpeculation(
         one, SpeculationChoice.parsed(drafter, length), clock, lambda n: 0.1
     )

@@ -8,8 +8,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tandem.cli.keeping import cache_dir
 from tandem.cli.model_choice import ModelChoice, add_model, load_model_and_tokenizer
-from tandem.cli.paths import cache_dir
 from tandem.core.config import add_flags, from_flags, option, require_range
 from tandem.core.errors import FileFormatError
 from tandem.devices.options import OffloadOptions

@@ -7,8 +7,8 @@ from pathlib import Path
 from tandem.cli.chat_file import load_chat, save_chat
 from tandem.cli.chat_input import History, MessageReader, Typed
 from tandem.cli.failures import failure_json, sentence_of
+from tandem.cli.keeping import cache_dir
 from tandem.cli.opening import SessionPlan, add_session_arguments
-from tandem.cli.paths import cache_dir
 from tandem.cli.session import Session
 from tandem.cli.settings import ChatSettings
 from tandem.cli.streams import require_text

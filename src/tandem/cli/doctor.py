@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.cli.keeping import kept_copies
+from tandem.cli.keeping import cache_dir, kept_copies
 from tandem.cli.model_choice import (
     ModelChoice,
     add_model,
@@ -20,10 +20,10 @@ from tandem.cli.model_choice import (
     import_transformers,
     source_label,
 )
-from tandem.cli.paths import cache_dir
 from tandem.cli.progress import shows_progress
 from tandem.core.config import add_flags, from_flags, option
-from tandem.core.errors import ModelError, TandemError
+from tandem.core.errors import CapacityError, ModelError, TandemError
+from tandem.devices import kind_of
 from tandem.forecast.finding import Finding
 
 if TYPE_CHECKING:
@@ -87,22 +87,35 @@ def run(flags: argparse.Namespace) -> int:
 def _report(path: Path, findings: list[Finding]) -> "list[Outcome]":
     """Try everything, say what became of it, and write the file."""
     from tandem.cli.version import version_lines
-    from tandem.forecast.report.all_stages import smoke_stages, speed_stages
+    from tandem.forecast.report.cpu_stages import CPU_STAGES
     from tandem.forecast.report.document import write_report
+    from tandem.forecast.report.gpu_stages import GPU_STAGES
+    from tandem.forecast.report.speed_stages import CPU_SPEED_STAGES, GPU_SPEED_STAGES
     from tandem.forecast.report.stages import Outcome, Stage, run_stages
 
     def begin(stage: Stage) -> None:
         print(f"     {stage.name} ...", file=sys.stderr, flush=True)
 
+    has_gpu = _has_gpu()
+    smoke_stages = (*CPU_STAGES, *GPU_STAGES) if has_gpu else CPU_STAGES
+    speed_stages = GPU_SPEED_STAGES if has_gpu else CPU_SPEED_STAGES
     smoke: list[Outcome] = []
     speeds: list[Outcome] = []
-    for stages, outcomes in ((smoke_stages(), smoke), (speed_stages(), speeds)):
+    for stages, outcomes in ((smoke_stages, smoke), (speed_stages, speeds)):
         for outcome in run_stages(stages, begin):
             outcomes.append(outcome)
             print(f"{_OUTCOME_MARKS[outcome.state]} {outcome.name:<18} {outcome.said.text}")
     write_report(path, version_lines(), findings, smoke, speeds)
     print(f"wrote {path}: attach it to an issue, after you have read it")
     return [*smoke, *speeds]
+
+
+def _has_gpu() -> bool:
+    try:
+        kind_of("cuda").require()
+    except CapacityError:
+        return False
+    return True
 
 
 def _print(finding: Finding) -> None:

@@ -1,9 +1,10 @@
-"""Keeps a packed copy of a model that had to be converted, which the next start maps.
+"""Where Tandem keeps what it builds: packed copies of models that had to be converted.
 
 The copy is written beside the answers. Whether one is wanted is asked once, on a terminal.
 """
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -12,7 +13,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from tandem.cli.paths import cache_dir
 from tandem.core.config import option
 from tandem.core.errors import TandemError
 from tandem.core.units import format_bytes, parse_bytes
@@ -42,6 +42,14 @@ class KeepOptions:
     def __post_init__(self) -> None:
         """Check the limit."""
         parse_bytes(self.keep_limit, name="--keep-limit")
+
+
+def cache_dir() -> Path:
+    """Return $TANDEM_CACHE, or `tandem` in the user's cache directory."""
+    if chosen := os.environ.get("TANDEM_CACHE"):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tandem"
 
 
 def kept_copies(options: KeepOptions | None = None) -> "KeptCopies":

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.cli.keeping import Keeper
-from tandem.cli.paths import cache_dir
+from tandem.cli.keeping import Keeper, cache_dir
 from tandem.cli.progress import shows_progress, waiting
 from tandem.cli.streams import require_text
 from tandem.core.config import add_flags, option

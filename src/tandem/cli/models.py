@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from tandem.cli.keeping import kept_copies
+from tandem.cli.keeping import cache_dir, kept_copies
 from tandem.cli.model_choice import DEMO_MODELS
-from tandem.cli.paths import cache_dir
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.bench.model_shapes import MODEL_SHAPES, find_shape
+from tandem.cli.keeping import cache_dir
 from tandem.cli.model_choice import ModelChoice, add_model, find_model, import_transformers
-from tandem.cli.paths import cache_dir
 from tandem.cli.progress import waiting
 from tandem.core.config import add_flags, from_flags, option, require_range
 from tandem.core.units import format_bytes

@@ -12,7 +12,7 @@ from pathlib import Path
 from tandem.cli.drafting import DraftChoice
 from tandem.cli.header_check import refuse_dense
 from tandem.cli.images import load_image_reader
-from tandem.cli.keeping import Keeper, KeepOptions
+from tandem.cli.keeping import Keeper, KeepOptions, cache_dir
 from tandem.cli.model_choice import (
     ModelChoice,
     add_model,
@@ -20,7 +20,6 @@ from tandem.cli.model_choice import (
     load_model_and_tokenizer,
     load_tokenizer,
 )
-from tandem.cli.paths import cache_dir
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.errors import ConfigError
 from tandem.devices.options import OffloadOptions, offload_options

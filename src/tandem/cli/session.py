@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from tandem.cli.keeping import Keeper
-from tandem.cli.paths import cache_dir
+from tandem.cli.keeping import Keeper, cache_dir
 from tandem.cli.streams import require_text
 from tandem.core.config import option
 from tandem.core.errors import ConfigError

@@ -1,1 +1,1 @@
-"""The words that every floor shares: ids, errors, units, registry, config."""
+"""The words that every floor shares: errors, units, registry, config."""

@@ -6,8 +6,7 @@ layer is reached. So measured, policies compare with Belady's bound at equal set
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +21,8 @@ from tandem.trace import RoutingTrace
 NEVER = 1 << 60
 
 
-class Demand(Protocol):
-    """Receives every decision of a replay, for dumps."""
-
-    def __call__(
-        self, load: LayerLoad, hits: Sequence[int], changes: list[tuple[int, int]], rule: str
-    ) -> None:
-        """Take one layer's load, its hits, its (newcomer, victim or -1) keys, and their rule."""
+# Takes one layer's load, its hits, its (newcomer, victim or -1) keys, and their rule, for dumps.
+Demand = Callable[[LayerLoad, Sequence[int], list[tuple[int, int]], str], None]
 
 
 def demand_loads(trace: RoutingTrace, batch: int, limit: int) -> Iterator[list[LayerLoad]]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from typing import Protocol
 
 import numpy as np
 
@@ -22,18 +21,13 @@ from tandem.policy.speculation.prompt_lookup import PromptLookup
 from tandem.policy.speculation.step_costs import TOUCHED, StepCosts
 from tandem.policy.speculation.step_shape import StepShape
 from tandem.sim.steps import Ints
+from tandem.sim.timeline import Timeline
 from tandem.trace import RoutingTrace
 
 AUTO = "auto"
 # Chances of a layer's tokens are drawn from a beta distribution of this sample size: many are near
 # 0 or 1.
 _SPREAD = 1.5
-
-
-class Clock(Protocol):
-    """The virtual clock: drafting moves it on."""
-
-    now: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +72,11 @@ class TraceSpeculation:
     """Chooses what the decode steps of a replay verify: a `Decoding` of `replay_steps`."""
 
     def __init__(
-        self, trace: RoutingTrace, choice: SpeculationChoice, clock: Clock, layer_seconds: StepShape
+        self,
+        trace: RoutingTrace,
+        choice: SpeculationChoice,
+        clock: Timeline,
+        layer_seconds: StepShape,
     ) -> None:
         """Choose by what a layer takes for so many tokens; an MTP layer takes as long for one.
 
@@ -166,7 +164,7 @@ class _ScriptedMtp:
         self,
         ids: Sequence[int],
         choice: SpeculationChoice,
-        clock: Clock,
+        clock: Timeline,
         layer_seconds: StepShape,
     ) -> None:
         chance, share = np.random.default_rng(1), choice.acceptance or 0.0

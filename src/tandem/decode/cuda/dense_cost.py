@@ -23,8 +23,7 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.hf.experts import Bound, bind_all
 from tandem.hf.lookahead.warm_up import NoExperts, warm_up_ids
 from tandem.kv_cache.base import NotInSlotsError
-from tandem.policy.cost import HardwareProfile, interpolate
-from tandem.policy.host_costs import SEGMENTS, HostCosts
+from tandem.policy.cost import SEGMENTS, HardwareProfile, HostCosts, interpolate
 
 STEP_ROWS = (1, 8)
 _PROMPT_TOKENS, _STEPS_BEFORE, _STEPS = 16, 8, 12

@@ -34,8 +34,7 @@ from tandem.experts.execution.layer_call import LayerCall
 from tandem.experts.execution.routing import Routing
 from tandem.experts.measuring.profiler import REPETITIONS, MeasuredExperts, beside, seconds_each
 from tandem.kernels.formats.weight_format import aligned
-from tandem.policy.cost import HardwareProfile
-from tandem.policy.host_costs import FETCHES_A_LAUNCH, SEGMENTS, HostCosts
+from tandem.policy.cost import FETCHES_A_LAUNCH, SEGMENTS, HardwareProfile, HostCosts
 
 # So many times the GPU's cache lie between two uses of an expert, which is then read from memory.
 CACHES_BETWEEN_USES = 4

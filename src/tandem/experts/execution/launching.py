@@ -13,7 +13,7 @@ from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.execution.batch import CallSide
 from tandem.experts.execution.device import Device
 from tandem.experts.execution.layer_call import LayerCall
-from tandem.policy.host_costs import FETCHES_A_LAUNCH
+from tandem.policy.cost import FETCHES_A_LAUNCH
 from tandem.policy.plan import Copy, LayerPlan
 
 

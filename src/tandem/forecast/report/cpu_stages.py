@@ -4,11 +4,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import tandem
 from tandem.core.errors import ExecutionError
 from tandem.forecast.report.stages import Said, Stage
-from tandem.forecast.report.tiny_model import VOCABULARY, save_tiny_model
 from tandem.forecast.self_check import check_model
 from tandem.generate.generator import Generator
 from tandem.hf.checkpoint import open_model
@@ -21,6 +21,24 @@ _PROMPT = tuple(range(40, 72))
 _STEPS = 32
 # Recorded steps add in another order than torch does.
 _MOST_DIFFERENCE = 1e-2
+VOCABULARY = 256
+# Larger than Transformers' own, so that the most likely token leads clearly.
+_WEIGHT_SPREAD = 0.1
+
+
+def save_tiny_model(directory: Path) -> Path:
+    """Write a checkpoint of two layers with eight experts each, in fp32; always the same."""
+    config = MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
+        max_position_embeddings=512, initializer_range=_WEIGHT_SPREAD,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = MixtralForCausalLM(config)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(directory)
+    return directory
 
 
 def kernels() -> Said:

@@ -17,8 +17,8 @@ from tandem.devices.cuda.captures import CudaCapture, on_capture_stream
 from tandem.devices.cuda.checks import require_cuda
 from tandem.devices.cuda.hand_over_trial import find_signals, graph_costs
 from tandem.devices.cuda.streams import CudaStreams, HostCopy, Stream
+from tandem.forecast.report.cpu_stages import VOCABULARY, save_tiny_model
 from tandem.forecast.report.stages import NotHereError, Said, Stage
-from tandem.forecast.report.tiny_model import VOCABULARY, save_tiny_model
 from tandem.generate.generator import Generator
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.formats import ExpertLayout, find_format

@@ -1,4 +1,4 @@
-"""Hardware profiles that come with Tandem, and profiles in files."""
+"""Hardware profiles that come with Tandem, and files of what was measured here."""
 
 import contextlib
 import warnings
@@ -36,6 +36,24 @@ def load_profile(name_or_path: str) -> HardwareProfile:
 def save_profile(profile: HardwareProfile, path: str | Path) -> None:
     """Write a profile; the file appears whole, or not at all and with a warning."""
     keep_file(Path(path), profile.to_json())
+
+
+def keep_file(path: Path, text: str) -> None:
+    """Write a file, whole or not at all; where the system does not let, a warning says so."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        warnings.warn(
+            f"what was measured is not kept, and the next start measures again: {path.parent}: "
+            f"{error.strerror or error}; TANDEM_CACHE names another directory",
+            TandemWarning,
+            stacklevel=2,
+        )
 
 
 def shape_for(profile: HardwareProfile, model: str, geometry: Geometry) -> ShapeCosts:

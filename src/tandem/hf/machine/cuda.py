@@ -36,8 +36,7 @@ from tandem.hf.lookahead.warm_up import ExpertsCall, NoExperts, forward_tokens, 
 from tandem.hf.machine.parts import DeviceParts, ObservedModel
 from tandem.hf.machine.profile import kept_profile, measured_profile, profile_key
 from tandem.kernels.native import TOKEN_DTYPES
-from tandem.policy.cost import HardwareProfile
-from tandem.policy.host_costs import HostCosts
+from tandem.policy.cost import HardwareProfile, HostCosts
 from tandem.policy.plan import Geometry
 
 # Tokens of KV cache for which memory is kept before the rest goes to experts; longer texts take

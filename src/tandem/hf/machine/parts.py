@@ -24,8 +24,7 @@ from tandem.hf.lookahead.warm_up import WARM_UP_TOKENS, ExpertsCall, Observer, f
 from tandem.hf.runtime import Runtime
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
-from tandem.policy.cost import HardwareProfile
-from tandem.policy.host_costs import SEGMENTS
+from tandem.policy.cost import SEGMENTS, HardwareProfile
 from tandem.policy.plan import Geometry
 
 
