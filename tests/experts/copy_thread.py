@@ -1,17 +1,13 @@
-"""The link on the wall clock: a thread that copies chunk by chunk, the needed experts first.
+"""The link on the wall clock: a thread that copies expert by expert, the needed ones first.
 
 The order of `copy_engine` is kept by two rules, both checked under one lock (`Slots.changed`):
-a copy's first chunk is written only if `Slots.can_write` says so, and it lands after its last.
-Between chunks the thread takes the most urgent copy again, so a prefetch under way gives way to an
-expert that a layer waits for, and goes on afterwards.
+a copy is written only if `Slots.can_write` says so, and it lands when it has been.
 """
 
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-
-from torch import Tensor
+from dataclasses import dataclass
 
 from tandem.experts.cache.clock import WallClock
 from tandem.experts.cache.copy_engine import CopyEngine
@@ -19,17 +15,14 @@ from tandem.experts.cache.slots import Slots, SlotUse
 from tandem.experts.store.host_store import HostStore
 from tandem.policy.plan import Copy, Geometry
 
-CHUNK_BYTES = 4 << 20
-
 
 @dataclass(slots=True)
 class Job:
-    """A copy and how far it has come."""
+    """A copy that has not landed."""
 
     copy: Copy
     generation: int
     is_needed: bool
-    chunks: list[tuple[int, Tensor]] = field(default_factory=list)  # where, what; last one first
     has_begun: bool = False
 
 
@@ -116,7 +109,7 @@ class CopyThread(CopyEngine):
             raise RuntimeError(f"the link has stopped: {self._error}") from self._error
 
     def _loop(self) -> None:
-        changed, behind = self.slots.changed, 0.0
+        changed = self.slots.changed
         while True:
             with changed:
                 changed.wait_for(lambda: self._is_closing or self._next() is not None)
@@ -125,51 +118,32 @@ class CopyThread(CopyEngine):
                     return
                 job.has_begun = True
             try:
-                behind = self.copy_chunk(job, behind)
+                self.write(job)
             except BaseException as error:  # raised in the callers that wait, submit or ask
                 self._error = error
                 self.slots.fail(error)
                 return
-            if not job.chunks:
-                self._finish(job)
+            self._finish(job)
 
     def _next(self) -> Job | None:
         """Return the most urgent copy that may be written now."""
-        ready = [
-            job
-            for job in self._queue
-            if job.has_begun or self.slots.can_write(job.copy.slot, job.generation)
-        ]
-        return self.most_urgent(ready)
+        can_write = self.slots.can_write
+        return self.most_urgent([j for j in self._queue if can_write(j.copy.slot, j.generation)])
 
     def most_urgent(self, ready: list[Job]) -> Job | None:
         """Return which of the copies that may be written now is written first."""
         return min(ready, key=lambda job: not job.is_needed, default=None)
 
-    def copy_chunk(self, job: Job, behind: float) -> float:
-        """Copy one chunk; returns how far the link is behind its bandwidth, in seconds."""
-        begin = time.perf_counter()
-        if not job.chunks:
-            job.chunks = self._cut(job.copy)
-        offset, data = job.chunks.pop()
-        self.slots.memory(job.copy.slot)[offset : offset + len(data)].copy_(data)
+    def write(self, job: Job) -> None:
+        """Copy an expert, and take as long as the bandwidth says."""
+        begin, num_bytes = time.perf_counter(), 0
+        memory = self.slots.memory(job.copy.slot)
+        for extent in self._store[job.copy.layer].extents(job.copy.expert):
+            memory[extent.offset : extent.offset + len(extent.data)].copy_(extent.data)
+            num_bytes += len(extent.data)
         if self._rate is not None:
-            behind += len(data) / self._rate - (time.perf_counter() - begin)
-            if behind > 1e-4:  # a shorter sleep is not kept by the system
-                time.sleep(behind)
-                behind = 0.0
-            behind = max(behind, 0.0)
+            time.sleep(max(0.0, num_bytes / self._rate - (time.perf_counter() - begin)))
         self._clock.add_link(time.perf_counter() - begin)
-        return behind
-
-    def _cut(self, copy: Copy) -> list[tuple[int, Tensor]]:
-        chunks = [
-            (extent.offset + start, extent.data[start : start + CHUNK_BYTES])
-            for extent in self._store[copy.layer].extents(copy.expert)
-            for start in range(0, len(extent.data), CHUNK_BYTES)
-        ]
-        chunks.reverse()
-        return chunks
 
     def _finish(self, job: Job) -> None:
         copy = job.copy

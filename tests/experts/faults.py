@@ -22,7 +22,7 @@ class Disturbance:
     random: random.Random
     longest_pause_seconds: float = 0.0
     is_unordered: bool = False
-    fault: Callable[[Copy], None] | None = None  # called before each chunk; may raise
+    fault: Callable[[Copy], None] | None = None  # called before each copy; may raise
 
 
 class DisturbedLink(CopyThread):
@@ -37,12 +37,12 @@ class DisturbedLink(CopyThread):
             return self.disturbance.random.choice(ready)
         return super().most_urgent(ready)
 
-    def copy_chunk(self, job: Job, behind: float) -> float:
+    def write(self, job: Job) -> None:
         if self.disturbance.fault is not None:
             self.disturbance.fault(job.copy)
         if longest := self.disturbance.longest_pause_seconds:
             time.sleep(self.disturbance.random.uniform(0.0, longest))
-        return super().copy_chunk(job, behind)
+        super().write(job)
 
 
 class FaultyDevice(ThreadedDevice):

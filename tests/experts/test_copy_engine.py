@@ -17,7 +17,6 @@ from tandem.experts.store.host_store import HostStore
 from tandem.kernels.dense import CpuThreads
 from tandem.policy.plan import Copy
 from tandem.sim.timeline import Timeline
-from tests.experts import copy_thread
 from tests.experts.copy_thread import CopyThread
 from tests.experts.faults import Disturbance, DisturbedLink
 from tests.experts.machines import GEOMETRY, make_machine
@@ -173,33 +172,6 @@ def test_two_experts_through_one_slot_are_each_used_in_turn(
         use.end()
 
 
-def test_needed_copies_overtake_those_ahead_even_between_their_chunks(
-    store: HostStore, link: CopyThread, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(copy_thread, "CHUNK_BYTES", 512)
-    for slot, expert in enumerate((0, 1)):
-        link.submit(copy(expert, slot), is_needed=False)
-    assert gate.at_gate.wait(SECONDS)  # the first is under way
-    link.submit(copy(2, slot=2), is_needed=True)
-    gate.open()
-    link.drain()
-    assert [(layer, expert) for layer, expert, _ in link.arrivals()] == [(0, 2), (0, 0), (0, 1)]
-    assert torch.equal(link.slots.memory(0), image(store, 0))
-
-
-def test_a_copy_ahead_becomes_urgent_when_a_batch_waits_for_it(
-    link: CopyThread, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(copy_thread, "CHUNK_BYTES", 512)
-    for slot, expert in enumerate((0, 1, 2)):
-        link.submit(copy(expert, slot), is_needed=False)
-    assert gate.at_gate.wait(SECONDS)
-    use = link.use([2], [2])
-    gate.open()
-    use.images()
-    assert next(iter(link.arrivals()))[:2] == (0, 2)
-
-
 def test_only_copies_that_nobody_waits_for_are_cancelled(
     store: HostStore, slots: Slots, link: CopyThread, gate: Gate
 ) -> None:
@@ -234,14 +206,3 @@ def test_an_error_on_the_link_reaches_whoever_waits_submits_or_asks(
         link.drain()
     slots.forget_uses()
     link.close()
-
-
-def test_the_bandwidth_is_kept(store: HostStore, slots: Slots) -> None:
-    clock = WallClock()
-    link = CopyThread(store, slots, GEOMETRY, clock, bytes_per_second=1e6)
-    for slot in range(NUM_SLOTS):
-        link.submit(copy(slot, slot), is_needed=True)
-    link.drain()
-    link.close()
-    copied = NUM_SLOTS * store[0].image_bytes
-    assert clock.link_busy >= 0.9 * copied / 1e6
