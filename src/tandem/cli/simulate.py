@@ -3,10 +3,14 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.cli.progress import shows_progress
+from tandem.core.config import add_flags, from_flags, option
+from tandem.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from tandem.policy.settings import PlannerSettings
@@ -15,117 +19,80 @@ if TYPE_CHECKING:
 LISTS = "list"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags; every name may be `list`, which prints what there is."""
-    parser.add_argument("traces", nargs="*", metavar="TRACE", help="routing traces (.npz)")
-    _add_machine(parser)
-    _add_policies(parser)
-    _add_work(parser)
-    _add_output(parser)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOptions:
+    """Options of `tandem simulate`; where a name is asked for, `list` prints what there is."""
 
-
-def _add_machine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--hardware",
-        default="desktop-12gb",
+    hardware: str = option(
+        "desktop-12gb", help="machine: a built-in profile or a profile's path; `list` names them",
         metavar="NAME|FILE",
-        help="machine: a built-in profile or a profile's path; `list` names them (%(default)s)",
+    )  # fmt: skip
+    shape: str | None = option(
+        None, help="model shape whose costs hold (default: by the trace's model)"
     )
-    parser.add_argument(
-        "--shape", help="model shape whose costs hold (default: by the trace's model)"
-    )
-    parser.add_argument(
-        "--host-path",
-        metavar="NAME",
+    host_path: str | None = option(
+        None, metavar="NAME",
         help="whose host costs of the profile count: segments, graph, or none (its usual one)",
+    )  # fmt: skip
+    gpu_experts: float = option(
+        0.5, help="fraction of all experts that the GPU has room for", metavar="FRACTION"
     )
-    parser.add_argument(
-        "--gpu-experts",
-        type=float,
-        default=0.5,
-        metavar="FRACTION",
-        help="fraction of all experts that the GPU has room for (%(default)s)",
-    )
-
-
-def _add_policies(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--assignment", default="balanced", help="who computes (%(default)s)")
-    parser.add_argument("--eviction", default="successor", help="what stays (%(default)s)")
-    parser.add_argument("--prediction", default="foresight", help="what comes next (%(default)s)")
-    parser.add_argument(
-        "--prefetch-choice", default="pays", help="what is copied ahead (%(default)s)"
-    )
-    parser.add_argument("--start", default="empty", help="the cache's first content (%(default)s)")
-    parser.add_argument(
-        "--pool", default="by-layer", help="slots by-layer or shared by all layers (%(default)s)"
-    )
-    parser.add_argument(
-        "--prefetch", type=int, default=0, metavar="K", help="copies ahead per layer (%(default)s)"
-    )
-    parser.add_argument(
-        "--costs",
-        choices=("pipeline", "equations"),
-        default="pipeline",
-        help="what `balanced` minimises: overlapped copies, or DALI's equations 3-9 (%(default)s)",
-    )
-
-
-def _add_work(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch", type=int, default=1, help="sequences side by side (%(default)s)")
-    parser.add_argument(
-        "--prompt", type=int, default=16, help="tokens of each sequence run at once (%(default)s)"
-    )
-    parser.add_argument("--limit", type=int, metavar="TOKENS", help="stop after so many tokens")
-    parser.add_argument(
-        "--speculate",
-        metavar="DRAFTER",
+    assignment: str = option("balanced", help="who computes")
+    eviction: str = option("successor", help="what stays")
+    prediction: str = option("foresight", help="what comes next")
+    prefetch_choice: str = option("pays", help="what is copied ahead")
+    start: str = option("empty", help="the cache's first content")
+    pool: str = option("by-layer", help="slots by-layer or shared by all layers")
+    prefetch: int = option(0, help="copies ahead per layer", metavar="K")
+    costs: str = option(
+        "pipeline", choices=("pipeline", "equations"),
+        help="what `balanced` minimises: overlapped copies, or DALI's equations 3-9",
+    )  # fmt: skip
+    batch: int = option(1, help="sequences side by side")
+    prompt: int = option(16, help="tokens of each sequence run at once")
+    limit: int | None = option(None, help="stop after so many tokens", metavar="TOKENS")
+    speculate: str | None = option(
+        None, metavar="DRAFTER",
         help="verify drafted tokens: n-gram (look-up in the trace), mtp=ACCEPTANCE, or "
         "sure-mtp=ACCEPTANCE (it tells how likely each token is)",
+    )  # fmt: skip
+    length: str = option(
+        "auto", help="how many drafted tokens: by cost, or always K", metavar="auto|K"
     )
-    parser.add_argument(
-        "--length",
-        default="auto",
-        metavar="auto|K",
-        help="how many drafted tokens: by cost, or always K (%(default)s)",
-    )
-    parser.add_argument(
-        "--hold-out", type=int, default=0, metavar="N", help="leave the last N sequences out"
-    )
+    hold_out: int = option(0, help="leave the last N sequences out", metavar="N")
+    dump: str | None = option(None, help="write every plan as JSON lines", metavar="FILE")
+    compare: bool = option(False, help="run the systems of the papers at equal GPU memory")
+    picture: str | None = option(None, help="chart of --compare (compare.svg)", metavar="FILE")
+    verbose: bool = option(False, help="also what authors of policies look at")
+    json: bool = option(False, help="last line of output: one JSON object")
 
 
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dump", metavar="FILE", help="write every plan as JSON lines")
-    parser.add_argument(
-        "--compare", action="store_true", help="run the systems of the papers at equal GPU memory"
-    )
-    parser.add_argument("--picture", metavar="FILE", help="chart of --compare (compare.svg)")
-    parser.add_argument(
-        "--verbose", action="store_true", help="also what authors of policies look at"
-    )
-    parser.add_argument("--json", action="store_true", help="last line of output: one JSON object")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    parser.add_argument("traces", nargs="*", metavar="TRACE", help="routing traces (.npz)")
+    add_flags(parser, SimulateOptions)
 
 
 def run(flags: argparse.Namespace) -> int:
     """Simulate every trace and report; returns the exit code."""
-    from tandem.core.errors import ConfigError
-
-    if _print_lists(flags):
+    options = from_flags(SimulateOptions, flags)
+    if _print_lists(options):
         return 0
     if not flags.traces:
         raise ConfigError("no trace given; expected at least one routing trace (.npz)")
-    if flags.compare:
-        return _compare(flags)
-    if flags.picture is not None:
+    if options.compare:
+        return _compare(flags.traces, options)
+    if options.picture is not None:
         raise ConfigError("--picture draws what --compare finds; give --compare too")
-    results = _simulate_all(flags)
+    results = _simulate_all(flags.traces, options)
     for path, result in results.items():
-        _print_summary(path, result, is_verbose=flags.verbose)
-    if flags.json:
+        _print_summary(path, result, is_verbose=options.verbose)
+    if options.json:
         print(json.dumps(_merge(results)))
     return 0
 
 
-def _print_lists(flags: argparse.Namespace) -> bool:
+def _print_lists(options: SimulateOptions) -> bool:
     from tandem.hardware.profiles import profile_names
     from tandem.policy.assignment import ASSIGNMENTS
     from tandem.policy.eviction import EVICTIONS
@@ -143,64 +110,64 @@ def _print_lists(flags: argparse.Namespace) -> bool:
         "start": SIMULATED_STARTS.names(),
         "pool": list(POOLS),
     }
-    asked = {name: names for name, names in known.items() if vars(flags)[name] == LISTS}
+    asked = {name: names for name, names in known.items() if asdict(options)[name] == LISTS}
     for names in asked.values():
         print("\n".join(names))
-    if asked and flags.json:
+    if asked and options.json:
         print(json.dumps(asked))
     return bool(asked)
 
 
-def _settings(flags: argparse.Namespace) -> "PlannerSettings":
+def _settings(options: SimulateOptions) -> "PlannerSettings":
     from tandem.policy.settings import PlannerSettings
 
-    by_equations = flags.assignment == "balanced" and flags.costs == "equations"
+    by_equations = options.assignment == "balanced" and options.costs == "equations"
     return PlannerSettings(
-        assignment=flags.assignment,
+        assignment=options.assignment,
         assignment_options=(("pipelined", False),) if by_equations else (),
-        eviction=flags.eviction,
-        prediction=flags.prediction if flags.prefetch else "none",
-        prefetch=flags.prefetch_choice,
-        prefetch_count=flags.prefetch,
-        pool=flags.pool,
+        eviction=options.eviction,
+        prediction=options.prediction if options.prefetch else "none",
+        prefetch=options.prefetch_choice,
+        prefetch_count=options.prefetch,
+        pool=options.pool,
     )
 
 
-def _conditions(flags: argparse.Namespace) -> "Conditions":
+def _conditions(options: SimulateOptions) -> "Conditions":
     from tandem.hardware.profiles import load_profile
     from tandem.sim.simulation import Conditions
     from tandem.sim.speculation import SpeculationChoice
 
-    drafter = flags.speculate
+    drafter = options.speculate
     return Conditions(
-        profile=load_profile(flags.hardware),
-        gpu_experts=flags.gpu_experts,
-        batch=flags.batch,
-        prompt=flags.prompt,
-        limit=1 << 60 if flags.limit is None else flags.limit,
-        shape=flags.shape,
-        start=flags.start,
-        hold_out=flags.hold_out,
-        host_path=flags.host_path,
-        speculation=None if drafter is None else SpeculationChoice.parsed(drafter, flags.length),
+        profile=load_profile(options.hardware),
+        gpu_experts=options.gpu_experts,
+        batch=options.batch,
+        prompt=options.prompt,
+        limit=1 << 60 if options.limit is None else options.limit,
+        shape=options.shape,
+        start=options.start,
+        hold_out=options.hold_out,
+        host_path=options.host_path,
+        speculation=None if drafter is None else SpeculationChoice.parsed(drafter, options.length),
     )
 
 
-def _simulate_all(flags: argparse.Namespace) -> dict[str, "Report"]:
+def _simulate_all(paths: Sequence[str], options: SimulateOptions) -> dict[str, "Report"]:
     from contextlib import ExitStack
 
     from tandem.policy.prediction import PREDICTIONS
     from tandem.sim.simulation import simulate
     from tandem.trace import read_trace
 
-    PREDICTIONS.factory(flags.prediction)
-    settings, conditions = _settings(flags), _conditions(flags)
-    traces = {path: read_trace(path) for path in flags.traces}
+    PREDICTIONS.factory(options.prediction)
+    settings, conditions = _settings(options), _conditions(options)
+    traces = {path: read_trace(path) for path in paths}
     results = {}
     with ExitStack() as stack:
         dump_to = None
-        if flags.dump:
-            dump_to = stack.enter_context(Path(flags.dump).open("w", encoding="utf-8"))
+        if options.dump:
+            dump_to = stack.enter_context(Path(options.dump).open("w", encoding="utf-8"))
         for path, trace in traces.items():
             total = min(conditions.limit, trace.num_tokens)
             bar = stack.enter_context(_progress_bar(total, Path(path).stem))
@@ -275,15 +242,14 @@ def _mean(values: list[Any]) -> Any:
     return sum(numbers) / len(numbers) if numbers else None
 
 
-def _compare(flags: argparse.Namespace) -> int:
-    from tandem.core.errors import ConfigError
+def _compare(paths: Sequence[str], options: SimulateOptions) -> int:
     from tandem.sim.compare import compare, table, without_decode
     from tandem.sim.picture import Chart, svg
     from tandem.trace import read_trace
 
-    if len(flags.traces) != 1:
-        raise ConfigError(f"--compare got {len(flags.traces)} traces; expected one")
-    trace, conditions = read_trace(flags.traces[0]), _conditions(flags)
+    if len(paths) != 1:
+        raise ConfigError(f"--compare got {len(paths)} traces; expected one")
+    trace, conditions = read_trace(paths[0]), _conditions(options)
     batches, fractions = (1, 8, 32), (0.25, 0.5, 0.75)
     with _progress_bar(0, "systems") as bar:
         speeds = compare(
@@ -314,9 +280,9 @@ def _compare(flags: argparse.Namespace) -> int:
             {name: [known[name, batch, f] for f in fractions] for name in names},
         ),
     ]
-    picture = flags.picture or "compare.svg"
+    picture = options.picture or "compare.svg"
     Path(picture).write_text(svg(charts), encoding="utf-8")
     print(f"picture: {picture}", file=sys.stderr)
-    if flags.json:
+    if options.json:
         print(json.dumps({"systems": [speed._asdict() for speed in speeds]}))
     return 0
