@@ -21,7 +21,7 @@ from tandem.devices.cuda.driver import open_driver
 from tandem.devices.cuda.signals import KernelSignals, Signals, StreamSignals, longest_wait
 from tandem.devices.cuda.streams import CudaStreams, Stream
 from tandem.experts.measuring.profiler import REPETITIONS
-from tandem.policy.host_costs import GRAPH, HostCosts
+from tandem.policy.cost import GRAPH, HostCosts
 
 _LAYERS = 64  # of a graph
 _LIMIT_SECONDS = 10.0  # for a doorbell
