@@ -5,6 +5,8 @@ beats in both times (a Pareto frontier), and whose linear relaxation can still b
 known. With an upper bound that is nearly optimal (`Balanced`) frontiers stay short.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -18,6 +20,7 @@ from tandem.policy.assignment.problem import (
 
 MAX_EXPERTS = 64  # a partial answer is a 64-bit mask
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
 class Exact:
@@ -44,23 +47,75 @@ class Exact:
         return priced(problem, fetch, spill, pipelined=False)
 
 
+class Partial(NamedTuple):
+    """Partial answers, one per entry."""
+
+    gpu: Floats  # when the GPU has run what it has
+    cpu: Floats
+    fetches: Ints
+    mask: npt.NDArray[np.uint64]  # of experts on the GPU
+
+    @classmethod
+    def start(cls, cpu_first: float = 0.0) -> "Partial":
+        """Return the answer that has decided nothing; the CPU's surcharge is in it."""
+        zero = np.zeros(1)
+        return cls(zero, zero + cpu_first, np.zeros(1, np.int64), np.zeros(1, np.uint64))
+
+    def keep(self, kept: Ints) -> "Partial":
+        """Return the answers with these indices."""
+        return Partial(self.gpu[kept], self.cpu[kept], self.fetches[kept], self.mask[kept])
+
+    def branched(
+        self, i: int, cpu: float, on_gpu: "Partial", gpu: Floats, copies: int
+    ) -> "Partial":
+        """Return these with expert i on the CPU, and others with it on the GPU, done at `gpu`."""
+        return Partial(
+            np.concatenate((self.gpu, gpu)),
+            np.concatenate((self.cpu + cpu, on_gpu.cpu)),
+            np.concatenate((self.fetches, on_gpu.fetches + copies)),
+            np.concatenate((self.mask, on_gpu.mask | np.uint64(1 << i))),
+        )
+
+    def pruned(self, bound: Floats, best: float) -> "Partial":
+        """Drop what cannot beat `best`, or what one with as many fetches beats in both times."""
+        partial = self.keep(np.flatnonzero(bound < best * (1 - 1e-12)))
+        partial = partial.keep(np.lexsort((partial.cpu, partial.gpu)))
+        kept = [
+            _undominated(partial.cpu, np.flatnonzero(partial.fetches == count))
+            for count in np.unique(partial.fetches)
+        ]
+        return partial.keep(np.concatenate(kept)) if kept else partial
+
+    def best(self, cpu: Floats, num_experts: int) -> list[bool] | None:
+        """Return which experts the best answer has on the GPU; None if there is no answer."""
+        if not len(self.gpu):
+            return None
+        mask = int(self.mask[int(np.argmin(np.maximum(self.gpu, cpu)))])
+        return [bool(mask >> i & 1) for i in range(num_experts)]
+
+
+def _undominated(cpu: Floats, keep: Ints) -> Ints:
+    """Keep those of rising gpu whose cpu is below all before, rounding aside."""
+    lowest = np.concatenate(([np.inf], np.minimum.accumulate(cpu[keep])[:-1]))
+    return keep[cpu[keep] < lowest * (1 - 1e-13)]
+
+
 def solve(
     cpu: Floats, gpu: Floats, absent: npt.NDArray[np.bool_], max_fetches: int, best: float
 ) -> list[bool] | None:
     """Return which experts the optimum puts on the GPU; None if nothing is below `best`."""
     ratio = np.divide(gpu, cpu, out=np.full(len(cpu), np.inf), where=cpu > 0)
     order = np.lexsort((ratio, ~absent))  # absent ones first: only they count against the limit
-    limited = max_fetches < int(absent.sum())
-    frontier = _Frontier(limited)
+    is_limited = max_fetches < int(absent.sum())
+    partial = Partial.start()
     for place, i in enumerate(order):
-        rest = order[place + 1 :]
-        frontier.decide(int(i), cpu[i], gpu[i], bool(absent[i]), max_fetches)
-        frontier.prune(best, Relaxation(cpu[rest], gpu[rest]))
-    if not len(frontier.cpu):
-        return None
-    winner = int(np.argmin(np.maximum(frontier.cpu, frontier.gpu)))
-    mask = int(frontier.mask[winner])
-    return [bool(mask >> i & 1) for i in range(len(cpu))]
+        rest, on_gpu, is_counted = order[place + 1 :], partial, bool(absent[i]) and is_limited
+        if is_counted:
+            on_gpu = partial.keep(np.flatnonzero(partial.fetches < max_fetches))
+        partial = partial.branched(int(i), cpu[i], on_gpu, on_gpu.gpu + gpu[i], int(is_counted))
+        bound = Relaxation(cpu[rest], gpu[rest]).bound(partial.cpu, partial.gpu)
+        partial = partial.pruned(bound, best)
+    return partial.best(partial.cpu, len(cpu))
 
 
 class Relaxation:
@@ -82,52 +137,6 @@ class Relaxation:
         at_gpu = np.interp(gap, difference, self._gpu)
         at_cpu = np.interp(gap, difference, self._cpu)
         return np.maximum(gpu + at_gpu, slowdown * (cpu + at_cpu))
-
-
-class _Frontier:
-    """Partial answers that no other partial answer dominates."""
-
-    def __init__(self, limited: bool) -> None:
-        self.cpu = np.zeros(1)
-        self.gpu = np.zeros(1)
-        self.mask = np.zeros(1, dtype=np.uint64)
-        self.fetches = np.zeros(1, dtype=np.int64)
-        self._limited = limited
-
-    def decide(self, i: int, cpu: float, gpu: float, absent: bool, max_fetches: int) -> None:
-        """Branch every answer on expert i: CPU or GPU."""
-        allowed = self.fetches < max_fetches if absent and self._limited else slice(None)
-        bit = np.uint64(1 << i)
-        self.cpu, self.gpu, self.mask, self.fetches = (
-            np.concatenate((self.cpu + cpu, self.cpu[allowed])),
-            np.concatenate((self.gpu, self.gpu[allowed] + gpu)),
-            np.concatenate((self.mask, self.mask[allowed] | bit)),
-            np.concatenate((self.fetches, self.fetches[allowed] + absent)),
-        )
-
-    def prune(self, best: float, rest: Relaxation) -> None:
-        """Drop answers that cannot beat `best` or that another answer dominates."""
-        slack = best * (1 - 1e-12)
-        keep = np.flatnonzero(rest.bound(self.cpu, self.gpu) < slack)
-        keep = keep[np.lexsort((self.cpu[keep], self.gpu[keep]))]
-        if self._limited:
-            by_count = [
-                undominated(self.cpu, keep[self.fetches[keep] == count])
-                for count in np.unique(self.fetches)
-            ]
-            keep = np.concatenate(by_count) if by_count else keep
-        else:
-            keep = undominated(self.cpu, keep)
-        self.cpu, self.gpu = self.cpu[keep], self.gpu[keep]
-        self.mask, self.fetches = self.mask[keep], self.fetches[keep]
-
-
-def undominated(cpu: Floats, keep: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Keep those of rising gpu whose cpu is below all before, rounding aside."""
-    if len(keep) == 0:
-        return keep
-    lowest = np.concatenate(([np.inf], np.minimum.accumulate(cpu[keep])[:-1]))
-    return keep[cpu[keep] < lowest * (1 - 1e-13)]
 
 
 def lower_bound(problem: LayerProblem) -> float:

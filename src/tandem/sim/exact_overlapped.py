@@ -7,17 +7,12 @@ fetches beats in both times, and whose relaxation can still beat the best answer
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from tandem.policy.assignment.balanced import Balanced
 from tandem.policy.assignment.problem import LayerProblem, Split, priced
-from tandem.sim.exact import MAX_EXPERTS, Relaxation, undominated
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from tandem.sim.exact import MAX_EXPERTS, Floats, Ints, Partial, Relaxation
 
 
 class ExactOverlapped:
@@ -54,7 +49,7 @@ def overlapped_lower_bound(problem: LayerProblem) -> float:
     """
     everything = priced(problem, *_all_on_gpu(problem), pipelined=True)
     search = _Search(problem, float("inf"))
-    bound = search.rest(0).bound(search.start(), problem)
+    bound = search.rest(0).bound(Partial.start(problem.cpu_first), problem)
     return min(everything.seconds, float(bound[0]))
 
 
@@ -65,19 +60,6 @@ def _copy_order(problem: LayerProblem) -> list[int]:
 
 def _all_on_gpu(problem: LayerProblem) -> tuple[list[int], list[int]]:
     return [problem.experts[i] for i in _copy_order(problem)], []
-
-
-class _Partial(NamedTuple):
-    """Partial answers, one per entry."""
-
-    done: Floats  # when the GPU has run what it has
-    cpu: Floats
-    fetches: Ints
-    mask: npt.NDArray[np.uint64]  # of experts on the GPU
-
-    def keep(self, kept: Ints) -> "_Partial":
-        """Return the answers with these indices."""
-        return _Partial(self.done[kept], self.cpu[kept], self.fetches[kept], self.mask[kept])
 
 
 class _Rest:
@@ -93,13 +75,13 @@ class _Rest:
         self._cpu[-1] = 0.0
         self._gpu = np.concatenate(([0.0], np.cumsum(quickest_first)))
 
-    def bound(self, partial: _Partial, problem: LayerProblem) -> Floats:
+    def bound(self, partial: Partial, problem: LayerProblem) -> Floats:
         """Return a lower bound on the seconds of every completion of each partial answer."""
-        least = np.full(len(partial.done), np.inf)
+        least = np.full(len(partial.gpu), np.inf)
         for count, (cpu, gpu) in enumerate(zip(self._cpu, self._gpu, strict=True)):
             fetches = partial.fetches + count
             slowdown = _least_slowdown(problem, int(fetches.min(initial=MAX_EXPERTS)))
-            bound = self._residents.bound(partial.cpu + cpu, partial.done + gpu, slowdown)
+            bound = self._residents.bound(partial.cpu + cpu, partial.gpu + gpu, slowdown)
             bound = np.maximum(bound, _slowed(problem, partial.cpu + cpu, fetches))
             if count:
                 arrival = problem.link_busy + fetches * problem.link
@@ -137,12 +119,6 @@ class _Search:
         self._residents = sorted(residents, key=wait.__getitem__)
         self._absent = _copy_order(problem)
 
-    def start(self) -> _Partial:
-        """Return the answer that has decided nothing; the CPU's surcharge is in it."""
-        zero = np.zeros(1)
-        first = np.array([self._problem.cpu_first])
-        return _Partial(zero, first, np.zeros(1, np.int64), np.zeros(1, np.uint64))
-
     def rest(self, decided: int) -> _Rest:
         """Return what is left after so many decisions."""
         known = min(decided, len(self._residents))
@@ -152,39 +128,20 @@ class _Search:
 
     def run(self) -> list[bool] | None:
         """Return which experts are on the GPU in an answer below `best`; None if there is none."""
-        partial = self.start()
+        partial = Partial.start(self._problem.cpu_first)
         order = self._residents + self._absent
         for decided, i in enumerate(order, 1):
-            partial = self._prune(self._branch(partial, i), self.rest(decided))
-        if not len(partial.done):
-            return None
-        cpu = _slowed(self._problem, partial.cpu, partial.fetches)
-        mask = int(partial.mask[int(np.argmin(np.maximum(partial.done, cpu)))])
-        return [bool(mask >> i & 1) for i in range(len(order))]
+            partial = self._branch(partial, i)
+            partial = partial.pruned(self.rest(decided).bound(partial, self._problem), self._best)
+        return partial.best(_slowed(self._problem, partial.cpu, partial.fetches), len(order))
 
-    def _branch(self, partial: _Partial, i: int) -> _Partial:
+    def _branch(self, partial: Partial, i: int) -> Partial:
         """Try expert i on the CPU and on the GPU."""
-        problem, ready, copies = self._problem, self._problem.wait[i], 0
-        on_gpu = partial
-        arrival = np.full(len(partial.done), ready)
+        problem, on_gpu = self._problem, partial
+        ready = problem.wait[i]
+        arrival = np.full(len(partial.gpu), ready)
         if ready < 0:
             on_gpu = partial.keep(np.flatnonzero(partial.fetches < problem.max_fetches))
             arrival = problem.link_busy + (on_gpu.fetches + 1) * problem.link
-            copies = 1
-        bit = np.uint64(1 << i)
-        return _Partial(
-            np.concatenate((partial.done, np.maximum(on_gpu.done, arrival) + problem.gpu[i])),
-            np.concatenate((partial.cpu + problem.cpu[i], on_gpu.cpu)),
-            np.concatenate((partial.fetches, on_gpu.fetches + copies)),
-            np.concatenate((partial.mask, on_gpu.mask | bit)),
-        )
-
-    def _prune(self, partial: _Partial, rest: _Rest) -> _Partial:
-        slack = self._best * (1 - 1e-12)
-        partial = partial.keep(np.flatnonzero(rest.bound(partial, self._problem) < slack))
-        partial = partial.keep(np.lexsort((partial.cpu, partial.done)))
-        kept = [
-            undominated(partial.cpu, np.flatnonzero(partial.fetches == count))
-            for count in np.unique(partial.fetches)
-        ]
-        return partial.keep(np.concatenate(kept)) if kept else partial
+        gpu = np.maximum(on_gpu.gpu, arrival) + problem.gpu[i]
+        return partial.branched(i, problem.cpu[i], on_gpu, gpu, int(ready < 0))
