@@ -34,7 +34,6 @@ def test_measures_kernels_and_ends_with_json() -> None:
         (["--tokens", "1,x"], "tokens has 'x'; expected numbers in 1..65536"),
         (["--tokens", "0"], "tokens has '0'; expected numbers in 1..65536"),
         (["--threads", "0"], "threads is 0; expected a number of threads in 1..1024"),
-        (["--peers"], "other systems' kernels are timed by python -m benchmarks.kernels.peers"),
     ],
 )
 def test_mistakes_get_one_sentence(words: list[str], sentence: str) -> None:

@@ -4,8 +4,6 @@ Nothing is ever whole in bf16: the model is built without memory; experts and li
 packed buffers, and only what is left is allocated. Random codes cost the kernels what real ones do.
 """
 
-from typing import Any
-
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -32,7 +30,7 @@ def build_random_model(
     vocabulary: int | None = None,
     device: str = "cpu",
     has_huge_pages: bool = True,
-) -> Any:
+) -> PreTrainedModel:
     """Build a shape as if it had been loaded; `num_layers` and `vocabulary` make it smaller.
 
     Without huge pages experts lie as those of a mapped file do. Dense parts are on `device`; on a

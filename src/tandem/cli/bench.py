@@ -7,7 +7,6 @@ from tandem.cli.bench_kernels import KernelBenchOptions, run_kernels
 from tandem.cli.bench_model import ModelBenchOptions, run_model
 from tandem.cli.model_choice import ModelChoice
 from tandem.core.config import add_flags, from_flags
-from tandem.core.errors import ConfigError
 
 KERNELS = "kernels"
 
@@ -20,20 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_flags(parser, ModelChoice)
     add_flags(parser, KernelBenchOptions)
-    parser.add_argument(
-        "--peers", action="store_true", help="now a command: python -m benchmarks.kernels.peers"
-    )
     known = [field.name for field in dataclasses.fields(KernelBenchOptions)]
     add_flags(parser, ModelBenchOptions, known=known)
 
 
 def run(flags: argparse.Namespace) -> int:
     """Measure and print; returns the exit code."""
-    if flags.peers:
-        raise ConfigError(
-            "other systems' kernels are timed by python -m benchmarks.kernels.peers, in a clone of "
-            "Tandem; leave out --peers for Tandem's own"
-        )
     if flags.what == KERNELS:
         return run_kernels(from_flags(KernelBenchOptions, flags))
     flags.model = flags.what

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tandem.core.config import option, require_range
 from tandem.devices import DEVICES, kind_of
@@ -110,7 +110,7 @@ def _model(
     options: ModelBenchOptions,
     choice: "ModelChoice | None",
     offload: OffloadOptions,
-) -> tuple[str, Any]:
+) -> tuple[str, PreTrainedModel]:
     from tandem.bench.model_shapes import find_shape
     from tandem.bench.random_model import build_random_model
     from tandem.hf.config import OffloadConfig

@@ -13,7 +13,7 @@ import os
 import typing
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tandem.cli.images import load_image_reader
 from tandem.cli.model_choice import (
@@ -29,6 +29,7 @@ from tandem.devices.options import OffloadOptions
 from tandem.server.api_keys import read_keys
 from tandem.server.options import ServerOptions
 
+T = TypeVar("T")
 _OPTIONS = (ServerOptions, OffloadOptions, ModelChoice)
 
 
@@ -46,9 +47,8 @@ class ReplicaOptions:
 def application(arguments: Mapping[str, str]) -> Any:
     """Return the application for `serve run`; raises `ConfigError` for a bad option."""
     _refuse_unknown(arguments)
-    own, server, offload, choice = (
-        _options(kind, arguments) for kind in (ReplicaOptions, *_OPTIONS)
-    )
+    own, server = _options(ReplicaOptions, arguments), _options(ServerOptions, arguments)
+    offload, choice = _options(OffloadOptions, arguments), _options(ModelChoice, arguments)
     from ray import serve
 
     keys = read_keys(server.api_key, server.api_key_file, os.environ.get("TANDEM_API_KEY"))
@@ -101,11 +101,11 @@ def _build_app(
     return create_app(server, api_keys=api_keys, allowed_hosts=None, lifespan=lifespan)
 
 
-def _options(kind: type, arguments: Mapping[str, str]) -> Any:
+def _options(kind: type[T], arguments: Mapping[str, str]) -> T:
     """Return the options of a kind from `name=value` texts."""
     hints = typing.get_type_hints(kind)
     found = {}
-    for field in dataclasses.fields(kind):
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         if field.name not in arguments:
             continue
         text = str(arguments[field.name])

@@ -4,7 +4,6 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from tandem.checkpoint.sources.source import Source
 from tandem.core.errors import ConfigError
 from tandem.decode.slots import MAX_STEP_TOKENS
 from tandem.devices import kind_of
-from tandem.experts.store.host_store import HostStore
+from tandem.experts.store.host_store import HostLayer, HostStore
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.forecast.state_bytes import state_bytes_of
 from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
@@ -204,7 +203,7 @@ def _layer_number(name: str) -> int:
     return int(found[1]) if found else 0
 
 
-def _format_name(layer: Any, dtype: torch.dtype) -> str:
+def _format_name(layer: HostLayer, dtype: torch.dtype) -> str:
     if isinstance(layer, PackedLayer):
         return stored_name(layer)
     return str(dtype).removeprefix("torch.")

@@ -9,10 +9,12 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, TypeGuard
+from typing import TypeGuard, TypeVar
 
 from tandem.core.errors import ConfigError, FileFormatError
 from tandem.core.registry import nearest_names
+
+T = TypeVar("T")
 
 PROFILE_FORMAT = 1
 # In place of a path's name: times as if the host's own work took none.
@@ -180,21 +182,19 @@ class HardwareProfile:
             "shapes": _build_all(ShapeCosts, values.get("shapes"), f"{where}: shapes"),
             "host": _build_all(HostCosts, values.get("host", []), f"{where}: host"),
         }
-        profile = _build(cls, values | costs, where)
-        assert isinstance(profile, cls)
-        return profile
+        return _build(cls, values | costs, where)
 
 
-def _build_all(kind: Any, values: object, where: str) -> tuple[Any, ...]:
+def _build_all(kind: type[T], values: object, where: str) -> tuple[T, ...]:
     if not isinstance(values, list):
         raise FileFormatError(f"{where} is {values!r}; expected a list of objects")
     return tuple(_build(kind, value, f"{where}[{i}]") for i, value in enumerate(values))
 
 
-def _build(kind: Any, values: object, where: str) -> Any:
+def _build(kind: type[T], values: object, where: str) -> T:
     if not isinstance(values, dict):
         raise FileFormatError(f"{where}: found {values!r}; expected an object")
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for key in values:
         if key not in fields:
             raise FileFormatError(f"{where}: unknown key {key!r}; {nearest_names(key, [*fields])}")
