@@ -73,29 +73,16 @@ class SingleTokenDecision(NamedTuple):
     admitted: Sequence[tuple[int, int]]  # keys of newcomer and victim; NOWHERE: a free slot
 
 
-class DecideSingleToken(Protocol):
-    """Decides in one call what `Planner` decides with its policies; see `SingleTokenLayers`."""
+DecideSingleToken = Callable[
+    [Sequence[int], bytearray, memoryview, int, Sequence[int], int, float, float, float, float],
+    SingleTokenDecision,
+]
+"""Decides in one call what `Planner` decides with its policies; see `SingleTokenLayers`.
 
-    def __call__(
-        self,
-        experts: Sequence[int],
-        states: bytearray,
-        scores: memoryview,
-        first: int,
-        members: Sequence[int],
-        free_slots: int,
-        all_on_cpu: float,
-        now: float,
-        dense: float,
-        link_busy: float,
-        /,
-    ) -> SingleTokenDecision:
-        """Return the decision.
-
-        `states` and `scores` are by expert; `members` are the keys with a slot, `first` the key of
-        expert 0. The last four are seconds: all experts on the CPU, the time, the dense part of
-        the next layer, and how long the link still works.
-        """
+It takes the active experts, states and scores by expert, the key of expert 0, the keys with a slot,
+the number of free slots, and seconds: all experts on the CPU, the time, the dense part of the next
+layer, and how long the link still works.
+"""
 
 
 class LearnsInTables:
