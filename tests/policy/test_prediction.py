@@ -46,6 +46,18 @@ def test_a_known_token_foresees_every_layer_before_any_has_run(name: str) -> Non
         assert best_two(policy.predict(layer)) == set(route(3, layer))
 
 
+def test_token_memory_forgets_the_tokens_that_are_longest_unused() -> None:
+    policy = PREDICTIONS.factory("token-memory")(GEOMETRY)
+    train(policy, 400)
+    for token in (2, *range(10, 1033)):
+        policy.begin_step((token,))
+    for token, is_known in ((2, True), (3, False)):
+        policy.begin_step((token,))
+        known = expected(policy.predict(0))
+        policy.begin_step((5000 + token,))
+        assert (known != expected(policy.predict(0))) == is_known
+
+
 @pytest.mark.parametrize("name", ["foresight", "transitions"])
 def test_the_layer_above_foresees_the_next(name: str) -> None:
     policy = PREDICTIONS.factory(name)(GEOMETRY)

@@ -18,6 +18,7 @@ from tandem.policy.prefetch import PREFETCHES, PrefetchChoice, PrefetchTerms
 _POPULARITY_DECAY = 0.995
 _TRANSITION_RATE = 1 / 32  # of the way towards what followed
 _TOKEN_RATE, _MEAN_RATE = 1 / 4, 1 / 64
+_MOST_TOKENS = 1024
 
 
 @PREDICTIONS.register("popularity")
@@ -89,15 +90,17 @@ class TokenMemory(Prediction):
         """Start with all experts equally likely."""
         layers, experts, top_k = geometry
         self._mean = np.full((layers, experts), top_k / experts)
-        self._rows: dict[int, np.ndarray] = {}  # by token
+        self._rows: dict[int, np.ndarray] = {}  # by token, the latest ones
         self._tokens: Sequence[int] = ()
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
         """Look the tokens up; a new one begins with what layers use on average."""
         self._tokens = token_ids
         for token in token_ids:
-            if token not in self._rows:
-                self._rows[token] = self._mean.copy()
+            row = self._rows.pop(token, None)
+            self._rows[token] = self._mean.copy() if row is None else row
+        while len(self._rows) > max(_MOST_TOKENS, len(token_ids)):  # the longest unused goes
+            del self._rows[next(iter(self._rows))]
 
     def observe(self, load: LayerLoad) -> None:
         """Move each token's row towards its experts; needs the routes of the tokens."""
