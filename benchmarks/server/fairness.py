@@ -14,9 +14,8 @@ from typing import Any
 import tandem
 from tandem.bench.model_shapes import find_shape
 from tandem.bench.random_model import build_random_model
-from tandem.generate.ending import EndOptions
 from tandem.generate.pace import Pace
-from tandem.generate.running import Request
+from tandem.generate.request import Request
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.scheduler import Scheduler
 from tandem.hf.config import OffloadConfig
@@ -30,8 +29,7 @@ def request(number: int, prompt_tokens: int, new_tokens: int) -> Request:
     return Request(
         request_id=number,
         prompt=tuple(100 + (number * 997 + i * 31) % 20_000 for i in range(prompt_tokens)),
-        options=SamplingOptions(max_new_tokens=new_tokens, temperature=0.0),
-        end=EndOptions(ignores_eos=True),
+        options=SamplingOptions(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True),
     )
 
 

@@ -18,7 +18,7 @@ import tandem
 from tandem.bench.model_shapes import find_shape
 from tandem.bench.random_model import build_random_model
 from tandem.generate.kept_prefixes import KeptPrefixes
-from tandem.generate.running import Request
+from tandem.generate.request import Request
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.scheduler import Scheduler
 from tandem.hf.config import OffloadConfig

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tandem.generate.generator import Generator
-from tandem.generate.running import Request
+from tandem.generate.request import Request
 from tandem.generate.sampling import SamplingOptions
 
 

@@ -27,8 +27,7 @@ from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.cuda.slots import CudaSlotPool
 from tandem.engine.constraint import Grammars
 from tandem.generate.generator import Generator
-from tandem.generate.penalties import PenalisedScores, Penalties
-from tandem.generate.running import Constraint, Request
+from tandem.generate.request import Request
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.speculation.draft_model import DraftModel
 from tandem.generate.speculation.drafters import DRAFTERS as WAYS
@@ -69,22 +68,16 @@ RULES: list[dict[str, Any]] = [
     {"temperature": 1.3, "seed": 3},
     {"temperature": 1.0, "top_k": 9, "top_p": 0.9, "seed": 4},
     {"temperature": 0.8, "min_p": 0.02, "repetition_penalty": 1.3, "seed": 5},
-    {"temperature": 1.0, "seed": 6},  # with penalties as of OpenAI's API
+    {"temperature": 1.0, "seed": 6, "presence_penalty": 0.3, "frequency_penalty": 0.2,
+     "logit_bias": ((50, -1.0),)},
     {"temperature": 0.9, "seed": 7},  # with a grammar
-]
+]  # fmt: skip
+GRAMMAR = LLMatcher.grammar_from_regex("([a-h]{2}[0-9])*")
 
 
 @cache
 def _grammars() -> Grammars:
     return Grammars(byte_tokenizer(), VOCABULARY, [2])
-
-
-def _constraint(rule: int) -> Constraint | None:
-    if rule == 4:
-        return PenalisedScores(Penalties(presence=0.3, frequency=0.2, bias=((50, -1.0),)))
-    if rule == 5:
-        return _grammars().constraint(LLMatcher.grammar_from_regex("([a-h]{2}[0-9])*"))
-    return None
 
 
 def requests(batch: int) -> list[Request]:
@@ -95,7 +88,7 @@ def requests(batch: int) -> list[Request]:
             request_id=number,
             prompt=tuple(PROMPTS[number]),
             options=SamplingOptions(max_new_tokens=NEW_TOKENS - number, **RULES[rule]),
-            constraint=_constraint(rule),
+            grammar=GRAMMAR if rule == 5 else None,
         )
         for number, rule in enumerate(rules)
     ]
@@ -199,7 +192,9 @@ class Cells:
         with pytest.MonkeyPatch.context() as patch:
             if device == TWIN:
                 patch.setattr(generator, "slot_pool", self._twin_pool)
-            self.scheduler = generator.scheduler(max(BATCHES))
+            self.scheduler = generator.scheduler(
+                max(BATCHES), follow_grammar=_grammars().constraint
+            )
         self.expected = {batch: self._answers(batch) for batch in BATCHES}
 
     def _twin_pool(self, num_slots: int, **options: Any) -> CudaSlotPool:

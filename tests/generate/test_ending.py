@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import tandem
-from tandem.generate.ending import EndOptions
 from tests.architectures import build_tiny_model
 from tests.generate.test_scheduler import PART, Spell, finish, request_of, tokens
 
@@ -45,8 +44,8 @@ def test_logprobs_of_a_prompt_are_the_models(name: str) -> None:
 
 def test_a_prompt_alone_is_computed_and_nothing_is_chosen(generator: tandem.Generator) -> None:
     scheduler = generator.scheduler(1, chunk_tokens=PART)
-    end = EndOptions(is_prompt_only=True)
-    scheduler.add(request_of(0, PROMPT, num_top_logprobs=0, has_prompt_logprobs=True, end=end))
+    fields: dict[str, Any] = {"num_top_logprobs": 0, "has_prompt_logprobs": True}
+    scheduler.add(request_of(0, PROMPT, is_prompt_only=True, **fields))
     scheduler.add(request_of(1, [50], max_new_tokens=1))
     found = finish(scheduler)
     (token_output,) = found[0]
@@ -62,19 +61,19 @@ def test_a_prompt_alone_is_computed_and_nothing_is_chosen(generator: tandem.Gene
 def test_an_end_of_sequence_is_ignored_or_put_off(model: Any, generator: tandem.Generator) -> None:
     (free,) = generator.generate(PROMPT, max_new_tokens=12)
     end_id = free.token_ids[3]
-    ends = {
-        0: EndOptions(stop_token_ids=(end_id,)),
-        1: EndOptions(stop_token_ids=(end_id,), min_tokens=7),
-        2: EndOptions(ignores_eos=True),
-    }
+    ends: list[dict[str, Any]] = [
+        {"stop_token_ids": (end_id,)},
+        {"stop_token_ids": (end_id,), "min_tokens": 7},
+        {"ignore_eos": True},
+        {},
+    ]
     model.generation_config.eos_token_id = free.token_ids[0]
     try:
         scheduler = generator.scheduler(3, chunk_tokens=PART)
     finally:
         model.generation_config.eos_token_id = None
-    for number, end in ends.items():
-        scheduler.add(request_of(number, PROMPT, max_new_tokens=12, end=end))
-    scheduler.add(request_of(3, PROMPT, max_new_tokens=12))
+    for number, end in enumerate(ends):
+        scheduler.add(request_of(number, PROMPT, max_new_tokens=12, **end))
     found = finish(scheduler)
     assert tokens(found[3]) == free.token_ids[:1], "the model's own end"
     assert tokens(found[2]) == free.token_ids
@@ -85,13 +84,25 @@ def test_an_end_of_sequence_is_ignored_or_put_off(model: Any, generator: tandem.
 def test_a_stop_string_waits_for_the_least_length(generator: tandem.Generator) -> None:
     (free,) = generator.generate(PROMPT, max_new_tokens=20)
     scheduler = generator.scheduler(1, chunk_tokens=PART)
-    end = EndOptions(min_tokens=10)
-    scheduler.add(request_of(0, PROMPT, max_new_tokens=20, stop=(free.text[:2],), end=end))
+    stop = (free.text[:2],)
+    scheduler.add(request_of(0, PROMPT, max_new_tokens=20, stop=stop, min_tokens=10))
     assert len(finish(scheduler)[0]) >= 10
 
 
 def test_a_grammar_has_the_last_word_about_the_end(generator: tandem.Generator) -> None:
-    scheduler = generator.scheduler(1, chunk_tokens=PART)
-    end = EndOptions(min_tokens=9, stop_token_ids=(66,))
-    scheduler.add(request_of(0, PROMPT, constraint=Spell([77, 66, 55]), end=end))
+    scheduler = generator.scheduler(1, chunk_tokens=PART, follow_grammar=Spell)
+    end: dict[str, Any] = {"min_tokens": 9, "stop_token_ids": (66,)}
+    scheduler.add(request_of(0, PROMPT, grammar="77 66 55", **end))
     assert tokens(finish(scheduler)[0]) == [77, 66]
+
+
+def test_a_generator_takes_what_the_server_takes(generator: tandem.Generator) -> None:
+    biased = ((66, 100.0),)
+    (answer,) = generator.generate(PROMPT, logit_bias=biased, stop_token_ids=(66,), min_tokens=4)
+    assert answer.token_ids.index(66) == 4
+    (repeated,) = generator.generate(PROMPT, logit_bias=biased, max_new_tokens=5)
+    assert repeated.token_ids == [66] * 5
+    (varied,) = generator.generate(
+        PROMPT, logit_bias=biased, max_new_tokens=5, presence_penalty=200.0
+    )
+    assert varied.token_ids.count(66) == 1

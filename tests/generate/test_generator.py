@@ -8,7 +8,6 @@ import torch
 import tandem
 from tandem.core.errors import ConfigError
 from tandem.generate.sampling import SamplingOptions
-from tandem.generate.stream import generate_answer
 from tests.architectures import VOCABULARY, build_tiny_model
 from tests.hf.tiny import byte_tokenizer
 
@@ -221,9 +220,7 @@ def test_control_c_ends_the_answer_and_keeps_what_is_there(generator: tandem.Gen
 
     ids = torch.tensor([[40, 41]])
     options = SamplingOptions(max_new_tokens=20)
-    answer = generate_answer(
-        generator.model, generator.tokenizer, ids, options, interrupt_at_the_third
-    )
+    answer = generator.answer(ids, options, interrupt_at_the_third)
     assert answer.is_interrupted
     assert answer.text.startswith("".join(pieces))
     assert 3 <= len(answer.token_ids) < 20

@@ -1,6 +1,5 @@
 """What one owner's requests leave in memory and on disk, another's do not find."""
 
-import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +17,7 @@ MINE, YOURS = b"mine", b"yours"
 
 
 def reused(scheduler: Scheduler, owner: bytes) -> int:
-    request = request_of(1, PROMPT, max_new_tokens=2, temperature=0.0)
-    scheduler.add(dataclasses.replace(request, owner=owner))
+    scheduler.add(request_of(1, PROMPT, max_new_tokens=2, temperature=0.0, owner=owner))
     (found,) = finish(scheduler).values()
     return found[0].reused_tokens
 
@@ -41,8 +39,7 @@ def test_prefixes_are_shared_within_an_owner_alone(tmp_path: Path) -> None:
 def test_prompts_at_once_of_two_owners_are_each_computed(tmp_path: Path) -> None:
     scheduler = tandem.Generator(long_model()).scheduler(2)
     for number, owner in enumerate((MINE, YOURS)):
-        request = request_of(number, PROMPT, max_new_tokens=2, temperature=0.0)
-        scheduler.add(dataclasses.replace(request, owner=owner))
+        scheduler.add(request_of(number, PROMPT, max_new_tokens=2, temperature=0.0, owner=owner))
     assert [found[0].reused_tokens for found in finish(scheduler).values()] == [0, 0]
 
 

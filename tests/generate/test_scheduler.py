@@ -1,6 +1,5 @@
 """Continuous batching: whoever comes and goes, each request gets what it gets alone."""
 
-import dataclasses
 import random
 from typing import Any
 
@@ -10,12 +9,11 @@ from torch import Tensor
 
 import tandem
 from tandem.core.errors import ConfigError
-from tandem.generate.failure import StepFailedError
 from tandem.generate.pace import Pace
-from tandem.generate.running import Request
+from tandem.generate.request import Request
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.scheduler import Scheduler
-from tandem.generate.token_output import TokenOutput
+from tandem.generate.token_output import StepFailedError, TokenOutput
 from tests.architectures import VOCABULARY, build_tiny_model
 from tests.hf.tiny import byte_tokenizer
 
@@ -23,8 +21,7 @@ PART = 16
 
 
 def request_of(number: int, prompt: list[int], **fields: Any) -> Request:
-    names = ("constraint", "num_top_logprobs", "has_prompt_logprobs", "end")
-    own = {k: fields.pop(k) for k in names if k in fields}
+    own = {k: fields.pop(k) for k in Request.__dataclass_fields__ if k in fields}
     return Request(
         request_id=number, prompt=tuple(prompt), options=SamplingOptions(**fields), **own
     )
@@ -140,9 +137,9 @@ def test_a_long_prompt_lets_streams_through_in_shorter_parts(
     model.generation_config.eos_token_id = None
     packed_generator = tandem.Generator(model, byte_tokenizer(), dense_dtype="bf16")
     long = request_of(
-        2, [50 + i % 9 for i in range(4 * PART + 3)], max_new_tokens=6, num_top_logprobs=3
-    )
-    long = dataclasses.replace(long, may_speculate=False)  # the answers before would be drafted
+        2, [50 + i % 9 for i in range(4 * PART + 3)], max_new_tokens=6, num_top_logprobs=3,
+        may_speculate=False,  # the answers before would be drafted
+    )  # fmt: skip
     alone = packed_generator.scheduler(2, chunk_tokens=PART)
     alone.add(long)
     expected = [alone.step() for _ in range(5)]
@@ -232,8 +229,8 @@ def test_logprobs_are_the_models(generator: tandem.Generator, model: Any) -> Non
 class Spell:
     """Lets only given tokens come, one after the other."""
 
-    def __init__(self, ids: list[int]) -> None:
-        self.ids = ids
+    def __init__(self, ids: str) -> None:
+        self.ids = [int(token) for token in ids.split()]
 
     def restrict(self, scores: Tensor) -> Tensor:
         limited = torch.full_like(scores, float("-inf"))
@@ -246,8 +243,8 @@ class Spell:
 
 
 def test_a_constraint_rules_what_comes_and_ends_it(generator: tandem.Generator) -> None:
-    scheduler = generator.scheduler(2, chunk_tokens=PART)
-    scheduler.add(request_of(0, [40], max_new_tokens=9, constraint=Spell([77, 66, 55])))
+    scheduler = generator.scheduler(2, chunk_tokens=PART, follow_grammar=Spell)
+    scheduler.add(request_of(0, [40], max_new_tokens=9, grammar="77 66 55"))
     scheduler.add(request_of(1, [41], max_new_tokens=4))
     found = finish(scheduler)
     assert tokens(found[0]) == [77, 66, 55]
@@ -272,9 +269,17 @@ class Breaks(Spell):
         return super().restrict(scores)
 
 
+def test_where_nothing_follows_a_grammar_it_is_refused(generator: tandem.Generator) -> None:
+    scheduler = generator.scheduler(1)
+    scheduler.add(request_of(0, [40], grammar="77"))
+    with pytest.raises(StepFailedError, match="leave the grammar out"):
+        scheduler.step()
+    assert not scheduler.has_work
+
+
 def test_who_fails_alone_is_dropped_alone(generator: tandem.Generator) -> None:
-    scheduler = generator.scheduler(2, chunk_tokens=PART)
-    scheduler.add(request_of(0, [40], max_new_tokens=9, constraint=Breaks([77, 66])))
+    scheduler = generator.scheduler(2, chunk_tokens=PART, follow_grammar=Breaks)
+    scheduler.add(request_of(0, [40], max_new_tokens=9, grammar="77 66"))
     scheduler.add(request_of(1, [41], max_new_tokens=6))
     found, failures = [], []
     while scheduler.has_work:
@@ -294,8 +299,7 @@ def test_who_fails_alone_is_dropped_alone(generator: tandem.Generator) -> None:
 def test_lower_numbers_go_first(generator: tandem.Generator) -> None:
     scheduler = generator.scheduler(1, chunk_tokens=PART)
     for number, priority in enumerate((0, 5, 0, -1)):
-        request = request_of(number, [40 + number], max_new_tokens=2)
-        scheduler.add(dataclasses.replace(request, priority=priority))
+        scheduler.add(request_of(number, [40 + number], max_new_tokens=2, priority=priority))
     assert list(finish(scheduler)) == [3, 0, 2, 1]
 
 
@@ -305,8 +309,10 @@ def test_a_paced_prompt_gives_what_it_gives_alone(monkeypatch: pytest.MonkeyPatc
     model: Any = build_tiny_model("mixtral")
     model.generation_config.eos_token_id = None
     packed_generator = tandem.Generator(model, byte_tokenizer(), dense_dtype="bf16")
-    long = request_of(2, [40 + i % 50 for i in range(120)], max_new_tokens=8, num_top_logprobs=3)
-    long = dataclasses.replace(long, may_speculate=False)
+    long = request_of(
+        2, [40 + i % 50 for i in range(120)], max_new_tokens=8, num_top_logprobs=3,
+        may_speculate=False,
+    )  # fmt: skip
     alone = packed_generator.scheduler(2, chunk_tokens=PART)
     alone.add(long)
     expected = finish(alone)[2]

@@ -20,8 +20,7 @@ from tandem.experts.execution.recorder import RoutingRecorder
 from tandem.experts.tracing.events import ExpertStatistics, LayerExecuted
 from tandem.generate.answer import Answer
 from tandem.generate.generator import Generator
-from tandem.generate.penalties import PenalisedScores, Penalties
-from tandem.generate.running import Request
+from tandem.generate.request import Request
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.scheduler import Scheduler
 from tandem.generate.speculation.speculation import Speculation
@@ -36,7 +35,9 @@ from tandem.policy.speculation.step_shape import TouchedExperts
 from tests.hf.tiny import save_tiny_checkpoint
 
 NEW_TOKENS = 24
-PENALTIES = Penalties(presence=0.3, frequency=0.2, bias=((50, -1.0),))
+PENALTIES: dict[str, Any] = {
+    "presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": ((50, -1.0),),
+}  # fmt: skip
 PROMPTS = [[40 + i % 37 for i in range(length)] for length in (9, 30, 5, 61)]
 RULES: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -125,7 +126,7 @@ def texts(answers: list[Answer]) -> list[list[int]]:
 class EvenTokens:
     """A constraint with a state: even and odd tokens take turns."""
 
-    def __init__(self) -> None:
+    def __init__(self, grammar: str) -> None:
         self.count = 0
 
     def restrict(self, scores: Tensor) -> Tensor:
@@ -143,8 +144,13 @@ def requests() -> list[Request]:
         Request(
             request_id=number,
             prompt=tuple(prompt),
-            options=SamplingOptions(max_new_tokens=NEW_TOKENS - number, temperature=1, seed=number),
-            constraint=[EvenTokens(), None, PenalisedScores(PENALTIES), None][number],
+            options=SamplingOptions(
+                max_new_tokens=NEW_TOKENS - number,
+                temperature=1,
+                seed=number,
+                **(PENALTIES if number == 2 else {}),
+            ),
+            grammar="even and odd" if number == 0 else None,
             num_top_logprobs=2,
             may_speculate=number != 3,
         )
@@ -163,9 +169,9 @@ def finished(scheduler: Scheduler) -> dict[int, list[Any]]:
 
 
 def test_constraints_and_log_probabilities_are_those_without(model: Any) -> None:
-    plain = finished(Generator(model, speculate="none").scheduler(4))
+    plain = finished(Generator(model, speculate="none").scheduler(4, follow_grammar=EvenTokens))
     whole = {n: [*PROMPTS[n], *(token for token, *_ in plain[n])] for n in plain}
-    scheduler = speculating(model, Scripted(whole)).scheduler(4)
+    scheduler = speculating(model, Scripted(whole)).scheduler(4, follow_grammar=EvenTokens)
     assert finished(scheduler) == plain
     assert scheduler.counts.accepted_tokens > NEW_TOKENS / 4
     assert scheduler.counts.decode_steps < NEW_TOKENS

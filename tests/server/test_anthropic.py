@@ -14,6 +14,7 @@ from tandem.apis.errors import ApiError
 from tandem.apis.reading import read_body
 from tandem.apis.schemas import ChatRequest
 from tandem.dialects.parts import AnswerPart, Call
+from tandem.generate.request import Request
 from tandem.generate.token_output import TokenOutput
 from tests.server.anthropic_events import events_of, message_of
 from tests.server.running import Reply, RunningServer
@@ -106,7 +107,7 @@ class Scripted:
 
 def token(number: int, finish_reason: Any = None, stop_string: str | None = None) -> TokenOutput:
     return TokenOutput(
-        request_id=1, text="x", token_id=5, logprob=None, finish_reason=finish_reason,
+        request_id=1, text="x", token_id=5, finish_reason=finish_reason,
         generated_tokens=number, reused_tokens=3, stop_string=stop_string,
     )  # fmt: skip
 
@@ -119,7 +120,7 @@ def test_thoughts_text_and_calls_are_blocks_of_their_own(has_marks: bool) -> Non
         AnswerPart(call=Call("g", "no json")),
     ]  # fmt: skip
     reader: Any = Scripted(parts)
-    request = GenerationRequest(fields={"prompt": (1,) * 10}, prompt_text="", reader=reader)
+    request = GenerationRequest(request=Request(prompt=(1,) * 10), prompt_text="", reader=reader)
     reply = MessageReply(request, "tiny", has_cache_marks=has_marks)
     events: list[dict[str, Any]] = [
         dict(event)

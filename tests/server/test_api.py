@@ -272,7 +272,7 @@ def test_a_prompt_that_is_too_long_is_told_in_numbers(server: RunningServer) -> 
         ({"messages": [{"role": "user", "content": [5]}]}, "messages.0.content.0 is 5"),
         ({"messages": None}, "messages is missing"),
         ({"logit_bias": {"five": 1}}, "logit_bias"),
-        ({"logit_bias": {"999": 1}}, "token id 999; this model's are 0 to 127"),
+        ({"logit_bias": {"999": 1}}, "token id 999 is unknown; this model's are 0 to 127"),
         ({"presence_penalty": 3.0}, "presence_penalty"),
         ({"verbosity": "low"}, "verbosity"),
         ({"top_logprobs": 3}, "needs logprobs"),

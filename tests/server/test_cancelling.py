@@ -9,6 +9,7 @@ import tandem
 from tandem.engine.engine import Engine
 from tandem.engine.messages import Cancel, EngineSettings, Progressed, Stop, Submit
 from tandem.generate.kept_prefixes import KeptPrefixes
+from tandem.generate.request import Request
 from tandem.generate.sampling import SamplingOptions
 from tandem.kv_cache.prefix_files import SEGMENT_TOKENS
 from tests.hf.tiny import byte_tokenizer
@@ -36,7 +37,7 @@ def test_who_leaves_during_a_step_gets_no_other(tiny_checkpoint: Path) -> None:
     model.get_input_embeddings().register_forward_pre_hook(leave)
     options = SamplingOptions(max_new_tokens=400, temperature=0.0)
     for number, token in PROMPTS.items():
-        ours.send(Submit(request_id=number, prompt=(token,), options=options))
+        ours.send(Submit(Request(request_id=number, prompt=(token,), options=options)))
     engine.run()
     assert steps == 2 * LEAVES_IN_STEP
     served = []
@@ -62,7 +63,7 @@ def test_a_beginning_outlives_the_process(tiny_checkpoint: Path, tmp_path: Path)
             kept_prefixes=KeptPrefixes(tmp_path, 1 << 24),
         )
         engine = Engine(lambda: (model, byte_tokenizer()), settings, theirs)
-        ours.send(Submit(request_id=1, prompt=prompt, options=options))
+        ours.send(Submit(Request(prompt=prompt, options=options)))
         thread = threading.Thread(target=engine.run)
         thread.start()
         while not isinstance(message := ours.recv(), Progressed):

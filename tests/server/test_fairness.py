@@ -8,6 +8,7 @@ import pytest
 
 from tandem.apis.errors import ApiError
 from tandem.engine.messages import Cancel, EngineSettings, ModelInfo, Progressed, Ready, Submit
+from tandem.generate.request import Request
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.token_output import TokenOutput
 from tandem.server import engine_client, event_stream
@@ -36,15 +37,12 @@ class FakeProcess:
 
 
 def last_token(number: int) -> TokenOutput:
-    return TokenOutput(
-        request_id=number, text="", token_id=5, logprob=None, finish_reason="stop",
-        generated_tokens=1, reused_tokens=0,
-    )  # fmt: skip
+    return TokenOutput(number, token_id=5, finish_reason="stop", generated_tokens=1)
 
 
-def request(priority: int = 0) -> dict[str, Any]:
+def request(priority: int = 0) -> Request:
     options = SamplingOptions(max_new_tokens=1)
-    return {"prompt": (5,), "options": options, "priority": priority}
+    return Request(prompt=(5,), options=options, priority=priority)
 
 
 async def started_client(max_waiting: int) -> EngineClient:
@@ -71,7 +69,7 @@ def test_every_prompt_of_a_request_counts_and_all_or_none_are_taken(
             assert refused.value.status == status
             assert (client.num_running, client.num_waiting) == (1, 3)
         several = client.submit(*[request()] * 6)
-        client.cancel(several)
+        client.cancel(several.numbers)
         assert (client.num_running, client.num_waiting) == (1, 3)
 
     asyncio.run(play())
@@ -85,7 +83,7 @@ def test_thousands_that_leave_at_once_are_one_pass(monkeypatch: pytest.MonkeyPat
         client = await started_client(max_waiting=100_000)
         client.submit(request())
         several = client.submit(*[request()] * 100_000)
-        client.cancel(several)
+        client.cancel(several.numbers)
         assert (client.num_running, client.num_waiting) == (1, 0)
         assert not any(isinstance(message, Cancel) for message in FakeProcess.sent)
 
@@ -106,8 +104,8 @@ def test_lower_numbers_go_first_and_equals_in_their_order(
         order: list[int] = []
         while submitted := [m for m in FakeProcess.sent if isinstance(m, Submit)][len(order) :]:
             (submit,) = submitted
-            order.append(submit.request_id)
-            FakeProcess.on_message(Progressed([last_token(submit.request_id)]))
+            order.append(submit.request.request_id)
+            FakeProcess.on_message(Progressed([last_token(order[-1])]))
         return order
 
     assert asyncio.run(play()) == [1, 4, 3, 5, 2]

@@ -264,9 +264,10 @@ def test_turns_with_images_are_dropped_and_a_model_may_say_no(checkpoint: Path) 
     ]
     body = asked([*turns, {"role": "user", "content": shown}], max_tokens=10)
     (request,) = requests.chat(body, INFO)
-    images = request.fields["images"]
+    images = request.request.images
+    assert images is not None
     assert 0 < request.num_dropped_turns < 5
-    assert request.fields["prompt"] == images.ids
+    assert request.request.prompt == images.ids
     assert len(images.inputs["image_grid_thw"]) == 6 - request.num_dropped_turns
     assert requests.capabilities(INFO)["image_input"] == {"supported": True}
     info = dataclasses.replace(INFO, why_no_images="Gemma takes no images here: it may not")

@@ -52,7 +52,7 @@ def test_a_budget_of_reasoning_is_handed_on_where_the_model_reasons(tokenizer: A
     for template in (plain, plain + "<think>\n"):
         tokenizer.chat_template = template
         generation_request = trimmed(tokenizer, [LONG[-1]], thinking_token_budget=7)
-        limits.append(generation_request.fields["thinking"])
+        limits.append(generation_request.request.thinking)
     tokenizer.chat_template = plain
     assert limits == [
         None,

@@ -17,6 +17,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.messages import EngineSettings, Failed, Progressed, Stop, Submit
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.generate.generator import Generator
+from tandem.generate.request import Request
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.token_output import TokenOutput
 from tandem.hf import assembly
@@ -198,7 +199,8 @@ def test_a_servers_engine_answers_requests_that_come_and_go(tmp_path: Path) -> N
     prompts = LONG[:40], [50, 51, 52], [*LONG[:40], 50]
     options = SamplingOptions(max_new_tokens=8, temperature=0.0)
     for number, prompt in enumerate(prompts):
-        ours.send(Submit(request_id=number, prompt=tuple(prompt), options=options))
+        request = Request(request_id=number, prompt=tuple(prompt), options=options)
+        ours.send(Submit(request))
     outputs: dict[int, TokenOutput] = {}
 
     def take() -> None:

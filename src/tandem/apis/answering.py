@@ -1,17 +1,15 @@
 """Turns a checked body into a generation request for the engine process."""
 
-import dataclasses
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from tandem.apis.errors import ApiError
 from tandem.apis.images import TEXT_ONLY, ImageReader, without_sources
 from tandem.apis.ruling import GrammarWriter, chat_grammar, described_tools, text_grammar
-from tandem.apis.schemas import ChatRequest, CompletionRequest, Sampling, Tool
+from tandem.apis.schemas import SEEDS, ChatRequest, CompletionRequest, Sampling, Tool
 from tandem.apis.turns import described, template_options, tools_of, turn_of
 from tandem.dialects.format import ChatFormat, ChatPrompt
 from tandem.dialects.reader import AnswerReader
@@ -19,22 +17,19 @@ from tandem.dialects.tool_grammar import free_calls
 from tandem.engine.messages import ModelInfo
 from tandem.foreign_types import Tokenizer
 from tandem.generate.conversation import trim_conversation
-from tandem.generate.ending import EndOptions
-from tandem.generate.penalties import Penalties
-from tandem.generate.sampling import SamplingOptions
+from tandem.generate.request import Request
 from tandem.generate.thinking import ThinkingLimit
 from tandem.hf.text_tokens import TextTooLongError, token_ids
 
-_SEEDS = 2**62
 # Room that a trimmed conversation leaves for an answer of unsaid length, in tokens.
 _TRIMMED_ROOM = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One prompt, as `EngineClient.submit` takes it, and how its answer is read."""
+    """What is asked of the engine, and how the answer is read."""
 
-    fields: dict[str, Any]
+    request: Request
     prompt_text: str
     grammar: GrammarWriter | None = None
     """Writes the grammar that the answer follows; the same for all requests of a body."""
@@ -49,7 +44,7 @@ class GenerationRequest:
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompt."""
-        return len(self.fields["prompt"])
+        return len(self.request.prompt)
 
 
 class GenerationRequests:
@@ -100,25 +95,27 @@ class GenerationRequests:
         written = self._written(body, tools, info, is_ruled=is_ruled)
         limit = self.limit(info) if self._trims or trims else None
         prompt, num_dropped = _fitting([*map(turn_of, body.messages)], written, limit, body)
-        fields = self._fields(body, prompt.ids, info)
-        fields["images"] = prompt.images
-        grammar = ruled or self._free(body, tools, prompt)
-        fields["thinking"] = None if is_ruled else self._thinking(body, prompt)
-        fields["keeps_special"] |= self._format.keeps_special(has_tools=bool(tools))
-        if body.logprobs:
-            fields["num_top_logprobs"] = body.top_logprobs or 0
-        elif body.top_logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        request = self._request(body, prompt.ids, info)
+        keeps_special = self._format.keeps_special(has_tools=bool(tools))
+        request = replace(
+            request,
+            images=prompt.images,
+            thinking=None if is_ruled else self._thinking(body, prompt),
+            keeps_special=request.keeps_special or keeps_special,
+        )
+        grammar = ruled or self._free(body, tools, prompt)
         return [
             GenerationRequest(
-                fields=one,
+                request=one,
                 prompt_text=prompt.text,
                 grammar=grammar,
                 reader=self._format.reader(prompt, shown_tools, is_ruled=is_ruled),
                 has_one_call=body.parallel_tool_calls is False,
                 num_dropped_turns=num_dropped,
             )
-            for one in _choices(fields, body.n)
+            for one in _choices(request, body.n)
         ]
 
     def chat_ids(self, body: ChatRequest, info: ModelInfo) -> list[int]:
@@ -150,7 +147,7 @@ class GenerationRequests:
             if not sources or self._images is None:
                 return prompt
             images = self._images.write(prompt.text, sources)
-            return dataclasses.replace(prompt, ids=list(images.ids), images=images)
+            return replace(prompt, ids=list(images.ids), images=images)
 
         return written
 
@@ -166,14 +163,12 @@ class GenerationRequests:
         generation_requests = []
         for prompt in body.prompts:
             ids = self.text_ids(prompt, info, has_special=body.add_special_tokens is not False)
-            fields = self._fields(body, ids, info)
-            fields["num_top_logprobs"] = body.logprobs
-            fields["has_prompt_logprobs"] = bool(body.echo) and body.logprobs is not None
+            request = self._request(body, ids, info)
             text = prompt if isinstance(prompt, str) else str(prompt)
             echo = self._echo(prompt) if body.echo else ""
             generation_requests += [
-                GenerationRequest(fields=one, prompt_text=text, grammar=grammar, echo=echo)
-                for one in _choices(fields, body.n)
+                GenerationRequest(request=one, prompt_text=text, grammar=grammar, echo=echo)
+                for one in _choices(request, body.n)
             ]
         return generation_requests
 
@@ -187,28 +182,11 @@ class GenerationRequests:
     def _echo(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(prompt))
 
-    def _fields(self, body: Sampling, ids: list[int], info: ModelInfo) -> dict[str, Any]:
-        room = self._room(ids, info)
-        asked = _asked_tokens(body)
-        options = SamplingOptions(
-            max_new_tokens=max(1, room if asked is None else min(asked, room)),
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            min_p=body.min_p,
-            repetition_penalty=body.repetition_penalty or body.repeat_penalty,
-            seed=None if body.seed is None else body.seed % _SEEDS,
-            stop=_stop(body.stop),
-        )
-        return {
-            "prompt": tuple(ids),
-            "options": options,
-            "penalties": _penalties(body, info),
-            "keeps_special": body.skip_special_tokens is False,
-            "may_speculate": body.speculative != "none",
-            "priority": _priority(body),
-            "end": _end(body, info, is_prompt_only=asked == 0),
-        }
+    def _request(self, body: Sampling, ids: list[int], info: ModelInfo) -> Request:
+        request = body.request(ids, self._room(ids, info))
+        _require_known(request.options.stop_token_ids, info, "stop_token_ids")
+        _require_known([token for token, _ in request.options.logit_bias], info, "logit_bias")
+        return request
 
     def _room(self, ids: list[int], info: ModelInfo) -> int:
         """Return how long an answer may be; checks what the engine process would refuse."""
@@ -236,13 +214,11 @@ class GenerationRequests:
 
     def _thinking(self, body: ChatRequest, prompt: ChatPrompt) -> ThinkingLimit | None:
         """Return the limit of an answer's reasoning, if it has one."""
-        asked = (body.thinking_token_budget, body.thinking_budget_tokens, body.thinking_budget)
-        budget = next((number for number in asked if number is not None), None)
-        if budget is None or not self._format.thinks:
+        if body.thinking_tokens is None or not self._format.thinks:
             return None
         dialect = self._format.dialect
         return ThinkingLimit(
-            num_tokens=budget,
+            num_tokens=body.thinking_tokens,
             begin=dialect.think.strip(),
             end=dialect.end_think,
             closing=dialect.closing,
@@ -275,7 +251,7 @@ def _fitting(
     """Return a conversation as the model reads it, and how many turns it lost to a limit."""
     if limit is None:
         return written(turns), 0
-    longest = limit - max(1, min(_asked_tokens(body) or _TRIMMED_ROOM, limit // 4))
+    longest = limit - max(1, min(body.asked_tokens or _TRIMMED_ROOM, limit // 4))
 
     def fits(some: list[dict[str, object]]) -> bool:
         try:
@@ -287,34 +263,13 @@ def _fitting(
     return written(kept), num_dropped
 
 
-def _choices(fields: dict[str, Any], n: int | None) -> list[dict[str, Any]]:
-    """Return the fields of each of n choices, whose seeds follow one another."""
-    options = fields["options"]
-    return [
-        fields
-        if i == 0 or options.seed is None
-        else {**fields, "options": dataclasses.replace(options, seed=(options.seed + i) % _SEEDS)}
-        for i in range(n or 1)
-    ]
-
-
-def _asked_tokens(body: Sampling) -> int | None:
-    """Return how long an answer may be; None: there was no limit, or -1 as some clients say it."""
-    newest = body.max_completion_tokens if isinstance(body, ChatRequest) else None
-    given = (newest, body.max_tokens, body.n_predict)
-    asked = next((limit for limit in given if limit is not None), None)
-    return None if asked == -1 else asked
-
-
-def _end(body: Sampling, info: ModelInfo, *, is_prompt_only: bool) -> EndOptions:
-    stop_token_ids = body.stop_token_ids or []
-    _require_known(stop_token_ids, info, "stop_token_ids")
-    return EndOptions(
-        min_tokens=body.min_tokens or 0,
-        ignores_eos=bool(body.ignore_eos),
-        stop_token_ids=tuple(stop_token_ids),
-        is_prompt_only=is_prompt_only,
-    )
+def _choices(request: Request, n: int | None) -> list[Request]:
+    """Return the requests of n choices, whose seeds follow one another."""
+    options = request.options
+    if options.seed is None:
+        return [request] * (n or 1)
+    seeds = ((options.seed + i) % SEEDS for i in range(n or 1))
+    return [replace(request, options=replace(options, seed=seed)) for seed in seeds]
 
 
 def _require_known(ids: Sequence[int], info: ModelInfo, field: str) -> None:
@@ -325,33 +280,6 @@ def _require_known(ids: Sequence[int], info: ModelInfo, field: str) -> None:
             f"token id {unknown} is unknown; this model's are 0 to {info.vocabulary - 1}",
             param=field,
         )
-
-
-def _penalties(body: Sampling, info: ModelInfo) -> Penalties | None:
-    """Return what changes scores; None if nothing does."""
-    bias = tuple((int(token), value) for token, value in (body.logit_bias or {}).items())
-    unknown = next((token for token, _ in bias if token >= info.vocabulary), None)
-    if unknown is not None:
-        raise ApiError(
-            400,
-            f"logit_bias holds token id {unknown}; this model's are 0 to {info.vocabulary - 1}",
-            param="logit_bias",
-        )
-    presence, frequency = body.presence_penalty or 0.0, body.frequency_penalty or 0.0
-    if not (presence or frequency or bias):
-        return None
-    return Penalties(presence=presence, frequency=frequency, bias=bias)
-
-
-def _priority(body: Sampling) -> int:
-    """Return the place in the queue that was asked for: by number, or by OpenAI's tiers."""
-    if body.priority is not None:
-        return body.priority
-    return {"priority": -1, "flex": 1}.get(body.service_tier or "", 0)
-
-
-def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
-    return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 def new_id(prefix: str, mark: str = "-") -> str:

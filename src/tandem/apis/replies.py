@@ -220,7 +220,7 @@ class CompletionReply:
         }
         self._tallies = [Tally(prompt_tokens=one.prompt_tokens) for one in generation_requests]
         self._texts = ["" for _ in generation_requests]
-        self._logprobs = [_Logprobs(tokenizer, one.fields["prompt"]) for one in generation_requests]
+        self._logprobs = [_Logprobs(tokenizer, one.request.prompt) for one in generation_requests]
 
     def first_events(self) -> list[Event]:
         """Return nothing: a stream begins with its first text."""

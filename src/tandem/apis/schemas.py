@@ -1,15 +1,19 @@
 """The bodies of requests: OpenAI's fields, and those of vLLM and llama.cpp that Tandem follows.
 
 A field that would make another answer and that Tandem does not follow is accepted only with the
-value that changes nothing; what happens to other fields is `reading`'s.
+value that changes nothing; what happens to other fields is `reading`'s. Fields that are called as
+those of `SamplingOptions` are handed on as they are.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, field_validator
 
 from tandem.apis.reading import Body, Unsupported, sentence
+from tandem.generate.request import Request
+from tandem.generate.sampling import SamplingOptions
 
 _Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -22,6 +26,9 @@ _MaxTokensOrNone = Annotated[int, Field(ge=0, le=2**31)] | Literal[-1]
 _Budget = Annotated[int, Field(ge=0, le=2**31)]
 _Pattern = Annotated[str, Field(min_length=1, max_length=65536)]
 _Choices = Annotated[list[_Stop], Field(min_length=1, max_length=1024)]
+SEEDS = 2**62
+_OPTIONS = {field.name for field in dataclasses.fields(SamplingOptions)}
+_TIERS = {"priority": -1, "flex": 1}
 
 _UNSUPPORTED = {
     "best_of": Unsupported((1,), "ask for several answers with n, and choose among them"),
@@ -147,6 +154,45 @@ class Sampling(Asked):
     def num_answers(self) -> int:
         """How many requests it is for the engine."""
         return self.n or 1
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """How long an answer may be; None: as long as there is room."""
+        return _first(self.max_tokens, self.n_predict)
+
+    def request(self, ids: Sequence[int], room: int) -> Request:
+        """Return what a prompt of these tokens asks for, with room for so many of an answer."""
+        asked = self.asked_tokens
+        return Request(
+            prompt=tuple(ids),
+            options=self._options(max(1, room if asked is None else min(asked, room))),
+            is_prompt_only=asked == 0,
+            keeps_special=self.skip_special_tokens is False,
+            may_speculate=self.speculative != "none",
+            priority=_TIERS.get(self.service_tier or "", 0)
+            if self.priority is None
+            else self.priority,
+        )
+
+    def _options(self, max_new_tokens: int) -> SamplingOptions:
+        given = self.model_dump(include=_OPTIONS, exclude_none=True)
+        stop = given.get("stop", ())
+        return SamplingOptions(
+            **given | {
+                "max_new_tokens": max_new_tokens,
+                "repetition_penalty": self.repetition_penalty or self.repeat_penalty,
+                "seed": None if self.seed is None else self.seed % SEEDS,
+                "stop": (stop,) if isinstance(stop, str) else tuple(stop),
+                "stop_token_ids": tuple(given.get("stop_token_ids", ())),
+                "logit_bias": tuple((int(i), bias) for i, bias in (self.logit_bias or {}).items()),
+            }
+        )  # fmt: skip
+
+
+def _first(*given: int | None) -> int | None:
+    """Return the first number that was given; -1 is what some clients send for none."""
+    found = next((number for number in given if number is not None), None)
+    return None if found == -1 else found
 
 
 class TextPart(Body):
@@ -275,6 +321,22 @@ class ChatRequest(Sampling):
     modalities: list[Literal["text"]] | None = None
     prediction: _Json | None = None
 
+    @property
+    def asked_tokens(self) -> int | None:
+        """How long an answer may be; None: as long as there is room."""
+        return _first(self.max_completion_tokens, self.max_tokens, self.n_predict)
+
+    @property
+    def thinking_tokens(self) -> int | None:
+        """How many tokens of reasoning there may be; None: any number."""
+        budgets = self.thinking_token_budget, self.thinking_budget_tokens, self.thinking_budget
+        return _first(*budgets)
+
+    def request(self, ids: Sequence[int], room: int) -> Request:
+        """Return what a prompt of these tokens asks for, with room for so many of an answer."""
+        num_top = (self.top_logprobs or 0) if self.logprobs else None
+        return dataclasses.replace(super().request(ids, room), num_top_logprobs=num_top)
+
 
 class CompletionRequest(Sampling):
     """The body of /v1/completions."""
@@ -295,6 +357,14 @@ class CompletionRequest(Sampling):
     def num_answers(self) -> int:
         """How many requests it is for the engine."""
         return len(self.prompts) * (self.n or 1)
+
+    def request(self, ids: Sequence[int], room: int) -> Request:
+        """Return what a prompt of these tokens asks for, with room for so many of an answer."""
+        return dataclasses.replace(
+            super().request(ids, room),
+            num_top_logprobs=self.logprobs,
+            has_prompt_logprobs=bool(self.echo) and self.logprobs is not None,
+        )
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:

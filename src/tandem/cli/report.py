@@ -11,8 +11,8 @@ from tandem.experts.tracing.events import ExpertStatistics
 from tandem.foreign_types import PreTrainedModel
 
 if TYPE_CHECKING:
+    from tandem.generate.answer import Answer
     from tandem.generate.speculation.speculation import Speculation
-    from tandem.generate.stream import Answer
 
 
 # By what ended an answer that the model had not ended.

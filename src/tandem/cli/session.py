@@ -173,7 +173,6 @@ class Session:
 
     def _answer(self, message: "Message") -> "Answer":
         from tandem.cli.report import RunReport
-        from tandem.generate.stream import generate_answer
 
         messages, prompt = self._fit([*self._messages, message])
         report = RunReport(self._model)
@@ -181,10 +180,7 @@ class Session:
             generator = self._ready_generator()
             report.count_drafts(generator.speculation)
             explanation = self._begin_explanation(generator)
-            answer = generate_answer(
-                self._model, self._tokenizer, prompt, self.sampling, _print_text,
-                generator=generator,
-            )  # fmt: skip
+            answer = generator.answer(prompt, self.sampling, _print_text)
             print(flush=True)
             self._messages = [*messages, {"role": "assistant", "content": answer.text}]
             self._print_statistics(answer, report, explanation)

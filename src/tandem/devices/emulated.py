@@ -85,3 +85,6 @@ class EmulatedDevice(Device):
 
     def synchronize(self) -> None:
         """No-op: launched batches are done."""
+
+    def close(self) -> None:
+        """No-op."""

@@ -49,7 +49,7 @@ class Grammars:
 
 
 class GrammarConstraint:
-    """One answer on its way through a grammar; see `generate.running.Constraint`."""
+    """One answer on its way through a grammar; see `generate.constraints`."""
 
     def __init__(
         self,

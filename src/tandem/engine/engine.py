@@ -43,16 +43,13 @@ from tandem.experts.execution.device import DeviceLostError
 from tandem.experts.store.host_memory import process_bytes
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import ExpertStatistics, LayerExecuted
-from tandem.generate.failure import StepFailedError
 from tandem.generate.generator import Generator
 from tandem.generate.next_token_models import context_tokens, end_of_sequence_ids, vocabulary_size
 from tandem.generate.pace import Pace
-from tandem.generate.penalties import PenalisedScores, Together
-from tandem.generate.running import Constraint, Request
+from tandem.generate.request import Request
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.speculation.draft_counts import DraftCounts
-from tandem.generate.thinking import BoundedThinking
-from tandem.generate.token_output import BatchCounts
+from tandem.generate.token_output import BatchCounts, StepFailedError
 from tandem.hf.dense import pack_as_loaded
 from tandem.hf.runtime import require_runtime
 
@@ -88,7 +85,7 @@ class Engine:
         if runtime.options.dense_dtype == "auto":
             # An answer that does not depend on its batch matters more here than a few per cent.
             pack_as_loaded(model, runtime.threads)
-        self._model, self._tokenizer = model, tokenizer
+        self._model = model
         self._connection = connection
         generator = Generator(
             model, tokenizer, has_replay=settings.has_replay, speculate=settings.speculate,
@@ -96,15 +93,15 @@ class Engine:
             **settings.load_drafting(tokenizer),
         )  # fmt: skip
         self._speculation = generator.speculation
+        vocabulary = vocabulary_size(model)
+        self._end_ids = tuple(sorted(end_of_sequence_ids(model)))
         self._scheduler = generator.scheduler(
             settings.max_running,
             chunk_tokens=settings.part_tokens,
             kept=settings.kept_prefixes,
             pace=None if settings.max_gap is None else Pace(settings.max_gap),
+            follow_grammar=Grammars(tokenizer, vocabulary, self._end_ids).constraint,
         )
-        vocabulary = vocabulary_size(model)
-        self._end_ids = tuple(sorted(end_of_sequence_ids(model)))
-        self._grammars = Grammars(tokenizer, vocabulary, self._end_ids)
         executor = runtime.executor
         self._executor = executor
         self._experts, self._cache = ExpertStatistics(), CacheStatistics()
@@ -123,7 +120,7 @@ class Engine:
     def _warm_up(self) -> None:
         """Answer something once, so that the first request finds all that is made on first use."""
         options = SamplingOptions(max_new_tokens=_WARM_UP_TOKENS, temperature=0.0)
-        self._scheduler.add(Request(request_id=0, prompt=(0,), options=options))
+        self._scheduler.add(Request(prompt=(0,), options=options))
         while self._scheduler.has_work:
             self._scheduler.step()
         self._scheduler.counts = BatchCounts()
@@ -172,7 +169,7 @@ class Engine:
 
     def _take(self, message: object) -> None:
         if isinstance(message, Submit):
-            self._submit(message)
+            self._submit(message.request)
         elif isinstance(message, Cancel):
             self._scheduler.cancel(message.request_id)
         elif isinstance(message, Watch):
@@ -180,37 +177,12 @@ class Engine:
         elif isinstance(message, Stop):
             self._is_stopped = True
 
-    def _submit(self, message: Submit) -> None:
+    def _submit(self, request: Request) -> None:
         try:
-            self._scheduler.add(
-                Request(
-                    request_id=message.request_id,
-                    prompt=message.prompt,
-                    options=self._resolved(message.options),
-                    constraint=self._constraint(message),
-                    num_top_logprobs=message.num_top_logprobs,
-                    keeps_special=message.keeps_special,
-                    has_prompt_logprobs=message.has_prompt_logprobs,
-                    may_speculate=message.may_speculate,
-                    priority=message.priority,
-                    end=message.end,
-                    images=message.images,
-                    owner=message.owner,
-                )
-            )
+            options = self._resolved(request.options)
+            self._scheduler.add(dataclasses.replace(request, options=options))
         except Exception as error:
-            self._tell_failed((message.request_id,), error)
-
-    def _constraint(self, message: Submit) -> Constraint | None:
-        """Return what rules the choice of tokens; what a grammar forbids does not come."""
-        found: list[Constraint] = []
-        if message.penalties is not None:
-            found.append(PenalisedScores(message.penalties))
-        if message.grammar is not None:
-            found.append(self._grammars.constraint(message.grammar))
-        if message.thinking is not None:
-            found.append(BoundedThinking(message.thinking, self._tokenizer))
-        return found[0] if len(found) == 1 else Together(found) if found else None
+            self._tell_failed((request.request_id,), error)
 
     def _tell_failed(self, numbers: Sequence[int], error: Exception) -> None:
         """Return a sentence for the client; text of an error that is not Tandem's is withheld."""

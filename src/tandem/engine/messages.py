@@ -8,18 +8,12 @@ was under way already: the receiver drops that.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 from tandem.foreign_types import PreTrainedModel, Tokenizer
-from tandem.generate.ending import EndOptions
 from tandem.generate.kept_prefixes import KeptPrefixes
-from tandem.generate.penalties import Penalties
-from tandem.generate.sampling import SamplingOptions
-from tandem.generate.thinking import ThinkingLimit
+from tandem.generate.request import Request
 from tandem.generate.token_output import BatchCounts, TokenOutput
-
-if TYPE_CHECKING:
-    from tandem.decode.images import ImagePrompt
 
 # Loads (model, tokenizer); pickled by name, so that the engine process can call it.
 ModelLoader = Callable[[], tuple[PreTrainedModel, Tokenizer]]
@@ -59,26 +53,10 @@ class EngineSettings:
     """Where beginnings of prompts are kept on disk; None: nowhere."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submit:
+class Submit(NamedTuple):
     """Answer this."""
 
-    request_id: int
-    prompt: tuple[int, ...]
-    options: SamplingOptions
-    grammar: str | None = None
-    """As the grammar library writes it; None: any text."""
-    penalties: Penalties | None = None
-    num_top_logprobs: int | None = None
-    keeps_special: bool = False
-    has_prompt_logprobs: bool = False
-    may_speculate: bool = True
-    priority: int = 0
-    end: EndOptions = field(default_factory=EndOptions)
-    images: "ImagePrompt | None" = None
-    thinking: ThinkingLimit | None = None
-    owner: bytes = b""
-    """Whose it is: nothing is reused of what another owner's requests have left."""
+    request: Request
 
 
 class Cancel(NamedTuple):

@@ -4,11 +4,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tandem.generate.answer import Answer, FinishReason
-from tandem.generate.failure import StepFailedError
-from tandem.generate.running import Request
+from tandem.generate.answer import Answer
+from tandem.generate.request import Request
 from tandem.generate.scheduler import Scheduler
-from tandem.generate.token_output import TokenOutput
+from tandem.generate.token_output import StepFailedError, TokenOutput
 
 
 @dataclass(slots=True)
@@ -16,12 +15,9 @@ class _Answering:
     """One prompt and its answer so far."""
 
     prompt_tokens: int
+    latest: TokenOutput
     token_ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    reused_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
     first: float = 0.0
     last: float = 0.0
 
@@ -29,25 +25,22 @@ class _Answering:
         """Append what a step has brought."""
         if output.token_id is not None:
             self.token_ids.append(output.token_id)
-        if output.text:
-            self.pieces.append(output.text)
-        self.reused_tokens = output.reused_tokens
-        self.drafted_tokens = output.drafted_tokens
-        self.accepted_tokens = output.accepted_tokens
-        self.finish_reason = output.finish_reason
+        self.pieces.append(output.text)
+        self.latest = output
 
     def answer(self, started: float) -> Answer:
-        assert self.finish_reason is not None
+        end = self.latest
+        assert end.finish_reason is not None
         return Answer(
             text="".join(self.pieces),
             token_ids=self.token_ids,
             prompt_tokens=self.prompt_tokens,
             time_to_first_token_seconds=max(self.first - started, 0.0),
             decode_seconds=self.last - self.first,
-            finish_reason=self.finish_reason,
-            reused_tokens=self.reused_tokens,
-            drafted_tokens=self.drafted_tokens,
-            accepted_tokens=self.accepted_tokens,
+            finish_reason=end.finish_reason,
+            reused_tokens=end.reused_tokens,
+            drafted_tokens=end.drafted_tokens,
+            accepted_tokens=end.accepted_tokens,
         )
 
 
@@ -63,7 +56,9 @@ class Batch:
         """Submit the requests to a scheduler that has no other work."""
         self._scheduler = scheduler
         self._on_text = on_text
-        self._answers = [_Answering(len(request.prompt)) for request in requests]
+        self._answers = [
+            _Answering(len(one.prompt), TokenOutput(one.request_id)) for one in requests
+        ]
         self._started = time.perf_counter()
         for request in requests:
             scheduler.add(request)
@@ -71,7 +66,7 @@ class Batch:
     @property
     def is_done(self) -> bool:
         """Tell whether every prompt has its answer."""
-        return all(one.finish_reason is not None for one in self._answers)
+        return all(one.latest.finish_reason is not None for one in self._answers)
 
     def advance(self) -> None:
         """Do one step: prompts first, then a token for each that has not ended.
@@ -92,11 +87,9 @@ class Batch:
     def interrupt(self) -> None:
         """End every answer where it stands."""
         for number, one in enumerate(self._answers):
-            if one.finish_reason is None:
-                one.finish_reason = "interrupted"
+            if one.latest.finish_reason is None:
                 output = self._scheduler.interrupt(number)
-                if output is not None:
-                    self._take(output)
+                self._take(output or TokenOutput(number, finish_reason="interrupted"))
 
     def answers(self) -> list[Answer]:
         """Return the answers in the order of the prompts, once all have ended."""

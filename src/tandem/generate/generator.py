@@ -23,6 +23,7 @@ from tandem.decode.slots import MAX_STEP_TOKENS, SlotPool
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.answer import Answer
 from tandem.generate.batch import Batch
+from tandem.generate.constraints import FollowGrammar, no_grammars
 from tandem.generate.images import Processor, has_images
 from tandem.generate.kept_prefixes import KeptPrefixes
 from tandem.generate.next_token_models import (
@@ -33,7 +34,7 @@ from tandem.generate.next_token_models import (
 )
 from tandem.generate.pace import Pace
 from tandem.generate.prompt import encode_conversation, encode_text, encode_with_images, room
-from tandem.generate.running import Request
+from tandem.generate.request import Request
 from tandem.generate.sampling import SamplingOptions, not_followed
 from tandem.generate.scheduler import CHUNK_TOKENS, Scheduler
 from tandem.generate.speculation.drafters import DraftParts, new_speculation
@@ -137,6 +138,18 @@ class Generator:
             batch.advance()
         return batch.answers()
 
+    def answer(
+        self, prompt: Prompt, options: SamplingOptions, on_text: Callable[[str], None]
+    ) -> Answer:
+        """Answer a prompt; Ctrl-C (KeyboardInterrupt) ends the answer, which is then returned."""
+        batch = self.start([prompt], options, on_text=lambda _, piece: on_text(piece))
+        try:
+            while not batch.is_done:
+                batch.advance()
+        except KeyboardInterrupt:
+            batch.interrupt()
+        return batch.answers()[0]
+
     def stream(
         self, prompt: Prompt, options: SamplingOptions | None = None, **fields: object
     ) -> Iterator[str]:
@@ -197,11 +210,13 @@ class Generator:
         chunk_tokens: int = CHUNK_TOKENS,
         kept: KeptPrefixes | None = None,
         pace: Pace | None = None,
+        follow_grammar: FollowGrammar = no_grammars,
     ) -> Scheduler:
         """Return a scheduler of its own for requests that come and go: `Scheduler.add`.
 
         It runs one request at a time if the model must run padded. `kept` says where beginnings of
-        prompts are kept on disk, `pace` how long streams may wait for prompts.
+        prompts are kept on disk, `pace` how long streams may wait for prompts, `follow_grammar`
+        how requests' grammars are followed.
         """
         self.prepare()
         num_slots = max_running if self.why_padded is None else 1
@@ -210,6 +225,7 @@ class Generator:
             self.model, self.tokenizer, pool, chunk_tokens=chunk_tokens,
             speculation=self.speculation,
             files=None if kept is None else kept.open(self.model, pool), pace=pace,
+            follow_grammar=follow_grammar,
         )  # fmt: skip
 
     def prepare(self) -> None:

@@ -8,7 +8,8 @@ import time
 from collections.abc import Sequence
 
 from tandem.decode.slots import SlotPool, num_shared
-from tandem.generate.running import Request, Running
+from tandem.generate.request import Request
+from tandem.generate.running import Running
 from tandem.kv_cache.prefix_files import SEGMENT_TOKENS, SEGMENTS_BETWEEN_STATES, PrefixFiles
 
 # Segments that are read in one step while other requests wait for their tokens.

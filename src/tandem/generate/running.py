@@ -1,67 +1,18 @@
 """A request in a sequence slot: its text, its end and its log-probabilities as its tokens come."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tandem.decode.images import ImagePrompt
 from tandem.generate.answer import FinishReason
-from tandem.generate.ending import EndOptions, NotYet
-from tandem.generate.penalties import Together
+from tandem.generate.constraints import Constraint
+from tandem.generate.request import Request
 from tandem.generate.sampler import Sampler
-from tandem.generate.sampling import SamplingOptions
 from tandem.generate.stopping import StopStrings
 from tandem.generate.text import TextStream
 from tandem.generate.token_output import TokenLogprob, TokenOutput
-
-
-class Constraint(Protocol):
-    """Limits what may come next, a grammar for instance."""
-
-    def restrict(self, scores: Tensor) -> Tensor:
-        """Return scores (1, vocabulary) with -inf for what may not come."""
-
-    def accept(self, token: int) -> bool:
-        """Take the token that came; tell whether nothing may follow it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One prompt and how it is to be answered."""
-
-    request_id: int
-    prompt: tuple[int, ...]
-    options: SamplingOptions
-    constraint: Constraint | None = None
-    num_top_logprobs: int | None = None
-    """None: no log-probabilities; else how many alternatives beside each token's own."""
-    keeps_special: bool = False
-    """Whether special tokens show in the text, for a program that parses it."""
-    has_prompt_logprobs: bool = False
-    """Whether the prompt's tokens have log-probabilities too; then none of it is reused."""
-    end: EndOptions = field(default_factory=EndOptions)
-    images: ImagePrompt | None = None
-    """The images of the prompt, which is then `images.ids`."""
-    priority: int = 0
-    """Requests of a lower number go first."""
-    may_speculate: bool = True
-    """Whether tokens may be drafted and verified together; the answer is the same."""
-    owner: bytes = b""
-    """Whose it is: nothing is reused of what another owner's requests have left."""
-
-    @property
-    def keys(self) -> tuple[int, ...]:
-        """The prompt as slots hold it: what is equal of two prompts' keys is shared."""
-        return self.prompt if self.images is None else self.images.keys
-
-    def constraint_until(self, end_ids: frozenset[int]) -> Constraint | None:
-        """Return what limits the choice of tokens, with no end before its time."""
-        if not self.end.min_tokens:
-            return self.constraint
-        not_yet = NotYet(self.end.min_tokens, end_ids)
-        return not_yet if self.constraint is None else Together([not_yet, self.constraint])
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +30,7 @@ class Running:
     num_done: int
     """Prompt tokens that the slot holds."""
     end_ids: frozenset[int]
-    constraint: Constraint | None
+    constraints: Sequence[Constraint]
     on_disk: list[tuple[int, bytes]] = field(default_factory=list)
     """The prompt's next segments that are on disk: their first tokens and their keys."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
@@ -95,12 +46,11 @@ class Running:
         self.history.append(token)
         self.generated += 1
         is_end = token in self.end_ids
-        constraint = self.constraint
-        is_through = constraint is not None and not is_end and constraint.accept(token)
+        is_through = not is_end and any([one.accept(token) for one in self.constraints])
         piece = ""
         if self.text is not None and not is_end:
             piece = self.text.add(token)
-            if self.generated > self.request.end.min_tokens:
+            if self.generated > self.request.options.min_tokens:
                 piece = self.stop.add(piece)
         if is_end or is_through or self.stop.is_met:
             self.finish_reason = "stop"

@@ -73,6 +73,18 @@ class SamplingOptions:
     )
     stop: tuple[str, ...] = ()
     """Strings that end an answer; they are not part of its text."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end an answer like end-of-sequence tokens."""
+    ignore_eos: bool = False
+    """Whether the model's end-of-sequence tokens do not end an answer."""
+    min_tokens: int = 0
+    """Before so many tokens, neither a token nor a stop string ends an answer."""
+    presence_penalty: float = 0.0
+    """Taken from the score of every token that the answer has already."""
+    frequency_penalty: float = 0.0
+    """Taken once for each time that the answer has it."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the scores of tokens, by id."""
 
     def __post_init__(self) -> None:
         """Check every range; `ConfigError` names the field, the value and what is expected."""
@@ -93,6 +105,11 @@ class SamplingOptions:
                 object.__setattr__(self, "seed", None)
         if isinstance(self.stop, str) or not all(self.stop):
             raise ConfigError(f"stop is {self.stop!r}; expected a tuple of strings, none empty")
+        require_range("min_tokens", self.min_tokens, 0, what="a number of tokens")
+
+    def end_ids(self, of_model: frozenset[int]) -> frozenset[int]:
+        """Return the tokens that end the answer; `of_model` ends a sequence by itself."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else of_model)
 
     def is_sampled(self, model_samples: bool) -> bool:
         """Tell whether tokens are drawn at random; `model_samples` is the model's own default."""

@@ -13,50 +13,32 @@ places and runs by itself, and the last bits of logits may still differ.
 """
 
 import time
-from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor, nn
 
 from tandem.decode.slots import SlotPool
 from tandem.foreign_types import PreTrainedModel, Tokenizer
-from tandem.generate.failure import Failure, StepFailedError
+from tandem.generate.constraints import FollowGrammar, constraints_of, no_grammars
 from tandem.generate.held_prefixes import HeldPrefixes
 from tandem.generate.next_token_models import end_of_sequence_ids
 from tandem.generate.pace import Pace
 from tandem.generate.prompt import room
-from tandem.generate.running import Request, Running, logprob_of
+from tandem.generate.request import Request
+from tandem.generate.running import Running, logprob_of
 from tandem.generate.sampler import Sampler
 from tandem.generate.speculation.speculation import Speculation
 from tandem.generate.stopping import StopStrings
 from tandem.generate.text import TextStream
-from tandem.generate.token_output import BatchCounts, TokenOutput
+from tandem.generate.token_output import BatchCounts, Failure, StepFailedError, TokenOutput
+from tandem.generate.waiting_line import WaitingLine
 from tandem.kv_cache.prefix_files import PrefixFiles
 
 # Running streams wait for a prefill chunk; shorter chunks read the experts more often.
 CHUNK_TOKENS = 256
 # While others are answered, chunks are so much shorter: they wait less, the prompt takes longer.
 _SHORTER_BESIDE_OTHERS = 4
-
-
-@dataclass(slots=True)
-class _Slot:
-    """Which request has a slot, and when it was last used."""
-
-    running: Running | None = None
-    last_used: float = 0.0
-
-
-@dataclass(slots=True)
-class _Queues:
-    """Requests in the order in which they are served."""
-
-    waiting: deque[Request] = field(default_factory=deque)
-    prefilling: deque[Running] = field(default_factory=deque)
-    decoding: list[Running] = field(default_factory=list)
 
 
 class Scheduler:
@@ -73,6 +55,7 @@ class Scheduler:
         speculation: Speculation | None = None,
         files: PrefixFiles | None = None,
         pace: Pace | None = None,
+        follow_grammar: FollowGrammar = no_grammars,
     ) -> None:
         """Serve as many requests at a time as `pool` has slots; more wait, in their order.
 
@@ -87,14 +70,16 @@ class Scheduler:
         self._is_alike_however_cut = pool.can_prefill_in_chunks and not any(
             isinstance(module, nn.Linear) for module in model.modules()
         )
-        self._pace = pace
+        self._pace, self._follow_grammar = pace, follow_grammar
         self._speculation = speculation
         if speculation is not None:
             speculation.follow(pool)
-        self._slots = [_Slot() for _ in range(pool.num_slots)]
+        self._last_used = [0.0] * pool.num_slots
         self.prefixes = HeldPrefixes(pool, files)
         """What slots hold; what of it is kept on disk is written between steps."""
-        self._queues = _Queues()
+        self._waiting = WaitingLine[Request]()
+        self._prefilling: list[Running] = []
+        self._decoding: list[Running] = []
         self._end_ids = end_of_sequence_ids(model)
         self._failures: list[Failure] = []
         self.counts = BatchCounts()
@@ -102,17 +87,17 @@ class Scheduler:
     @property
     def max_running(self) -> int:
         """How many requests run at a time."""
-        return len(self._slots)
+        return self._pool.num_slots
 
     @property
     def num_running(self) -> int:
         """Requests that have a slot."""
-        return len(self._queues.prefilling) + len(self._queues.decoding)
+        return len(self._prefilling) + len(self._decoding)
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a slot."""
-        return len(self._queues.waiting)
+        return len(self._waiting)
 
     @property
     def kv_cache_bytes(self) -> int | None:
@@ -130,20 +115,14 @@ class Scheduler:
         Raises `ConfigError` for a prompt that the model cannot take.
         """
         room(self._model, request.prompt)
-        waiting = self._queues.waiting
-        place = bisect_right(waiting, request.priority, key=lambda one: one.priority)
-        waiting.insert(place, request)
+        self._waiting.add(request.request_id, request.priority, request)
 
     def cancel(self, request_id: int) -> bool:
         """Drop a request, whose slot is free at once; return whether it was there."""
-        for request in self._queues.waiting:
-            if request.request_id == request_id:
-                self._queues.waiting.remove(request)
-                return True
         running = self._running(request_id)
         if running is not None:
             self._release(running)
-        return running is not None
+        return running is not None or self._waiting.drop([request_id]) > 0
 
     def interrupt(self, request_id: int) -> TokenOutput | None:
         """Drop a request; return the text that was held back, or None if it was not running."""
@@ -155,10 +134,8 @@ class Scheduler:
         return running.output(None, running.interrupt())
 
     def _running(self, request_id: int) -> Running | None:
-        for running in (*self._queues.prefilling, *self._queues.decoding):
-            if running.request.request_id == request_id:
-                return running
-        return None
+        running = (*self._prefilling, *self._decoding)
+        return next((one for one in running if one.request.request_id == request_id), None)
 
     def step(self) -> list[TokenOutput]:
         """Prefill a chunk and decode a token for each request that is past its own prompt.
@@ -169,7 +146,7 @@ class Scheduler:
         """
         self._admit()
         token_outputs = []
-        decoding = list(self._queues.decoding)
+        decoding = list(self._decoding)
         chunk = self._next_chunk() if self._may_prefill else []
         if chunk:
             together = [running.request for running, _ in chunk]
@@ -196,18 +173,20 @@ class Scheduler:
             return []
 
     def _admit(self) -> None:
-        waiting = self._queues.waiting
-        while waiting and self.num_running < self.max_running:
-            request = waiting.popleft()
+        while self.num_waiting and self.num_running < self.max_running:
+            request = self._waiting.pop()
             self._attempt([request], partial(self._begin, request))
 
     def _begin(self, request: Request) -> list[TokenOutput]:
         """Give a request a slot; nothing is computed yet."""
-        free = [number for number, slot in enumerate(self._slots) if slot.running is None]
-        oldest = min(free, key=lambda slot: self._slots[slot].last_used)
+        end_ids = request.options.end_ids(self._end_ids)
+        # Before a slot is changed, as a grammar may fail.
+        constraints = [*constraints_of(request, end_ids, self._tokenizer, self._follow_grammar)]
+        busy = {running.slot for running in (*self._prefilling, *self._decoding)}
+        free = [slot for slot in range(self.max_running) if slot not in busy]
+        oldest = min(free, key=self._last_used.__getitem__)
         slot, shared = self.prefixes.take(request, free, oldest)
         self._pool.show(slot, request.images)
-        end_ids = request.end.end_ids(self._end_ids)
         options = request.options
         running = Running(
             request=request,
@@ -222,25 +201,24 @@ class Scheduler:
             reused_tokens=shared,
             num_done=shared,
             end_ids=end_ids,
-            constraint=request.constraint_until(end_ids),
+            constraints=constraints,
             prompt_logprobs=[None] if request.has_prompt_logprobs else None,
         )
-        self._slots[slot].running = running
         self.prefixes.find(running)
-        self._queues.prefilling.append(running)
+        self._prefilling.append(running)
         self.counts.reused_tokens += shared
         return []
 
     @property
     def _may_prefill(self) -> bool:
         """Whether a prompt's turn has come."""
-        if not self._queues.prefilling:
+        if not self._prefilling:
             return False
-        return self._pace is None or not self._queues.decoding or self._pace.may_prefill
+        return self._pace is None or not self._decoding or self._pace.may_prefill
 
     def _chunk_size(self) -> int:
         """Return how many prompt tokens are computed now."""
-        if not self._queues.decoding or not self._is_alike_however_cut:
+        if not self._decoding or not self._is_alike_however_cut:
             return self._chunk_tokens
         if self._pace is not None:
             return self._pace.chunk_tokens(self._chunk_tokens)
@@ -250,7 +228,7 @@ class Scheduler:
         """Return what is prefilled now: requests, each with its prompt tokens done afterwards."""
         size = self._chunk_size()
         chunk: list[tuple[Running, int]] = []
-        for running in sorted(self._queues.prefilling, key=lambda one: one.request.priority):
+        for running in sorted(self._prefilling, key=lambda one: one.request.priority):
             is_alone = not self._merges_prompts or running.prompt_logprobs is not None
             if chunk and (size <= 0 or is_alone):
                 break
@@ -278,7 +256,7 @@ class Scheduler:
 
     def _prefill(self, chunk: list[tuple[Running, int]]) -> list[TokenOutput]:
         """Run the next tokens of some prompts; return tokens of those that are through."""
-        start, has_streams = time.perf_counter(), bool(self._queues.decoding)
+        start, has_streams = time.perf_counter(), bool(self._decoding)
         num_tokens = sum(end - one.num_done for one, end in chunk)
         new = {one.slot: one.request.keys[one.num_done : end] for one, end in chunk}
         first = chunk[0][0]
@@ -292,11 +270,11 @@ class Scheduler:
         token_outputs: list[TokenOutput] = []
         for row, (running, end) in enumerate(chunk):
             running.num_done = end
-            self._queues.prefilling.remove(running)
+            self._prefilling.remove(running)
             if end < len(running.request.prompt):
-                self._queues.prefilling.append(running)
+                self._prefilling.append(running)
             else:
-                self._queues.decoding.append(running)
+                self._decoding.append(running)
                 token_outputs += self._begin_answer(running, logits[row : row + 1])
         seconds = time.perf_counter() - start
         self.counts.prefill_seconds += seconds
@@ -306,7 +284,7 @@ class Scheduler:
 
     def _begin_answer(self, running: Running, logits: Tensor) -> list[TokenOutput]:
         """Choose a request's first token, or end it if its prompt alone was to be computed."""
-        if not running.request.end.is_prompt_only:
+        if not running.request.is_prompt_only:
             return self._attempt([running.request], partial(self._choose, running, logits))
         self._release(running)
         running.finish_reason = "length"
@@ -375,8 +353,9 @@ class Scheduler:
         self, running: Running, logits: Tensor, drafted: int | None = None
     ) -> list[TokenOutput]:
         """Choose a request's next token, perhaps the drafted one, by logits (1, vocabulary)."""
-        request, constraint = running.request, running.constraint
-        scores = logits if constraint is None else constraint.restrict(logits)
+        request, scores = running.request, logits
+        for constraint in running.constraints:
+            scores = constraint.restrict(scores)
         (token,) = running.sampler.choose(scores, [running.history])
         text = running.take(token)
         running.accepted += token == drafted
@@ -389,11 +368,7 @@ class Scheduler:
         return [running.output(token, text, logprob)]
 
     def _release(self, running: Running) -> None:
-        queues, slot = self._queues, self._slots[running.slot]
-        if running in queues.decoding:
-            queues.decoding.remove(running)
-        else:
-            queues.prefilling.remove(running)
-        slot.running, slot.last_used = None, time.monotonic()
+        (self._decoding if running in self._decoding else self._prefilling).remove(running)
+        self._last_used[running.slot] = time.monotonic()
         if self._speculation is not None:
             self._speculation.forget(running.slot)

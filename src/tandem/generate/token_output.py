@@ -1,4 +1,4 @@
-"""What a step brings a request, and what a batch has done. Loads no torch: it goes by pipe."""
+"""What a step brings requests, and what a batch has done. Loads no torch: it goes by pipe."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,20 +18,37 @@ class TokenOutput(NamedTuple):
     """One token of one request, with the text that is now certain."""
 
     request_id: int
-    text: str
-    token_id: int | None
+    text: str = ""
+    token_id: int | None = None
     """None: the request asked for none, and this is its end."""
-    logprob: TokenLogprob | None
-    finish_reason: FinishReason | None
+    logprob: TokenLogprob | None = None
+    finish_reason: FinishReason | None = None
     """None: it goes on."""
-    generated_tokens: int
-    reused_tokens: int
+    generated_tokens: int = 0
+    reused_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """Of all the prompt's tokens, with the first token output of a request that asked for them."""
     stop_string: str | None = None
     """The stop string that ended the answer, with its last token output."""
+
+
+class Failure(NamedTuple):
+    """What some requests came to that a step could not serve."""
+
+    request_ids: tuple[int, ...]
+    error: Exception
+
+
+class StepFailedError(Exception):
+    """A step failed for some requests, which are dropped; what it brought the others is here."""
+
+    def __init__(self, failures: list[Failure], token_outputs: list[TokenOutput]) -> None:
+        """Carry both; each failure has requests of its own."""
+        super().__init__("; ".join(str(failure.error) for failure in failures))
+        self.failures = failures
+        self.token_outputs = token_outputs
 
 
 @dataclass(slots=True)

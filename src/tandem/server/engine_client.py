@@ -6,12 +6,11 @@ process that dies takes with it only what was running.
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tandem.apis.errors import ApiError, busy, server_error
@@ -32,8 +31,9 @@ from tandem.engine.messages import (
     Watch,
 )
 from tandem.engine.process import EngineProcess
+from tandem.generate.request import Request
 from tandem.generate.token_output import TokenOutput
-from tandem.server.waiting_line import WaitingLine
+from tandem.generate.waiting_line import WaitingLine
 
 _log = logging.getLogger("tandem.server")
 # A process that dies at once again is left alone for longer and longer.
@@ -50,45 +50,37 @@ _LOOKS = 8
 _LOST = "the model cannot be loaded; the server's log says why; mend that and restart the server"
 
 
+class TokenOutputs:
+    """The token outputs of requests that were submitted together, as they come."""
+
+    def __init__(self, numbers: range) -> None:
+        """Wait for those of the requests with these numbers."""
+        self.numbers = numbers
+        self._queue: asyncio.Queue[TokenOutput | ApiError] = asyncio.Queue()
+
+    def put(self, token_output: TokenOutput | ApiError) -> None:
+        """Let it come; an error ends all of them."""
+        self._queue.put_nowait(token_output)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, TokenOutput]]:
+        """Yield (index of the request, token output) until all have ended."""
+        num_open = len(self.numbers)
+        while num_open:
+            token_output = await self._queue.get()
+            if isinstance(token_output, ApiError):
+                raise token_output
+            num_open -= token_output.finish_reason is not None
+            yield token_output.request_id - self.numbers[0], token_output
+
+
 @dataclass(slots=True, eq=False)
 class _Pending:
     """A request that has not ended."""
 
-    submit: Submit
-    token_outputs: "asyncio.Queue[TokenOutput | ApiError]" = field(default_factory=asyncio.Queue)
+    request: Request
+    token_outputs: TokenOutputs
     is_running: bool = False
     began: float = field(default_factory=time.monotonic)
-
-
-class TokenOutputs:
-    """The token outputs of one request, as they come; the last one has a finish reason."""
-
-    def __init__(
-        self,
-        number: int,
-        token_outputs: "asyncio.Queue[TokenOutput | ApiError]",
-    ) -> None:
-        """Read what the client puts into the queue."""
-        self._number, self._token_outputs = number, token_outputs
-        self._is_through = False
-
-    def __aiter__(self) -> "TokenOutputs":
-        return self
-
-    async def __anext__(self) -> TokenOutput:
-        if self._is_through:
-            raise StopAsyncIteration
-        token_output = await self._token_outputs.get()
-        if isinstance(token_output, ApiError):
-            self._is_through = True
-            raise token_output
-        self._is_through = token_output.finish_reason is not None
-        return token_output
-
-    @property
-    def number(self) -> int:
-        """By which the client knows the request."""
-        return self._number
 
 
 class EngineClient:
@@ -112,9 +104,9 @@ class EngineClient:
         self._max_waiting = max_waiting
         self._most_silent_seconds = most_silent_seconds
         self._silent_looks = 0
-        self._numbers = itertools.count(1)
+        self._next_number = 1
         self._pending: dict[int, _Pending] = {}
-        self._waiting = WaitingLine()
+        self._waiting = WaitingLine[_Pending]()
         self._process: EngineProcess | None = None
         self._watchers: set[asyncio.Queue[str]] = set()
         self._ready = asyncio.Event()
@@ -178,25 +170,25 @@ class EngineClient:
                 self._retry_after(),
             )
 
-    def submit(self, *requests: Mapping[str, Any]) -> "list[TokenOutputs]":
-        """Submit requests (fields of `Submit`), all or none; `cancel` ends them early.
+    def submit(self, *requests: Request) -> TokenOutputs:
+        """Submit requests, all or none, which get their numbers here; `cancel` ends them early.
 
         Raises `ApiError` if the queue has no room for them or the server ends.
         """
         self.require_room(len(requests))
-        submitted = []
-        for fields in requests:
-            number = next(self._numbers)
-            pending = _Pending(Submit(request_id=number, **fields))
+        first = self._next_number
+        self._next_number += len(requests)
+        token_outputs = TokenOutputs(range(first, self._next_number))
+        for number, request in zip(token_outputs.numbers, requests, strict=True):
+            pending = _Pending(replace(request, request_id=number), token_outputs)
             self._pending[number] = pending
-            self._waiting.add(number, pending.submit.priority)
-            submitted.append(TokenOutputs(number, pending.token_outputs))
+            self._waiting.add(number, request.priority, pending)
         self._send_waiting()
-        return submitted
+        return token_outputs
 
-    def cancel(self, requests: Iterable[TokenOutputs]) -> None:
+    def cancel(self, numbers: Sequence[int]) -> None:
         """Drop those requests that have not ended; their slots are free for the next."""
-        self._drop([token_outputs.number for token_outputs in requests])
+        self._drop(numbers)
         self._send_waiting()
 
     def _drop(self, numbers: Sequence[int]) -> list[_Pending]:
@@ -205,7 +197,7 @@ class EngineClient:
         self._waiting.drop(numbers)
         for pending in dropped:
             if pending.is_running and self._process is not None:
-                self._process.send(Cancel(pending.submit.request_id))
+                self._process.send(Cancel(pending.request.request_id))
         return dropped
 
     @contextlib.asynccontextmanager
@@ -280,7 +272,7 @@ class EngineClient:
         pending = self._pending.get(token_output.request_id)
         if pending is None:
             return  # cancelled while it was under way
-        pending.token_outputs.put_nowait(token_output)
+        pending.token_outputs.put(token_output)
         if token_output.finish_reason is not None:
             del self._pending[token_output.request_id]
             self._restarts_in_a_row = 0
@@ -343,10 +335,10 @@ class EngineClient:
         if not self.num_running:
             self._silent_looks = 0
         while free > 0 and len(self._waiting):
-            pending = self._pending[self._waiting.pop()]
+            pending = self._waiting.pop()
             pending.is_running = True
             self.on_begin(time.monotonic() - pending.began)
-            self._process.send(pending.submit)
+            self._process.send(Submit(pending.request))
             free -= 1
 
     def fail(self, numbers: Sequence[int], message: str, *, status: int = 500) -> None:
@@ -355,7 +347,7 @@ class EngineClient:
 
     def _tell(self, numbers: Sequence[int], error: ApiError) -> None:
         for pending in self._drop(numbers):
-            pending.token_outputs.put_nowait(error)
+            pending.token_outputs.put(error)
         self._send_waiting()
 
     def _retry_after(self) -> int:

@@ -61,7 +61,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the events or the client's patience end."""
         sending = asyncio.ensure_future(self._send_all(scope, send))
-        leaving = asyncio.ensure_future(_left(receive))
+        leaving = asyncio.ensure_future(left(receive))
         try:
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -100,7 +100,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _left(receive: Receive) -> None:
+async def left(receive: Receive) -> None:
     """Return when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -11,7 +12,8 @@ from fastapi import Request
 from tandem.apis.answering import GenerationRequest
 from tandem.apis.errors import ApiError
 from tandem.generate.token_output import TokenOutput
-from tandem.server.engine_client import EngineClient, TokenOutputs
+from tandem.server.engine_client import EngineClient
+from tandem.server.event_stream import left
 from tandem.server.metrics import Metrics
 from tandem.server.options import ServerOptions
 
@@ -48,7 +50,7 @@ class RunningAnswer:
         self._status: str | None = None
         self._engine = engine
         self._token_outputs = engine.submit(
-            *({**one.fields, "grammar": grammar, "owner": owner} for one in generation_requests)
+            *(replace(one.request, grammar=grammar, owner=owner) for one in generation_requests)
         )
         if options.log_prompts:
             for generation_request in generation_requests:
@@ -59,12 +61,7 @@ class RunningAnswer:
         seconds = self._seconds
         timer = asyncio.get_running_loop().call_later(seconds, self._give_up)
         try:
-            source = (
-                _single(self._token_outputs[0])
-                if len(self._token_outputs) == 1
-                else _merged(self._token_outputs)
-            )
-            async for index, token_output in source:
+            async for index, token_output in self._token_outputs:
                 self._count(index, token_output)
                 yield index, token_output
             self._end("200")
@@ -86,14 +83,14 @@ class RunningAnswer:
     def _give_up(self) -> None:
         seconds = self._seconds
         self._engine.fail(
-            [token_outputs.number for token_outputs in self._token_outputs],
+            self._token_outputs.numbers,
             f"the request took longer than {seconds:g} seconds and was given up",
             status=504,
         )
 
     def cancel(self) -> None:
         """Drop what has not ended: the client has left, or all is said."""
-        self._engine.cancel(self._token_outputs)
+        self._engine.cancel(self._token_outputs.numbers)
         self._end("499")
 
     def _end(self, status: str) -> None:
@@ -118,7 +115,7 @@ class RunningAnswer:
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Do the work, but stop when the client leaves."""
     task = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnect(request))
+    leaving = asyncio.ensure_future(left(request.receive))
     try:
         await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -127,44 +124,3 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     finally:
         for one in (task, leaving):
             one.cancel()
-
-
-async def _single(token_outputs: TokenOutputs) -> AsyncIterator[tuple[int, TokenOutput]]:
-    async for token_output in token_outputs:
-        yield 0, token_output
-
-
-async def _merged(several: list[TokenOutputs]) -> AsyncIterator[tuple[int, TokenOutput]]:
-    """Yield the token outputs of several requests as they come."""
-    found: asyncio.Queue[tuple[int, TokenOutput] | Exception | None] = asyncio.Queue()
-
-    async def pump(index: int, token_outputs: TokenOutputs) -> None:
-        try:
-            async for token_output in token_outputs:
-                found.put_nowait((index, token_output))
-            found.put_nowait(None)
-        except ApiError as error:
-            found.put_nowait(error)
-
-    tasks = [
-        asyncio.ensure_future(pump(i, token_outputs)) for i, token_outputs in enumerate(several)
-    ]
-    try:
-        num_open = len(tasks)
-        while num_open:
-            item = await found.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                num_open -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-async def _disconnect(request: Request) -> None:
-    """Return when the client has left."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

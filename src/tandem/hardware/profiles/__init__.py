@@ -72,21 +72,3 @@ def _distance(costs: ShapeCosts, geometry: Geometry) -> tuple[int, int, int]:
         abs(costs.top_k - geometry.top_k),
         abs(costs.num_moe_layers - geometry.num_layers),
     )
-
-
-def keep_file(path: Path, text: str) -> None:
-    """Write a file, whole or not at all; where the system does not let, a warning says so."""
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        warnings.warn(
-            f"what was measured is not kept, and the next start measures again: {path.parent}: "
-            f"{error.strerror or error}; TANDEM_CACHE names another directory",
-            TandemWarning,
-            stacklevel=2,
-        )

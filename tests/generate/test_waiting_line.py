@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.server.waiting_line import WaitingLine
+from tandem.generate.waiting_line import WaitingLine
 
 _ACTIONS = st.lists(
     st.one_of(
@@ -18,13 +18,14 @@ _ACTIONS = st.lists(
 @settings(deadline=None)
 @given(_ACTIONS)
 def test_the_line_is_a_sorted_list(actions: list[tuple[str, int]]) -> None:
-    line, expected = WaitingLine(), list[tuple[int, int]]()
+    line, expected = WaitingLine[int](), list[tuple[int, int]]()
     for number, (action, value) in enumerate(actions):
         if action == "add":
-            line.add(number, value)
+            line.add(number, value, number)
             expected = sorted([*expected, (value, number)])
         elif action == "drop":
-            line.drop(range(value))
+            num_left = sum(entry[1] < value for entry in expected)
+            assert line.drop(range(value)) == num_left
             expected = [entry for entry in expected if entry[1] >= value]
         elif expected:
             assert line.pop() == expected.pop(0)[1]
@@ -32,10 +33,19 @@ def test_the_line_is_a_sorted_list(actions: list[tuple[str, int]]) -> None:
 
 
 def test_those_who_come_and_leave_are_forgotten() -> None:
-    line = WaitingLine()
-    line.add(0, 0)
+    line = WaitingLine[str]()
+    line.add(0, 0, "stays")
     for number in range(1, 10_000):
-        line.add(number, 1)
+        line.add(number, 1, "leaves")
         line.drop([number])
     assert len(line._heap) < 100
-    assert line.pop() == 0
+    assert line.pop() == "stays"
+
+
+def test_a_number_may_come_again_with_another_priority() -> None:
+    line = WaitingLine[str]()
+    for priority in (0, 2):
+        line.drop([5])
+        line.add(5, priority, f"priority {priority}")
+    line.add(6, 1, "another")
+    assert [line.pop(), line.pop()] == ["another", "priority 2"]

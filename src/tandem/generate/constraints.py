@@ -1,0 +1,104 @@
+"""What changes a token's scores before it is chosen: penalties, grammars, least lengths.
+
+One object is one answer on its way.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+from tandem.core.errors import ConfigError
+from tandem.foreign_types import Tokenizer
+from tandem.generate.request import Request
+from tandem.generate.sampling import SamplingOptions
+from tandem.generate.thinking import BoundedThinking
+
+# Added to the score of a token that may not come yet. Finite, so that a grammar that allows
+# nothing else has the last word.
+_LAST_RESORT = -1e9
+
+
+class Constraint(Protocol):
+    """Limits what may come next, a grammar for instance."""
+
+    def restrict(self, scores: Tensor) -> Tensor:
+        """Return scores (1, vocabulary) as they are to be, with -inf for what may not come."""
+
+    def accept(self, token: int) -> bool:
+        """Take the token that came; tell whether nothing may follow it."""
+
+
+FollowGrammar = Callable[[str], Constraint]
+"""Returns what keeps an answer to a grammar, from its beginning."""
+
+
+def no_grammars(grammar: str) -> Constraint:
+    """Refuse a grammar, where nothing follows one."""
+    raise ConfigError("grammars are followed by `tandem serve` alone; leave the grammar out")
+
+
+def constraints_of(
+    request: Request,
+    end_ids: frozenset[int],
+    tokenizer: Tokenizer | None,
+    follow_grammar: FollowGrammar,
+) -> Iterator[Constraint]:
+    """Yield what changes the scores of a request's answer, in its order; grammars see the rest."""
+    options = request.options
+    if options.min_tokens:
+        yield NotYet(options.min_tokens, end_ids)
+    if options.presence_penalty or options.frequency_penalty or options.logit_bias:
+        yield PenalisedScores(options)
+    if request.grammar is not None:
+        yield follow_grammar(request.grammar)
+    if request.thinking is not None:
+        assert tokenizer is not None
+        yield BoundedThinking(request.thinking, tokenizer)
+
+
+class PenalisedScores:
+    """Penalties and biases of OpenAI's API, which forbid nothing; the prompt does not count."""
+
+    def __init__(self, options: SamplingOptions) -> None:
+        """Begin an answer."""
+        self._options = options
+        self._counts: Counter[int] = Counter()
+
+    def restrict(self, scores: Tensor) -> Tensor:
+        """Return scores (1, vocabulary) as fp32 with penalties and biases."""
+        options, added = self._options, dict(self._options.logit_bias)
+        for token, count in self._counts.items():
+            penalty = options.presence_penalty + count * options.frequency_penalty
+            added[token] = added.get(token, 0.0) - penalty
+        changed = scores.float().clone()
+        changed[0, list(added)] += changed.new_tensor(list(added.values()))
+        return changed
+
+    def accept(self, token: int) -> bool:
+        """Count the token that came."""
+        self._counts[token] += 1
+        return False
+
+
+class NotYet:
+    """Keeps an answer from ending too early."""
+
+    def __init__(self, min_tokens: int, end_ids: frozenset[int]) -> None:
+        """Begin an answer of at least `min_tokens` tokens."""
+        self._num_missing = min_tokens
+        self._end_ids = sorted(end_ids)
+
+    def restrict(self, scores: Tensor) -> Tensor:
+        """Return scores (1, vocabulary) in which nothing ends the answer, while it may not."""
+        if self._num_missing <= 0 or not self._end_ids:
+            return scores
+        changed = scores.float().clone()
+        changed[0, self._end_ids] += _LAST_RESORT
+        return changed
+
+    def accept(self, token: int) -> bool:
+        """Count the token that came."""
+        self._num_missing -= 1
+        return False

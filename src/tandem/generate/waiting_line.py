@@ -1,0 +1,52 @@
+"""Requests that wait for a sequence slot: those of lower priority numbers first, then by arrival.
+
+A heap whose dropped entries stay until they reach its top or are half of it, so that neither a
+request that comes nor thousands that leave at once take time for each one that waits.
+"""
+
+import heapq
+import itertools
+from collections.abc import Iterable
+from typing import Generic, TypeVar
+
+_FEW = 64
+
+T = TypeVar("T")
+
+
+class WaitingLine(Generic[T]):
+    """Requests in their order, each with its number."""
+
+    def __init__(self) -> None:
+        """Begin with nobody waiting."""
+        self._heap: list[tuple[int, int, int]] = []  # priority, arrival, number
+        self._waiting: dict[int, tuple[int, T]] = {}  # arrival, request
+        self._arrivals = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, number: int, priority: int, request: T) -> None:
+        """Let a request wait."""
+        arrival = next(self._arrivals)
+        heapq.heappush(self._heap, (priority, arrival, number))
+        self._waiting[number] = arrival, request
+
+    def pop(self) -> T:
+        """Return whose turn it is, which waits no longer; `IndexError` if none waits."""
+        while True:
+            entry = heapq.heappop(self._heap)
+            if self._is_waiting(entry):
+                return self._waiting.pop(entry[2])[1]
+
+    def drop(self, numbers: Iterable[int]) -> int:
+        """Take requests out of the line, as far as they are in it; return how many were."""
+        num_dropped = sum(self._waiting.pop(number, None) is not None for number in numbers)
+        if len(self._heap) > 2 * len(self._waiting) + _FEW:
+            self._heap = [*filter(self._is_waiting, self._heap)]
+            heapq.heapify(self._heap)
+        return num_dropped
+
+    def _is_waiting(self, entry: tuple[int, int, int]) -> bool:
+        _, arrival, number = entry
+        return number in self._waiting and self._waiting[number][0] == arrival
