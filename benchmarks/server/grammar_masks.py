@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import llguidance
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tandem.dialects.grammar import json_grammar, written_grammar
-from tandem.dialects.grammar_limits import LIMITS, SLOW_MASK_SECONDS
+from tandem.dialects.grammar import LIMITS, json_grammar, written_grammar
+from tandem.engine.constraint import SLOW_MASK_SECONDS
 
 _TOKENS = 150_000
 _STEPS = 1000

@@ -4,13 +4,11 @@
 # dependencies = ["aider-chat"]
 # ///
 
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from tests.clients.trying import Served, report
+from tests.clients.trying import Served, report, run_command
 
 _QUIET = (
     "--yes-always", "--no-git", "--no-check-update", "--no-show-model-warnings",
@@ -33,16 +31,13 @@ def _aider(served: Served, *flags: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "settings.yml"
         file.write_text(settings, encoding="utf-8")
-        done = subprocess.run(
-            [str(Path(sys.executable).with_name("aider")), "--model", f"openai/{served.name}",
-             "--openai-api-base", served.base_url, "--openai-api-key", "none",
-             "--model-settings-file", str(file), "--map-tokens", "0", *_QUIET, *flags],
-            env=dict(os.environ), cwd=folder, stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, check=False,
+        said = run_command(
+            "aider", "--model", f"openai/{served.name}",
+            "--openai-api-base", served.base_url, "--openai-api-key", "none",
+            "--model-settings-file", str(file), "--map-tokens", "0", *_QUIET, *flags, cwd=folder,
         )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "litellm." not in done.stdout, done.stdout  # its errors
-    return done.stdout
+    assert "litellm." not in said, said  # its errors
+    return said
 
 
 if __name__ == "__main__":

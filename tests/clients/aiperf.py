@@ -6,13 +6,12 @@
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.clients.trying import Served, report
+from tests.clients.trying import Served, report, run_command
 
 _OUTPUT_TOKENS = 8
 _REQUESTS = 4
@@ -35,18 +34,15 @@ def completions(served: Served) -> str:
 def _benchmark(served: Served, kind: str, *flags: str) -> str:
     """Run a benchmark; every request must end well, and the server's metrics be read."""
     with tempfile.TemporaryDirectory() as temporary:
-        done = subprocess.run(
-            [str(Path(sys.executable).with_name("aiperf")), "profile", "-m", served.name,
-             "--url", served.address, "--endpoint-type", kind, "--tokenizer", str(served.directory),
-             "--prompt-input-tokens-mean", "16",
-             "--prompt-output-tokens-mean", str(_OUTPUT_TOKENS),
-             "--extra-inputs", "ignore_eos:true",
-             "--extra-inputs", f"min_tokens:{_OUTPUT_TOKENS}",
-             "--request-count", str(_REQUESTS), "--concurrency", "2", "--workers-max", "1",
-             "--output-artifact-dir", temporary, "--ui", "none", "--no-gpu-telemetry", *flags],
-            env=_variables(), cwd=temporary, capture_output=True, text=True, check=False,
+        run_command(
+            "aiperf", "profile", "-m", served.name,
+            "--url", served.address, "--endpoint-type", kind, "--tokenizer", str(served.directory),
+            "--prompt-input-tokens-mean", "16", "--prompt-output-tokens-mean", str(_OUTPUT_TOKENS),
+            "--extra-inputs", "ignore_eos:true", "--extra-inputs", f"min_tokens:{_OUTPUT_TOKENS}",
+            "--request-count", str(_REQUESTS), "--concurrency", "2", "--workers-max", "1",
+            "--output-artifact-dir", temporary, "--ui", "none", "--no-gpu-telemetry", *flags,
+            env=_variables(), cwd=temporary,
         )  # fmt: skip
-        assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
         found = _read(temporary, "profile_export_aiperf.json")
         metrics = _read(temporary, "server_metrics_export.json")
     assert found["error_summary"] == []

@@ -8,12 +8,11 @@
 # ///
 
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from tests.clients.trying import Served, report
+from tests.clients.trying import Served, report, run_command
 
 _OUTPUT_TOKENS = 8
 
@@ -30,16 +29,14 @@ def _benchmark(served: Served, form: str, profile: str, *, requests: int) -> str
     """Run a benchmark; every request must end well, with exactly as many tokens as were asked."""
     with tempfile.TemporaryDirectory() as temporary:
         found = Path(temporary) / "report.json"
-        done = subprocess.run(
-            [str(Path(sys.executable).with_name("guidellm")), "run",
-             "--backend", f"kind=openai_http,target={served.address},request_format={form}",
-             "--profile", profile, "--constraint", f"kind=max_requests,count={requests}",
-             "--tokenizer", f"kind=huggingface_auto,model={served.directory}",
-             "--data", f"kind=synthetic_text,prompt_tokens=16,output_tokens={_OUTPUT_TOKENS}",
-             "--output", f"kind=json,path={found}", "--disable-console"],
-            cwd=temporary, capture_output=True, text=True, check=False,
+        run_command(
+            "guidellm", "run",
+            "--backend", f"kind=openai_http,target={served.address},request_format={form}",
+            "--profile", profile, "--constraint", f"kind=max_requests,count={requests}",
+            "--tokenizer", f"kind=huggingface_auto,model={served.directory}",
+            "--data", f"kind=synthetic_text,prompt_tokens=16,output_tokens={_OUTPUT_TOKENS}",
+            "--output", f"kind=json,path={found}", "--disable-console", cwd=temporary,
         )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-1000:]
         (benchmark,) = json.loads(found.read_text(encoding="utf-8"))["benchmarks"]
     asked = benchmark["requests"]
     errors = [one["info"]["error"] for one in asked["errored"]]

@@ -6,13 +6,12 @@
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from tests.clients.tasks import PERSON, QUESTION, check_person
-from tests.clients.trying import Served, report
+from tests.clients.trying import Served, report, run_command
 
 _TOOL = '''
 def get_weather(city: str) -> str:
@@ -78,13 +77,7 @@ def _ask(
 
 
 def _llm(*words: str, home: str) -> str:
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name("llm")), *words],
-        env={**os.environ, "LLM_USER_PATH": home}, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return run_command("llm", *words, env={**os.environ, "LLM_USER_PATH": home}).strip()
 
 
 if __name__ == "__main__":

@@ -5,12 +5,14 @@ object a line, which `tests.clients.environment` reads.
 """
 
 import json
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 _LONGEST_NOTE_CHARACTERS = 400
 
@@ -32,6 +34,16 @@ class Served:
 
 Try = Callable[[Served], str | None]
 """One thing that a client does; returns what is worth a note, raises if it does not work."""
+
+
+def run_command(name: str, *words: str, **options: Any) -> str:
+    """Run a command of the client's environment; return what it prints."""
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name(name)), *words], stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, check=False, **options,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
+    return done.stdout
 
 
 def report(distribution: str, tries: Sequence[Try]) -> int:

@@ -1,28 +1,18 @@
 """What a published template writes is read back: reasoning, text and calls, however it is cut."""
 
 import json
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
+from tandem.dialects.coming_call import AnswerPart, Call
 from tandem.dialects.families import FAMILIES, dialect_of
 from tandem.dialects.format import ChatFormat, ChatPrompt
-from tandem.dialects.parts import AnswerPart, Call
 from tests.dialects.published import PUBLISHED, QUESTION, TEMPLATES, TOOLS, Published
-from tests.hf.tiny import save_tiny_checkpoint
 
 REASONING, CONTENT = "I look it up\n in two steps: {1}.", "Let me see, <i>now</i>."
 IDS = [one.file for one in PUBLISHED]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    directory: Path = save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
-    found = AutoTokenizer.from_pretrained(directory)
-    found.eos_token = "</s>"
-    return found
 
 
 def joined_calls(parts: list[AnswerPart]) -> list[Call]:
@@ -36,10 +26,14 @@ def joined_calls(parts: list[AnswerPart]) -> list[Call]:
     return calls
 
 
+def format_of(tokenizer: Any, file: str) -> ChatFormat:
+    tokenizer.chat_template = (TEMPLATES / f"{file}.jinja").read_text(encoding="utf-8")
+    return ChatFormat(tokenizer)
+
+
 def written(tokenizer: Any, case: Published) -> tuple[ChatFormat, ChatPrompt, str]:
     """Return a template's format, a prompt, and the answer to it as the template writes it."""
-    tokenizer.chat_template = (TEMPLATES / f"{case.file}.jinja").read_text(encoding="utf-8")
-    chat = ChatFormat(tokenizer)
+    chat = format_of(tokenizer, case.file)
     calls = [("look_up", case.arguments), ("now", {})][: case.num_calls]
     answer: dict[str, Any] = {
         "role": "assistant",
@@ -59,9 +53,11 @@ def written(tokenizer: Any, case: Published) -> tuple[ChatFormat, ChatPrompt, st
     return chat, prompt, whole[len(beginning) :].partition(case.end)[0]
 
 
-def read(chat: ChatFormat, prompt: ChatPrompt, pieces: list[str]) -> tuple[str, str, list[Call]]:
+def read(
+    chat: ChatFormat, prompt: ChatPrompt, pieces: Iterable[str], tools: Any = TOOLS
+) -> tuple[str, str, list[Call]]:
     """Return reasoning, text and calls of an answer that comes in pieces."""
-    reader = chat.reader(prompt, TOOLS)
+    reader = chat.reader(prompt, tools)
     assert reader is not None
     parts = [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
     calls = joined_calls(parts)
@@ -99,11 +95,7 @@ def test_plain_text_stays_as_it_is(tokenizer: Any, case: Published) -> None:
     think = chat.dialect.end_think if prompt.is_thinking else ""
     text = 'f(x) = [1, 2] <b>x</b>\n\n  {"a": 1} and so on. '
     for pieces in ([text], list(text)):
-        reader = chat.reader(prompt, TOOLS)
-        assert reader is not None
-        parts = [p for piece in [think, *pieces] for p in reader.feed(piece)] + reader.finish()
-        assert "".join(part.content for part in parts) == text
-        assert all(part.call is None for part in parts)
+        assert read(chat, prompt, [think, *pieces])[1:] == (text, [])
 
 
 @pytest.mark.parametrize(
@@ -147,27 +139,23 @@ def test_plain_text_stays_as_it_is(tokenizer: Any, case: Published) -> None:
 def test_documented_forms_that_no_template_writes_are_read_too(
     tokenizer: Any, file: str, answer: str, calls: list[Call]
 ) -> None:
-    tokenizer.chat_template = (TEMPLATES / f"{file}.jinja").read_text(encoding="utf-8")
-    chat = ChatFormat(tokenizer)
+    chat = format_of(tokenizer, file)
     prompt = chat.prompt([QUESTION], TOOLS, {})
     for pieces in ([answer], list(answer)):
         assert read(chat, prompt, pieces)[1:] == ("", calls)
 
 
 @pytest.mark.parametrize(
-    "broken",
+    ("file", "answer"),
     [
         ("Qwen-Qwen3-0.6B", "<tool_call>{oops</tool_call>"),
         ("LFM2.5-8B-A1B", "<|tool_call_start|>[open('x').read()]<|tool_call_end|>"),
         ("Mistral-Small-3.2-24B-Instruct-2506", "[TOOL_CALLS]look_up[ARGS]{oops"),
         ("mistralai-Mistral-Nemo-Instruct-2407", '[TOOL_CALLS][{"no": "name"}]'),
     ],
-    ids=lambda broken: broken[0],
 )
-def test_a_call_that_is_none_stays_text(tokenizer: Any, broken: tuple[str, str]) -> None:
-    file, answer = broken
-    tokenizer.chat_template = (TEMPLATES / f"{file}.jinja").read_text(encoding="utf-8")
-    chat = ChatFormat(tokenizer)
+def test_a_call_that_is_none_stays_text(tokenizer: Any, file: str, answer: str) -> None:
+    chat = format_of(tokenizer, file)
     prompt = chat.prompt([QUESTION], TOOLS, {"enable_thinking": False})
     for pieces in ([answer], list(answer)):
         _, content, calls = read(chat, prompt, pieces)

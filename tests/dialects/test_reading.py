@@ -1,27 +1,19 @@
 """What a model writes is taken apart into reasoning, text and calls, however it is cut."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
-from tandem.dialects.format import ChatFormat, ChatPrompt, TemplateError
-from tandem.dialects.parts import Call
-from tests.dialects.test_families import joined_calls
-from tests.hf.tiny import save_tiny_checkpoint
+from tandem.dialects.coming_call import Call
+from tandem.dialects.format import ChatFormat, TemplateError
+from tests.dialects.test_families import read
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 THINKING = PLAIN + "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}"
 TOOLS = THINKING + "{# a template that knows tools #}"
 QUESTION = [{"role": "user", "content": "why?"}]
+LOOK = [{"function": {"name": "look", "parameters": {"type": "object"}}}]
 CALLED = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    directory: Path = save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
-    return AutoTokenizer.from_pretrained(directory)
 
 
 def form(tokenizer: Any, template: str) -> ChatFormat:
@@ -29,16 +21,8 @@ def form(tokenizer: Any, template: str) -> ChatFormat:
     return ChatFormat(tokenizer)
 
 
-def read(
-    chat: ChatFormat, prompt: ChatPrompt, text: str, size: int, *, has_tools: bool
-) -> tuple[str, str, list[Call]]:
-    """Return reasoning, text and calls of an answer that comes `size` characters at a time."""
-    reader = chat.reader(prompt, [{"function": {"name": "look"}}] if has_tools else [])
-    assert reader is not None
-    pieces = [p for i in range(0, len(text), size) for p in reader.feed(text[i : i + size])]
-    pieces += reader.finish()
-    calls = joined_calls(pieces)
-    return "".join(p.reasoning for p in pieces), "".join(p.content for p in pieces), calls
+def cut(text: str, size: int) -> list[str]:
+    return [text[i : i + size] for i in range(0, len(text), size)]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +48,7 @@ def test_reasoning_that_the_template_opens_is_split_off(tokenizer: Any, size: in
     chat = form(tokenizer, THINKING)
     prompt = chat.prompt(QUESTION, (), {})
     assert prompt.is_thinking
-    found = read(chat, prompt, "it scatters\n</think>\n\nBlue <b>", size, has_tools=False)
+    found = read(chat, prompt, cut("it scatters\n</think>\n\nBlue <b>", size), [])
     assert (found[0].strip(), found[1], found[2]) == ("it scatters", "Blue <b>", [])
 
 
@@ -73,9 +57,9 @@ def test_reasoning_that_the_model_opens_is_split_off(tokenizer: Any, size: int) 
     chat = form(tokenizer, THINKING)
     prompt = chat.prompt(QUESTION, (), {"enable_thinking": False})
     assert not prompt.is_thinking
-    found = read(chat, prompt, "<think>hm</think>Blue", size, has_tools=False)
+    found = read(chat, prompt, cut("<think>hm</think>Blue", size), [])
     assert found == ("hm", "Blue", [])
-    assert read(chat, prompt, "Blue", size, has_tools=False) == ("", "Blue", [])
+    assert read(chat, prompt, cut("Blue", size), []) == ("", "Blue", [])
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -83,12 +67,9 @@ def test_calls_come_after_reasoning_and_text(tokenizer: Any, size: int) -> None:
     chat = form(tokenizer, TOOLS)
     prompt = chat.prompt(QUESTION, (), {})
     text = f"I look</think>Wait. {CALLED}{CALLED}"
-    reasoning, content, calls = read(chat, prompt, text, size, has_tools=True)
+    reasoning, content, calls = read(chat, prompt, cut(text, size), LOOK)
     assert (reasoning, content.strip()) == ("I look", "Wait.")
     assert calls == [Call("look", '{"at": "sky"}')] * 2
-
-
-LOOK = [{"function": {"name": "look", "parameters": {"type": "object"}}}]
 
 
 def streamed(chat: ChatFormat, text: str) -> list[str]:
@@ -130,7 +111,7 @@ def test_a_call_that_breaks_off_stays_a_call(tokenizer: Any) -> None:
 def test_a_call_that_is_no_json_stays_text(tokenizer: Any) -> None:
     chat = form(tokenizer, PLAIN)
     prompt = chat.prompt(QUESTION, (), {})
-    found = read(chat, prompt, "a <tool_call>{oops</tool_call> b", 4, has_tools=True)
+    found = read(chat, prompt, cut("a <tool_call>{oops</tool_call> b", 4), LOOK)
     assert found[2] == []
     assert "oops" in found[1]
 

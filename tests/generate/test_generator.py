@@ -183,18 +183,7 @@ def test_bad_prompts_get_one_sentence(
         generator.generate(prompts, max_new_tokens=4)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"max_new_tokens": 0},
-        {"max_new_tokens": -1},
-        {"temperature": -1.0},
-        {"min_p": 2.0},
-        {"repetition_penalty": 0.0},
-        {"stop": [""]},
-        {"heat": 1.0},
-    ],
-)
+@pytest.mark.parametrize("fields", [{"max_new_tokens": 0}, {"stop": [""]}, {"heat": 1.0}])
 def test_bad_options_are_refused_by_name(
     generator: tandem.Generator, fields: dict[str, Any]
 ) -> None:

@@ -68,8 +68,10 @@ def test_a_prompt_is_found_again_after_a_restart(model: Any, written: Path) -> N
     assert scheduler.counts.prompt_tokens == len(PROMPT) - NUM_SEGMENTS * SEGMENT_TOKENS
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "gemma4", "deepseek_v3"])
-def test_layers_with_windows_and_others_are_found_again(
+@pytest.mark.parametrize(
+    "name", ["gpt_oss", "gemma4", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"]
+)
+def test_layers_with_windows_index_keys_and_others_are_found_again(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows that forget soon are written as long as they have what is to be written."""
@@ -196,18 +198,6 @@ def test_lost_states_are_computed_again(model_with_states: Any, lost: str, tmp_p
     found = finish(again)
     assert tokens(found[1]) == expected
     assert found[1][-1].reused_tokens == 0
-
-
-@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
-def test_index_keys_are_found_again(name: str, tmp_path: Path) -> None:
-    model = long_model(name)
-    expected = tokens(ask(tandem.Generator(model).scheduler(1, chunk_tokens=64), PROMPT))
-    scheduler = scheduler_of(model, tmp_path)
-    ask(scheduler, PROMPT)
-    scheduler.prefixes.close(30)
-    found = ask(scheduler_of(model, tmp_path), PROMPT)
-    assert tokens(found) == expected
-    assert found[-1].reused_tokens == NUM_SEGMENTS * SEGMENT_TOKENS
 
 
 def test_models_that_keep_them_elsewhere_are_told(

@@ -15,6 +15,7 @@ from tandem.generate.sampling import SamplingOptions
         ({"temperature": 0.7, "seed": 1}, False, True),
         ({"top_p": 0.9, "seed": 1}, False, True),
         ({"top_k": 5}, False, True),
+        ({"top_k": 0, "min_p": 0.0}, False, False),
     ],
 )
 def test_greedy_by_default_with_a_seed_or_temperature_zero(
@@ -34,6 +35,8 @@ def test_greedy_by_default_with_a_seed_or_temperature_zero(
         {"top_p": 1.1},
         {"top_k": -2},
         {"min_p": 1.5},
+        {"repetition_penalty": 0.0},
+        {"min_tokens": -1},
         {"seed": -2},
     ],
 )
@@ -60,10 +63,6 @@ def test_a_rule_that_is_off_is_left_out_whatever_the_model_says(
     own = GenerationConfig(do_sample=True, top_k=20, top_p=0.9, min_p=0.1)
     rule = SamplingOptions(**given).rule(own)  # type: ignore[arg-type]
     assert (rule.top_k, rule.top_p, rule.min_p) == expected
-
-
-def test_what_is_off_asks_for_no_sampling() -> None:
-    assert not SamplingOptions(top_k=0, min_p=0.0).is_sampled(model_samples=False)
 
 
 def test_seed_minus_one_is_no_seed() -> None:

@@ -1,20 +1,7 @@
-"""Reads the events of Anthropic's streams, and holds them to the API's order."""
+"""Holds the events of Anthropic's streams to the API's order."""
 
 import json
 from typing import Any
-
-
-def events_of(stream: bytes) -> list[dict[str, Any]]:
-    """Return the events of a stream, each named as its type says; comments are left out."""
-    found = []
-    for part in stream.decode().split("\n\n"):
-        lines = [line for line in part.splitlines() if not line.startswith(":")]
-        if lines:
-            name, data = lines
-            event = json.loads(data.removeprefix("data: "))
-            assert name == f"event: {event['type']}"
-            found.append(event)
-    return found
 
 
 def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:

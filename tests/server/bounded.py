@@ -11,8 +11,8 @@ from typing import Any
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from tandem.server.connections import ConnectionLimits, Connections
-from tandem.server.http_protocol import ADMIT, BoundedHttp
+from tandem.server.connections import ConnectionLimits
+from tandem.server.http_protocol import ADMIT, BoundedHttp, Connections
 
 PATIENCE_SECONDS = 60
 KEY = b"key"

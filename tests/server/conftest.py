@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from tests.server.checkpoint import save_served_checkpoint
 from tests.server.running import RunningServer, running_server
@@ -12,6 +14,11 @@ from tests.server.running import RunningServer, running_server
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_served_checkpoint(tmp_path_factory.mktemp("served") / "tiny")
+
+
+@pytest.fixture
+def tokenizer(tiny_checkpoint: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_checkpoint)
 
 
 @pytest.fixture(scope="session")

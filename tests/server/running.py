@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,18 @@ class Reply:
         return json.loads(self.body)
 
     @property
+    def ok(self) -> Any:
+        """The JSON of an answer that is no error."""
+        assert self.status == 200, self.body
+        return self.json
+
+    @property
+    def text(self) -> str:
+        """What a chat's first choice says."""
+        text: str = self.ok["choices"][0]["message"]["content"]
+        return text
+
+    @property
     def error(self) -> dict[str, Any]:
         error: dict[str, Any] = self.json["error"]
         assert set(error) == {"message", "type", "param", "code"}
@@ -43,6 +55,40 @@ class Reply:
         data = [part.removeprefix("data: ") for part in parts if part]
         assert data[-1] == "[DONE]"
         return [json.loads(text) for text in data[:-1]]
+
+    @property
+    def streamed_texts(self) -> list[str]:
+        """What a stream's choices say, by their indices."""
+        texts: dict[int, str] = {}
+        for event in self.events:
+            for choice in event["choices"]:
+                piece = choice["delta"].get("content") if "delta" in choice else choice["text"]
+                texts[choice["index"]] = texts.get(choice["index"], "") + (piece or "")
+        return [texts[index] for index in sorted(texts)]
+
+    @property
+    def named_events(self) -> list[dict[str, Any]]:
+        """The events of a stream that are named as their types say; comments are left out."""
+        found = []
+        for part in self.body.decode().split("\n\n"):
+            lines = [line for line in part.splitlines() if not line.startswith(":")]
+            if lines:
+                name, data = lines
+                found.append(json.loads(data.removeprefix("data: ")))
+                assert name == f"event: {found[-1]['type']}"
+        return found
+
+
+def wait_until(is_so: Callable[[], object], what: Callable[[], str]) -> None:
+    """Return when something is so; after two minutes fail with a sentence."""
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while not is_so():
+        assert time.monotonic() < end, what()
+        time.sleep(0.02)
+
+
+def wait_for_end(process_id: int) -> None:
+    wait_until(lambda: not Path(f"/proc/{process_id}").exists(), lambda: "it outlives its server")
 
 
 class RunningServer:
@@ -89,9 +135,15 @@ class RunningServer:
             found = {name.lower(): value for name, value in response.getheaders()}
             return Reply(response.status, found, response.read())
 
+    def post(self, path: str, **fields: Any) -> Reply:
+        return self.ask("POST", path, fields)
+
     def chat(self, text: str = "hello", **fields: Any) -> Reply:
         messages = [{"role": "user", "content": text}]
-        return self.ask("POST", "/v1/chat/completions", {"messages": messages, **fields})
+        return self.post("/v1/chat/completions", **{"messages": messages, **fields})
+
+    def complete(self, prompt: Any = "abc", **fields: Any) -> Reply:
+        return self.post("/v1/completions", prompt=prompt, **{"temperature": 0, **fields})
 
     @contextlib.contextmanager
     def streaming(self, text: str = "hello", **fields: Any) -> Iterator[http.client.HTTPResponse]:
@@ -114,23 +166,17 @@ class RunningServer:
 
     def wait_for(self, name: str, value: float) -> None:
         """Return when a number has a value."""
-        end = time.monotonic() + _PATIENCE_SECONDS
-        while (found := self.metric(name)) != value:
-            assert time.monotonic() < end, f"{name} is {found}, expected {value}"
-            time.sleep(0.01)
+        wait_until(
+            lambda: self.metric(name) == value,
+            lambda: f"{name} is {self.metric(name)}, expected {value}",
+        )
 
     def wait_until_ready(self) -> None:
-        end = time.monotonic() + _PATIENCE_SECONDS
-        while self.ask("GET", "/ready").status != 200:
-            assert time.monotonic() < end, self.log
-            time.sleep(0.05)
+        wait_until(lambda: self.ask("GET", "/ready").status == 200, lambda: self.log)
 
     def wait_for_log(self, text: str) -> None:
         """Return when the log has a text: it may be read later than an answer comes."""
-        end = time.monotonic() + _PATIENCE_SECONDS
-        while text not in self.log:
-            assert time.monotonic() < end, self.log
-            time.sleep(0.05)
+        wait_until(lambda: text in self.log, lambda: self.log)
 
     def end(self, number: int = signal.SIGTERM) -> None:
         """Send a signal and wait for the end."""

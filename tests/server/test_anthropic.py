@@ -13,10 +13,10 @@ from tandem.apis.anthropic.schemas import MessagesRequest
 from tandem.apis.errors import ApiError
 from tandem.apis.reading import read_body
 from tandem.apis.schemas import ChatRequest
-from tandem.dialects.parts import AnswerPart, Call
+from tandem.dialects.coming_call import AnswerPart, Call
 from tandem.generate.request import Request
 from tandem.generate.token_output import TokenOutput
-from tests.server.anthropic_events import events_of, message_of
+from tests.server.anthropic_events import message_of
 from tests.server.running import Reply, RunningServer
 from tests.server.test_api import SCHEMA, TOOL
 
@@ -30,8 +30,8 @@ def chat_of(**fields: Any) -> ChatRequest:
     return as_chat(read_body(MessagesRequest, raw, is_strict=True).body)
 
 
-def ask(server: RunningServer, path: str = "/v1/messages", **fields: Any) -> Reply:
-    return server.ask("POST", path, {"max_tokens": 9, "messages": HELLO, **fields})
+def ask(server: RunningServer, **fields: Any) -> Reply:
+    return server.post("/v1/messages", **{"max_tokens": 9, "messages": HELLO, **fields})
 
 
 def test_a_conversation_with_tools_means_the_same_chat() -> None:
@@ -154,7 +154,7 @@ def test_a_stream_is_the_same_message(server: RunningServer) -> None:
     assert whole["usage"]["output_tokens"] == 12
     reply = ask(server, **fields, stream=True)
     assert reply.headers["content-type"].startswith("text/event-stream")
-    streamed = message_of(events_of(reply.body))
+    streamed = message_of(reply.named_events)
     assert streamed["content"] == whole["content"]
     assert streamed["stop_reason"] == whole["stop_reason"]
 
@@ -164,8 +164,7 @@ def test_a_tool_that_must_be_called_is_called(server: RunningServer) -> None:
     for choice in ({"type": "any"}, {"type": "tool", "name": "f"}):
         for stream in (False, True):
             reply = ask(server, **fields, tool_choice=choice, stream=stream)
-            assert reply.status == 200, reply.body
-            message = message_of(events_of(reply.body)) if stream else reply.json
+            message = message_of(reply.named_events) if stream else reply.ok
             (block,) = message["content"]
             assert (block["type"], block["name"]) == ("tool_use", "f")
             assert block["input"]["n"] in (1, 22)
@@ -191,9 +190,7 @@ def test_tokens_are_counted_and_what_was_read_from_the_kv_cache_is_told(
 ) -> None:
     system = [{"type": "text", "text": "a beginning that is sent again and again", **MARK}]
     body: dict[str, Any] = {"system": system, "tools": [ANTHROPIC_TOOL], "messages": HELLO}
-    counted = server.ask("POST", "/v1/messages/count_tokens", body)
-    assert counted.status == 200, counted.body
-    number = counted.json["input_tokens"]
+    number = server.post("/v1/messages/count_tokens", **body).ok["input_tokens"]
     first, again = (ask(server, **body).json["usage"] for _ in range(2))
     for usage in (first, again):
         created, read = usage["cache_creation_input_tokens"], usage["cache_read_input_tokens"]

@@ -1,13 +1,13 @@
 """The API over plain HTTP: what is answered, and what is refused with which words."""
 
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from tests.server.checkpoint import CONTEXT
-from tests.server.running import Reply, RunningServer
+from tests.server.running import RunningServer
 
 SCHEMA = {
     "type": "object",
@@ -19,17 +19,6 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {
     "type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"],
     "additionalProperties": False,
 }}}  # fmt: skip
-
-
-def text_of(reply: Reply) -> str:
-    assert reply.status == 200, reply.body
-    text: str = reply.json["choices"][0]["message"]["content"]
-    return text
-
-
-def streamed_text(reply: Reply) -> str:
-    chunks = [event["choices"][0]["delta"] for event in reply.events if event["choices"]]
-    return "".join(chunk.get("content") or "" for chunk in chunks)
 
 
 def test_an_answer_is_as_openai_writes_it(server: RunningServer) -> None:
@@ -47,43 +36,39 @@ def test_an_answer_is_as_openai_writes_it(server: RunningServer) -> None:
 
 def test_a_stream_is_the_same_answer(server: RunningServer) -> None:
     fields: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
-    whole = text_of(server.chat(**fields))
+    whole = server.chat(**fields).text
     reply = server.chat(**fields, stream=True, stream_options={"include_usage": True})
     assert reply.headers["content-type"].startswith("text/event-stream")
-    assert streamed_text(reply) == whole
+    assert reply.streamed_texts == [whole]
     assert reply.events[0]["choices"][0]["delta"]["role"] == "assistant"
     assert reply.events[-2]["choices"][0]["finish_reason"] == "length"
     assert reply.events[-1]["usage"]["completion_tokens"] == 12
 
 
 def test_requests_at_once_get_what_they_get_alone(server: RunningServer) -> None:
-    fields = [{"text": "a" * n, "max_tokens": 20, "temperature": 1.0, "seed": n} for n in range(9)]
-    alone = [text_of(server.chat(**f)) for f in fields]  # type: ignore[arg-type]
-    together = [""] * len(fields)
+    fields: list[dict[str, Any]] = [
+        {"text": "a" * n, "max_tokens": 20, "temperature": 1.0, "seed": n} for n in range(9)
+    ]
 
-    def ask(number: int) -> None:
-        together[number] = text_of(server.chat(**fields[number]))  # type: ignore[arg-type]
+    def ask(one: dict[str, Any]) -> str:
+        return server.chat(**one).text
 
-    threads = [threading.Thread(target=ask, args=(n,)) for n in range(len(fields))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert together == alone
+    with ThreadPoolExecutor(len(fields)) as clients:
+        assert [*clients.map(ask, fields)] == [*map(ask, fields)]
 
 
 def test_a_seed_repeats_and_another_does_not(server: RunningServer) -> None:
     first, again, other = (
-        text_of(server.chat(max_tokens=16, temperature=1.0, seed=seed)) for seed in (5, 5, -6)
+        server.chat(max_tokens=16, temperature=1.0, seed=seed).text for seed in (5, 5, -6)
     )
     assert first == again != other
 
 
 def test_stop_strings_end_the_answer_before_them(server: RunningServer) -> None:
-    free = text_of(server.chat(max_tokens=30, temperature=0))
+    free = server.chat(max_tokens=30, temperature=0).text
     stop = free[6:8]
     reply = server.chat(max_tokens=30, temperature=0, stop=[stop, "never comes"])
-    assert text_of(reply) == free.partition(stop)[0]
+    assert reply.text == free.partition(stop)[0]
     assert reply.json["choices"][0]["finish_reason"] == "stop"
 
 
@@ -93,11 +78,10 @@ def test_a_conversation_goes_on_without_computing_its_beginning_again(
     first = server.chat("tell me more", max_tokens=8, temperature=0)
     messages = [
         {"role": "user", "content": "tell me more"},
-        {"role": "assistant", "content": text_of(first)},
+        {"role": "assistant", "content": first.text},
         {"role": "user", "content": "go on"},
     ]
-    body = {"messages": messages, "max_tokens": 4, "temperature": 0}
-    usage = server.ask("POST", "/v1/chat/completions", body).json["usage"]
+    usage = server.chat(messages=messages, max_tokens=4, temperature=0).ok["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] >= first.json["usage"]["prompt_tokens"]
 
 
@@ -109,27 +93,19 @@ def test_logprobs_are_of_the_tokens(server: RunningServer) -> None:
         best, second = token["top_logprobs"]
         assert token["token"] == best["token"]
         assert token["logprob"] == best["logprob"] >= second["logprob"]
-    old = server.ask("POST", "/v1/completions", {"prompt": "a", "max_tokens": 3, "logprobs": 1})
-    assert len(old.json["choices"][0]["logprobs"]["token_logprobs"]) == 3
+    (old,) = server.complete("a", max_tokens=3, logprobs=1).ok["choices"]
+    assert len(old["logprobs"]["token_logprobs"]) == 3
 
 
 def test_completions_answer_text_ids_and_several_of_them(server: RunningServer) -> None:
-    def ask(prompt: Any, **fields: Any) -> Reply:
-        body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, **fields}
-        return server.ask("POST", "/v1/completions", body)
-
-    one = ask("abc").json["choices"][0]["text"]
-    two = ask(["xyz", "abc"]).json
+    one = server.complete(max_tokens=6).ok["choices"][0]["text"]
+    two = server.complete(["xyz", "abc"], max_tokens=6).ok
     assert [choice["index"] for choice in two["choices"]] == [0, 1]
     assert two["choices"][1]["text"] == one
     assert two["usage"]["completion_tokens"] == 12
-    streamed = ask(["xyz", "abc"], stream=True).events
-    texts = ["", ""]
-    for event in streamed:
-        for choice in event["choices"]:
-            texts[choice["index"]] += choice["text"]
-    assert texts == [choice["text"] for choice in two["choices"]]
-    ids = ask([69, 70, 71]).json
+    streamed = server.complete(["xyz", "abc"], max_tokens=6, stream=True)
+    assert streamed.streamed_texts == [choice["text"] for choice in two["choices"]]
+    ids = server.complete([69, 70, 71], max_tokens=6).ok
     assert ids["usage"]["prompt_tokens"] == 3
 
 
@@ -137,7 +113,7 @@ def test_a_schema_is_followed(server: RunningServer) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
     for seed in range(3):
         reply = server.chat(max_tokens=90, temperature=1.0, seed=seed, response_format=form)
-        found = json.loads(text_of(reply))
+        found = json.loads(reply.text)
         assert set(found) == {"count", "name"}
         assert found["count"] in (1, 22)
         assert reply.json["choices"][0]["finish_reason"] == "stop"
@@ -145,16 +121,14 @@ def test_a_schema_is_followed(server: RunningServer) -> None:
 
 def test_json_object_is_json_from_its_first_token(server: RunningServer) -> None:
     reply = server.chat(max_tokens=12, temperature=1.0, response_format={"type": "json_object"})
-    assert text_of(reply).startswith("{")
+    assert reply.text.startswith("{")
 
 
 def test_a_tool_that_must_be_called_is_called(server: RunningServer) -> None:
     fields: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 80}
     for choice in ("required", {"type": "function", "function": {"name": "f"}}):
         fields["tool_choice"] = choice
-        reply = server.chat("x", **fields)
-        assert reply.status == 200, reply.body
-        (answer,) = reply.json["choices"]
+        (answer,) = server.chat("x", **fields).ok["choices"]
         (call,) = answer["message"]["tool_calls"]
         assert call["function"]["name"] == "f"
         assert json.loads(call["function"]["arguments"])["n"] in (1, 22)
@@ -165,9 +139,9 @@ def test_a_tool_that_must_be_called_is_called(server: RunningServer) -> None:
 def test_tools_that_may_be_called_change_no_plain_answer(server: RunningServer) -> None:
     """The calls are ruled, the text before them is not: see test_grammar."""
     fields: dict[str, Any] = {"tools": [TOOL], "max_tokens": 6, "temperature": 0}
-    free = text_of(server.chat(**fields))
-    assert text_of(server.chat(**fields, tool_choice="auto")) == free
-    assert text_of(server.chat(**fields, parallel_tool_calls=False)) == free
+    free = server.chat(**fields).text
+    assert server.chat(**fields, tool_choice="auto").text == free
+    assert server.chat(**fields, parallel_tool_calls=False).text == free
     loose = {"type": "function", "function": {"name": "g", "parameters": {"type": 5}}}
     assert server.chat(tools=[loose], max_tokens=2).status == 200
     loose["function"]["strict"] = True  # type: ignore[index]
@@ -198,15 +172,11 @@ def test_choices_differ_and_repeat_with_their_seed(server: RunningServer) -> Non
     assert texts[0] == first["choices"][0]["message"]["content"]
     assert whole["usage"]["prompt_tokens"] == first["usage"]["prompt_tokens"]
     assert whole["usage"]["completion_tokens"] == 27
-    streamed = ["", "", ""]
-    ends = []
-    for event in server.chat(**fields, stream=True).events:
-        for choice in event["choices"]:
-            streamed[choice["index"]] += choice["delta"].get("content") or ""
-            ends += [choice["index"]] if choice["finish_reason"] else []
-    assert (streamed, sorted(ends)) == (texts, [0, 1, 2])
-    body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 3, "temperature": 1.0, "seed": 1}
-    several = server.ask("POST", "/v1/completions", body).json
+    streamed = server.chat(**fields, stream=True)
+    assert streamed.streamed_texts == texts
+    choices = [choice for event in streamed.events for choice in event["choices"]]
+    assert sorted(one["index"] for one in choices if one["finish_reason"]) == [0, 1, 2]
+    several = server.complete(["a", "b"], n=2, max_tokens=3, temperature=1.0, seed=1).ok
     assert [choice["index"] for choice in several["choices"]] == [0, 1, 2, 3]
     assert several["usage"]["prompt_tokens"] == 2
 
@@ -216,9 +186,8 @@ def test_penalties_and_biases_are_followed(server: RunningServer) -> None:
     fields: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "logprobs": True}
 
     def tokens(**more: Any) -> list[str]:
-        reply = server.chat(**fields, **more)
-        assert reply.status == 200, reply.body
-        return [one["token"] for one in reply.json["choices"][0]["logprobs"]["content"]]
+        (choice,) = server.chat(**fields, **more).ok["choices"]
+        return [one["token"] for one in choice["logprobs"]["content"]]
 
     free = tokens()
     assert tokens(presence_penalty=2.0, frequency_penalty=2.0) != free
@@ -245,9 +214,8 @@ def test_what_clients_send_beside_is_taken(server: RunningServer) -> None:
             {"role": "tool", "tool_call_id": "c", "content": "22"},
         ],
     }  # fmt: skip
-    reply = server.ask("POST", "/v1/chat/completions", body)
-    assert reply.status == 200, reply.body
-    assert reply.json["usage"]["completion_tokens"] == 3
+    answer = server.post("/v1/chat/completions", **body).ok
+    assert answer["usage"]["completion_tokens"] == 3
 
 
 def test_a_prompt_that_is_too_long_is_told_in_numbers(server: RunningServer) -> None:
@@ -305,8 +273,7 @@ def test_errors_have_their_status(server: RunningServer) -> None:
     assert server.ask("GET", "/v1/chat/completions").status == 405
     refused = server.ask("POST", "/v1/embeddings", {"input": "x"})
     assert (refused.status, refused.error["code"]) == (404, "unsupported_endpoint")
-    assert server.ask("POST", "/v1/completions", {"prompt": [9999]}).status == 400
-    assert server.ask("POST", "/v1/completions", {"prompt": ""}).status == 400
+    assert server.complete([9999]).status == server.complete("").status == 400
 
 
 def test_bodies_that_are_no_requests_are_refused(server: RunningServer) -> None:

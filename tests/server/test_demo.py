@@ -57,13 +57,3 @@ def test_a_stream_a_schema_and_a_call(client: openai.OpenAI) -> None:
     called = ask(client, "Call f.", tools=[TOOL], tool_choice="required", max_tokens=60)
     (call,) = called.choices[0].message.tool_calls
     assert json.loads(call.function.arguments)["n"] in (1, 22)
-
-
-def test_a_client_that_leaves_frees_its_place(
-    client: openai.OpenAI, demo_server: RunningServer
-) -> None:
-    stream = ask(client, "Tell me a long story.", stream=True, max_tokens=900)
-    next(stream)
-    demo_server.wait_for("tandem_requests_running", 1)
-    stream.close()
-    demo_server.wait_for("tandem_requests_running", 0)

@@ -6,13 +6,7 @@ from typing import Any
 import pytest
 
 from tests.server.running import Reply, RunningServer
-from tests.server.test_api import SCHEMA, streamed_text, text_of
-
-
-def complete(server: RunningServer, **fields: Any) -> Any:
-    reply = server.ask("POST", "/v1/completions", {"prompt": "abc", "temperature": 0, **fields})
-    assert reply.status == 200, reply.body
-    return reply.json
+from tests.server.test_api import SCHEMA
 
 
 def test_nulls_are_absent_and_unknown_fields_are_logged_once(server: RunningServer) -> None:
@@ -24,8 +18,7 @@ def test_nulls_are_absent_and_unknown_fields_are_logged_once(server: RunningServ
         "unheard_of": None, "temprature": "my secret pony",
     }  # fmt: skip
     for _ in range(2):
-        reply = server.ask("POST", "/v1/chat/completions", body)
-        assert reply.status == 200, reply.body
+        assert server.post("/v1/chat/completions", **body).ok
     (line,) = [line for line in server.log.splitlines() if "mirostat" in line]
     assert "ignored" in line
     assert "'cache_control'" in line
@@ -37,31 +30,30 @@ def test_nulls_are_absent_and_unknown_fields_are_logged_once(server: RunningServ
 def test_guidellm_and_aiperf_are_answered(server: RunningServer) -> None:
     """The end is ignored, and every chunk tells how many tokens there are so far."""
     fields: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
-    free = text_of(server.chat(**fields))
+    free = server.chat(**fields).text
     stopping: Reply = server.chat(**fields, stop_token_ids=[ord(free[3]) - 32])
     options = {"include_usage": True, "continuous_usage_stats": True}
     reply = server.chat(
         **fields, ignore_eos=True, min_tokens=12, stop=None, stream=True, stream_options=options
     )
-    assert streamed_text(reply) == free
+    assert reply.streamed_texts == [free]
     counts = [event["usage"]["completion_tokens"] for event in reply.events]
     assert counts == sorted(counts)
     assert counts[-1] == 12
     assert stopping.status == 200
-    body = {"prompt": "abc", "max_tokens": 3, "stream": True, "stream_options": options}
-    events = server.ask("POST", "/v1/completions", body).events
+    events = server.complete(max_tokens=3, stream=True, stream_options=options).events
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 3]
 
 
 def test_limits_and_penalties_have_other_names(server: RunningServer) -> None:
-    assert complete(server, n_predict=5)["usage"]["completion_tokens"] == 5
-    assert complete(server, n_predict=5, max_tokens=3)["usage"]["completion_tokens"] == 3
+    assert server.complete(n_predict=5).ok["usage"]["completion_tokens"] == 5
+    assert server.complete(n_predict=5, max_tokens=3).ok["usage"]["completion_tokens"] == 3
     assert server.chat(n_predict=4).json["usage"]["completion_tokens"] == 4
     texts = [
-        complete(server, max_tokens=30, **{name: 5.0})["choices"][0]["text"]
+        server.complete(max_tokens=30, **{name: 5.0}).ok["choices"][0]["text"]
         for name in ("repetition_penalty", "repeat_penalty")
     ]
-    assert texts[0] == texts[1] != complete(server, max_tokens=30)["choices"][0]["text"]
+    assert texts[0] == texts[1] != server.complete(max_tokens=30).ok["choices"][0]["text"]
 
 
 @pytest.mark.parametrize(
@@ -79,8 +71,8 @@ def test_limits_and_penalties_have_other_names(server: RunningServer) -> None:
 def test_a_guide_rules_chats_and_completions(
     server: RunningServer, fields: dict[str, Any], expected: set[str]
 ) -> None:
-    assert text_of(server.chat(max_tokens=20, temperature=1.0, **fields)) in expected
-    assert complete(server, max_tokens=20, **fields)["choices"][0]["text"] in expected
+    assert server.chat(max_tokens=20, temperature=1.0, **fields).text in expected
+    assert server.complete(max_tokens=20, **fields).ok["choices"][0]["text"] in expected
 
 
 @pytest.mark.parametrize(
@@ -94,8 +86,8 @@ def test_a_guide_rules_chats_and_completions(
     ],
 )
 def test_a_schema_rules_wherever_it_stands(server: RunningServer, fields: dict[str, Any]) -> None:
-    chat = text_of(server.chat(max_tokens=90, temperature=1.0, seed=2, **fields))
-    text = complete(server, max_tokens=90, **fields)["choices"][0]["text"]
+    chat = server.chat(max_tokens=90, temperature=1.0, seed=2, **fields).text
+    text = server.complete(max_tokens=90, **fields).ok["choices"][0]["text"]
     assert [set(json.loads(found)) for found in (chat, text)] == [{"count", "name"}] * 2
 
 
@@ -119,10 +111,7 @@ def test_a_guide_that_cannot_be_followed_is_told(
 
 def test_templates_are_asked_as_clients_say(server: RunningServer) -> None:
     def prompt_tokens(**fields: Any) -> int:
-        reply = server.chat(max_tokens=1, **fields)
-        assert reply.status == 200, reply.body
-        count: int = reply.json["usage"]["prompt_tokens"]
-        return count
+        return int(server.chat(max_tokens=1, **fields).ok["usage"]["prompt_tokens"])
 
     free = prompt_tokens()
     assert prompt_tokens(add_generation_prompt=False) < free
@@ -141,7 +130,7 @@ def test_a_strict_schema_is_closed(server: RunningServer) -> None:
             max_tokens=60, temperature=1.5, seed=seed,
             response_format={"type": "json_schema", "json_schema": form},
         )  # fmt: skip
-        found = json.loads(text_of(reply))
+        found = json.loads(reply.text)
         assert set(found) == {"a"}
         assert set(found["a"]) <= {"b"}
 

@@ -4,9 +4,8 @@ import asyncio
 import contextlib
 import os
 import signal
-import threading
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from tandem.dialects.grammar import json_grammar, regex_grammar
 from tandem.engine.grammar_process import Tables
 from tandem.server.grammars import Grammars
 from tests.hf.tiny import byte_tokenizer
-from tests.server.running import Reply, RunningServer, running_server
+from tests.server.running import RunningServer, running_server, wait_for_end
 
 SLOW = {"type": "integer", "multipleOf": 499979}
 PROPERTIES = {"properties": {f"property{n}": {"type": "string"} for n in range(5000)}}
@@ -79,36 +78,18 @@ def grammar_process(server: RunningServer) -> int:
     raise AssertionError("no process builds grammars")
 
 
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < end, what
-        time.sleep(0.02)
-
-
-@contextlib.contextmanager
-def under_way(function: Callable[[], Reply]) -> Iterator[list[Reply]]:
-    """Ask in a thread; the list has the reply at the end."""
-    found: list[Reply] = []
-    thread = threading.Thread(target=lambda: found.append(function()))
-    thread.start()
-    try:
-        yield found
-    finally:
-        thread.join()
-
-
 @pytest.mark.parametrize("kind", [*REFUSED, *MAY_PASS])
 def test_a_stream_goes_on_beside_a_slow_grammar(server: RunningServer, kind: str) -> None:
     path, body = {**REFUSED, **MAY_PASS}[kind]
     num_tokens = 0
     with server.streaming(max_tokens=30000, temperature=0, ignore_eos=True) as stream:
         stream.readline()
-        with under_way(partial(server.ask, "POST", path, body)) as found:
+        with ThreadPoolExecutor(1) as clients:
+            asked = clients.submit(server.ask, "POST", path, body)
             assert server.ask("GET", "/health").status == 200
-            while not found:
+            while not asked.done():
                 num_tokens += stream.readline().startswith(b"data: {")
-    reply = found[0]
+    reply = asked.result()
     if kind in REFUSED:
         assert (reply.status, WORDS in reply.json["error"]["message"]) == (400, True), reply.body
         # The limit is three tenths of a second of a core, at the lowest priority.
@@ -119,13 +100,13 @@ def test_a_stream_goes_on_beside_a_slow_grammar(server: RunningServer, kind: str
 
 def test_a_killed_grammar_process_costs_no_request(server: RunningServer) -> None:
     for number in (11, 12):
-        body = {"prompt": "x", "max_tokens": 2, "guided_regex": f"[0-9]{{{number}}}"}
-        assert server.ask("POST", TEXT, body).status == 200
+        assert server.complete(max_tokens=2, guided_regex=f"[0-9]{{{number}}}").ok
         killed = grammar_process(server)
         path, slow = REFUSED["json_schema"]
-        with under_way(partial(server.ask, "POST", path, slow)) as found:
+        with ThreadPoolExecutor(1) as clients:
+            asked = clients.submit(server.ask, "POST", path, slow)
             os.kill(killed, signal.SIGKILL)
-        assert found[0].status == 400
+        assert asked.result().status == 400
     assert grammar_process(server) != killed
 
 
@@ -134,7 +115,7 @@ def test_a_grammar_that_grows_too_complex_ends_its_own_answer(server: RunningSer
     grammar = f'start: "x" s+\ns: {" | ".join(f"r{i}" for i in range(1500))}\n{rules}'
     with server.streaming(max_tokens=30000, temperature=0, ignore_eos=True) as stream:
         stream.readline()
-        reply = server.ask("POST", TEXT, {"prompt": "x", "max_tokens": 9, "grammar": grammar})
+        reply = server.complete(max_tokens=9, grammar=grammar)
         assert reply.status == 400
         assert "the answer ended here" in reply.error["message"]
         assert stream.readline() is not None
@@ -143,12 +124,11 @@ def test_a_grammar_that_grows_too_complex_ends_its_own_answer(server: RunningSer
 
 def test_no_process_outlives_a_killed_server(tiny_checkpoint: Path, tmp_path: Path) -> None:
     with running_server(tiny_checkpoint, cache=tmp_path) as server:
-        body = {"prompt": "x", "max_tokens": 1, "guided_regex": "[0-9]"}
-        assert server.ask("POST", TEXT, body).status == 200
+        assert server.complete(max_tokens=1, guided_regex="[0-9]").ok
         child = grammar_process(server)
         server.process.kill()
         server.process.wait()
-        wait_until(lambda: not Path(f"/proc/{child}").exists(), "it outlives its server")
+        wait_for_end(child)
 
 
 def test_a_silent_engine_process_is_started_again(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -168,20 +148,12 @@ def test_a_silent_engine_process_is_started_again(tiny_checkpoint: Path, tmp_pat
 
 
 def tables() -> Tables:
-    return Tables(byte_tokenizer().backend_tokenizer.to_str(), 128, (2,))
+    return Tables.of(byte_tokenizer(), 128, (2,))
 
 
-def run(test: Callable[[Grammars], Awaitable[None]]) -> None:
-    @contextlib.asynccontextmanager
-    async def opened() -> AsyncIterator[Grammars]:
-        grammars = Grammars(tables)
-        try:
-            yield grammars
-        finally:
-            grammars.close()
-
+def run(test: Callable[[Grammars], Awaitable[None]], given: Callable[[], Tables] = tables) -> None:
     async def whole() -> None:
-        async with opened() as grammars:
+        with contextlib.closing(Grammars(given)) as grammars:
             await test(grammars)
 
     asyncio.run(whole())
@@ -261,10 +233,8 @@ def test_a_grammar_that_nobody_waits_for_is_not_built_on() -> None:
     [(Tables(None, 128, (2,)), "no fast tokenizer"), (Tables("", 128, ()), "end-of-sequence")],
 )
 def test_a_tokenizer_without_tables_is_told(given: Tables, words: str) -> None:
-    async def test() -> None:
-        grammars = Grammars(lambda: given)
+    async def test(grammars: Grammars) -> None:
         with pytest.raises(ConfigError, match=words):
             await grammars.build(partial(regex_grammar, "x"))
-        grammars.close()
 
-    asyncio.run(test())
+    run(test, lambda: given)

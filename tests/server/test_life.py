@@ -6,9 +6,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from tandem.engine.messages import EngineSettings
 from tandem.server.options import ServerOptions
 from tandem.server.page_files import PAGE_FILES
 from tandem.server.serving import Source, serve
-from tests.server.running import Reply, RunningServer, running_server
+from tests.server.checkpoint import never_called
+from tests.server.running import RunningServer, running_server, wait_for_end
 
 LONG: dict[str, Any] = {"max_tokens": 30000, "temperature": 0}
 GUARDED = (
@@ -46,20 +47,6 @@ def small(
         tiny_checkpoint, *flags, "--shutdown-timeout", "0.5", cache=cache, TANDEM_API_KEY=KEY
     ) as running:
         yield running
-
-
-def wait_for_end(process_id: int) -> None:
-    end = time.monotonic() + 60
-    while Path(f"/proc/{process_id}").exists():
-        assert time.monotonic() < end, "the engine process outlives its server"
-        time.sleep(0.02)
-
-
-def in_background(function: Any, *args: Any, **kwargs: Any) -> tuple[threading.Thread, list[Reply]]:
-    found: list[Reply] = []
-    thread = threading.Thread(target=lambda: found.append(function(*args, **kwargs)))
-    thread.start()
-    return thread, found
 
 
 def settled(server: RunningServer, name: str) -> float:
@@ -108,43 +95,43 @@ def test_without_the_key_nothing_is_told(small: RunningServer) -> None:
 def test_the_origin_that_is_let_in_is_told_so(small: RunningServer) -> None:
     asked = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST", "Authorization": ""}
     before = small.ask("OPTIONS", "/v1/chat/completions", headers=asked)
-    assert before.status == 204
-    answer = small.chat(max_tokens=1)
-    for reply in (before, answer):
+    assert before.status == 200
+    for origin, told in ((ORIGIN, ORIGIN), ("https://evil.example", None)):
+        reply = small.ask("GET", "/v1/models", headers={"Origin": origin})
+        assert reply.headers.get("access-control-allow-origin") == told
+    refused = small.ask("GET", "/v1/models", headers={"Origin": ORIGIN, "Authorization": ""})
+    for reply in (before, refused):
         assert reply.headers["access-control-allow-origin"] == ORIGIN
 
 
 def test_a_full_queue_says_when_to_come_again(small: RunningServer) -> None:
-    with small.streaming(**LONG) as first:
+    with ThreadPoolExecutor(1) as clients, small.streaming(**LONG) as first:
         first.readline()
-        waiting, found = in_background(small.chat, max_tokens=2)
+        waiting = clients.submit(small.chat, max_tokens=2)
         small.wait_for("tandem_requests_waiting", 1)
         refused = small.chat(max_tokens=2)
         assert (refused.status, refused.error["code"]) == (429, "queue_full")
         assert int(refused.headers["retry-after"]) >= 1
-    waiting.join()
-    assert found[0].status == 200, "who waited comes next"
+    assert waiting.result().status == 200, "who waited comes next"
 
 
 def test_prompts_and_choices_count_to_the_queue_before_they_are_read(small: RunningServer) -> None:
-    fields = {"prompt": ["x" * 1000] * 1024, "n": 16, "max_tokens": 2}
-    refused = small.ask("POST", "/v1/completions", fields)
+    refused = small.complete(["x" * 1000] * 1024, n=16, max_tokens=2)
     assert (refused.status, "16384 answers" in refused.error["message"]) == (400, True)
     assert small.chat(n=3).status == 400
     assert small.chat(n=2, max_tokens=2).status == 200
 
 
 def test_a_killed_decode_process_takes_with_it_only_what_ran(small: RunningServer) -> None:
-    with small.streaming(**LONG) as running:
+    with ThreadPoolExecutor(1) as clients, small.streaming(**LONG) as running:
         running.readline()
-        waiting, found = in_background(small.chat, max_tokens=3, temperature=0)
+        waiting = clients.submit(small.chat, max_tokens=3, temperature=0)
         small.wait_for("tandem_requests_waiting", 1)
         os.kill(small.decode_process, signal.SIGKILL)
         rest = running.read().decode()
         assert "ended while this request was running" in rest
         assert "[DONE]" not in rest
-    waiting.join()
-    assert found[0].status == 200
+    assert waiting.result().status == 200
     small.wait_until_ready()
     assert small.metric("tandem_engine_restarts_total") == 1
 
@@ -172,8 +159,7 @@ def test_a_request_that_takes_too_long_is_given_up(tiny_checkpoint: Path, tmp_pa
         "--max-running", "1", cache=tmp_path,
     ) as server:  # fmt: skip
         # One after the other 240,000 steps: more than three seconds on any machine.
-        many = {"prompt": [f"number {i}" for i in range(8)], **LONG}
-        reply = server.ask("POST", "/v1/completions", many)
+        reply = server.complete([f"number {i}" for i in range(8)], **LONG)
         assert reply.status == 504
         assert "longer than 3 seconds" in reply.error["message"]
         server.wait_for("tandem_requests_running", 0)
@@ -232,7 +218,3 @@ def test_a_taken_port_is_told_at_once(server: RunningServer) -> None:
     settings = EngineSettings(max_running=1, part_tokens=16)
     with pytest.raises(ConfigError, match="choose another --port"):
         serve(source, ServerOptions(port=server.port), settings, on_ready=print)
-
-
-def never_called() -> Any:
-    raise AssertionError("nothing is loaded for a port that is taken")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tandem.cli.header_check import refuse_dense
 from tandem.cli.main import main
@@ -18,18 +18,10 @@ from tandem.server.app import create_app
 from tandem.server.engine_client import EngineClient
 from tandem.server.options import ServerOptions
 from tandem.server.service import Server
+from tests.server.checkpoint import never_called
 
 CHAT = "/v1/chat/completions"
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
-
-
-def never_called(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("nothing is loaded here")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_checkpoint: Path) -> Any:
-    return AutoTokenizer.from_pretrained(tiny_checkpoint)
 
 
 def client(tokenizer: Any, **options: Any) -> TestClient:

@@ -29,22 +29,14 @@ def chat_of(**fields: Any) -> ChatRequest:
 
 
 def ask(server: RunningServer, **fields: Any) -> Reply:
-    body = {"input": "hello", "max_output_tokens": 9, **fields}
-    return server.ask("POST", "/v1/responses", body)
+    return server.post("/v1/responses", **{"input": "hello", "max_output_tokens": 9, **fields})
 
 
 def events_of(reply: Reply) -> list[dict[str, Any]]:
-    """Return a stream's events, each named as its type says, and numbered."""
-    found: list[dict[str, Any]] = []
-    for part in reply.body.decode().split("\n\n"):
-        lines = [line for line in part.splitlines() if not line.startswith(":")]
-        if lines:
-            name, data = lines
-            event = json.loads(data.removeprefix("data: "))
-            assert name == f"event: {event['type']}"
-            assert event["sequence_number"] == len(found)
-            found.append(event)
-    return found
+    """Return a stream's events, which are numbered."""
+    events = reply.named_events
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    return events
 
 
 def test_items_of_an_answer_are_one_message_of_a_chat() -> None:
@@ -106,12 +98,11 @@ def test_a_stream_is_the_same_response(server: RunningServer) -> None:
 def test_a_tool_that_must_be_called_is_called(server: RunningServer) -> None:
     fields: dict[str, Any] = {"tools": [FUNCTION], "max_output_tokens": 90}
     for choice in ("required", {"type": "function", "name": "f"}):
-        reply = ask(server, **fields, tool_choice=choice)
-        assert reply.status == 200, reply.body
-        (item,) = reply.json["output"]
+        response = ask(server, **fields, tool_choice=choice).ok
+        (item,) = response["output"]
         assert (item["type"], item["name"]) == ("function_call", "f")
         assert json.loads(item["arguments"])["n"] in (1, 22)
-        assert reply.json["status"] == "completed"
+        assert response["status"] == "completed"
     events = events_of(ask(server, **fields, tool_choice="required", stream=True))
     (done,) = [e for e in events if e["type"] == "response.function_call_arguments.done"]
     assert json.loads(done["arguments"])["n"] in (1, 22)
@@ -148,7 +139,7 @@ def test_an_answer_is_gone_on_from_by_its_id(server: RunningServer) -> None:
 
 def test_tokens_are_counted(server: RunningServer) -> None:
     body: dict[str, Any] = {"input": "hello", "instructions": "Be short.", "tools": [FUNCTION]}
-    counted = server.ask("POST", "/v1/responses/input_tokens", body).json["input_tokens"]
+    counted = server.post("/v1/responses/input_tokens", **body).ok["input_tokens"]
     assert ask(server, **body).json["usage"]["input_tokens"] == counted
 
 
@@ -256,16 +247,16 @@ def test_tools_that_run_elsewhere_are_left_out_and_logged(server: RunningServer)
 
 
 def test_texts_become_tokens_and_back(server: RunningServer) -> None:
-    tokens = server.ask("POST", "/tokenize", {"prompt": "hello"}).json
+    tokens = server.post("/tokenize", prompt="hello").ok
     assert tokens["count"] == len(tokens["tokens"])
-    back = server.ask("POST", "/detokenize", {"tokens": tokens["tokens"]}).json
+    back = server.post("/detokenize", tokens=tokens["tokens"]).ok
     assert "hello" in back["prompt"]
     assert back["content"] == back["prompt"]
     messages = [{"role": "user", "content": "hello"}]
-    chat = server.ask("POST", "/tokenize", {"messages": messages, "return_token_strs": True}).json
-    assert chat["count"] == server.chat("hello", max_tokens=1).json["usage"]["prompt_tokens"]
+    chat = server.post("/tokenize", messages=messages, return_token_strs=True).ok
+    assert chat["count"] == server.chat("hello", max_tokens=1).ok["usage"]["prompt_tokens"]
     assert len(chat["token_strs"]) == chat["count"]
-    pieces = server.ask("POST", "/tokenize", {"content": "hello", "with_pieces": True}).json
+    pieces = server.post("/tokenize", content="hello", with_pieces=True).ok
     assert pieces["tokens"][0].keys() == {"id", "piece"}
-    assert server.ask("POST", "/tokenize", {}).status == 400
-    assert "unknown" in server.ask("POST", "/detokenize", {"tokens": [999]}).error["message"]
+    assert server.post("/tokenize").status == 400
+    assert "unknown" in server.post("/detokenize", tokens=[999]).error["message"]

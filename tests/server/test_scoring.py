@@ -12,18 +12,12 @@ from tests.server.running import RunningServer
 PROMPTS = [[40 + i * 7 % 50 for i in range(n)] for n in (5, 21, 2)]
 
 
-def ask(server: RunningServer, **fields: Any) -> Any:
-    reply = server.ask("POST", "/v1/completions", {"temperature": 0, "seed": 1234, **fields})
-    assert reply.status == 200, reply.body
-    return reply.json
-
-
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_a_batch_of_prompts_of_tokens_is_scored_as_the_model_does(
     server: RunningServer, tiny_checkpoint: Path, max_tokens: int
 ) -> None:
     """As lm-eval's local-completions: the last token is the answer's and is not read."""
-    found = ask(server, prompt=PROMPTS, max_tokens=max_tokens, logprobs=1, echo=True)
+    found = server.complete(PROMPTS, max_tokens=max_tokens, logprobs=1, echo=True).ok
     model: Any = tandem.load(str(tiny_checkpoint))
     for choice, prompt in zip(found["choices"], PROMPTS, strict=True):
         with torch.no_grad():
@@ -46,23 +40,19 @@ def test_a_batch_of_prompts_of_tokens_is_scored_as_the_model_does(
 
 def test_an_echo_is_the_prompt_before_the_answer(server: RunningServer) -> None:
     fields: dict[str, Any] = {"prompt": ["abc", "xyz"], "max_tokens": 4}
-    plain = [choice["text"] for choice in ask(server, **fields)["choices"]]
-    echoed = [choice["text"] for choice in ask(server, **fields, echo=True)["choices"]]
+    plain = [choice["text"] for choice in server.complete(**fields).ok["choices"]]
+    echoed = [choice["text"] for choice in server.complete(**fields, echo=True).ok["choices"]]
     assert echoed == ["abc" + plain[0], "xyz" + plain[1]]
     for more in ({}, {"logprobs": 1}):
-        body = {**fields, "temperature": 0, "echo": True, "stream": True, **more}
-        texts = ["", ""]
-        for event in server.ask("POST", "/v1/completions", body).events:
-            for choice in event["choices"]:
-                texts[choice["index"]] += choice["text"]
-        assert texts == echoed
+        streamed = server.complete(**fields, echo=True, stream=True, **more)
+        assert streamed.streamed_texts == echoed
 
 
 def test_no_tokens_are_no_tokens(server: RunningServer) -> None:
-    (choice,) = ask(server, prompt="abc", max_tokens=0)["choices"]
+    (choice,) = server.complete(prompt="abc", max_tokens=0).ok["choices"]
     assert (choice["text"], choice["finish_reason"], choice["logprobs"]) == ("", "length", None)
 
 
 def test_a_batch_of_what_may_run_and_wait_is_taken_on_whole(server: RunningServer) -> None:
-    found = ask(server, prompt=[[40 + i % 60] for i in range(80)], max_tokens=1)
+    found = server.complete([[40 + i % 60] for i in range(80)], max_tokens=1).ok
     assert len(found["choices"]) == 80

@@ -2,11 +2,9 @@
 
 import json
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from tandem.apis.answering import GenerationRequest, GenerationRequests
 from tandem.apis.errors import ApiError
@@ -30,11 +28,6 @@ LONG = [
 ] + [{"role": "user", "content": "the last"}]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny_checkpoint: Path) -> Any:
-    return AutoTokenizer.from_pretrained(tiny_checkpoint)
-
-
 def asked(messages: list[dict[str, str]], **fields: Any) -> ChatRequest:
     raw = json.dumps({"messages": messages, **fields}).encode()
     return read_body(ChatRequest, raw, is_strict=True).body
@@ -53,7 +46,6 @@ def test_a_budget_of_reasoning_is_handed_on_where_the_model_reasons(tokenizer: A
         tokenizer.chat_template = template
         generation_request = trimmed(tokenizer, [LONG[-1]], thinking_token_budget=7)
         limits.append(generation_request.request.thinking)
-    tokenizer.chat_template = plain
     assert limits == [
         None,
         ThinkingLimit(num_tokens=7, begin="<think>", end="</think>", closing="\n</think>\n\n",

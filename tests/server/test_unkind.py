@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.server.running import RunningServer, running_server
-from tests.server.test_api import streamed_text, text_of
 
 MANY = 300
 
@@ -63,10 +62,10 @@ def unkind(server: RunningServer, kind: str) -> Iterator[None]:
 )
 def test_streams_of_others_are_unhurt(server: RunningServer, kind: str) -> None:
     fields: dict[str, Any] = {"max_tokens": 30, "temperature": 0}
-    alone = text_of(server.chat(**fields))
+    alone = server.chat(**fields).text
     with unkind(server, kind):
         for _ in range(2):
-            assert streamed_text(server.chat(**fields, stream=True)) == alone
+            assert server.chat(**fields, stream=True).streamed_texts == [alone]
     server.wait_for("tandem_requests_running", 0)
     assert "Traceback" not in server.log
 

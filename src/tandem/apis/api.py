@@ -20,15 +20,18 @@ class Reply(Protocol):
 
     def first_events(self) -> list[Event]:
         """Return what begins the stream, before anything is computed."""
+        return []
 
     def take(self, index: int, token_output: TokenOutput) -> list[Event]:
         """Take one token of one request's answer; return the events that follow from it."""
 
     def last_events(self) -> list[Event]:
         """Return what ends the stream, once every answer has ended."""
+        return []
 
     def failed(self, error: ApiError) -> Event:
         """Return the event that ends a stream which failed."""
+        return error.body
 
     def whole(self) -> dict[str, object]:
         """Return the answer as one object, once every answer has ended."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem.apis.answering import GenerationRequest
-from tandem.dialects.parts import AnswerPart
+from tandem.dialects.coming_call import AnswerPart
 from tandem.generate.token_output import TokenOutput
 
 End = Literal["stop", "stop_string", "length", "tool_calls"]

@@ -69,9 +69,10 @@ class ApiError(TandemError):
     @property
     def headers(self) -> dict[str, str]:
         """The headers that belong to it."""
-        if self.retry_after_seconds is None:
-            return {}
-        return {"Retry-After": str(self.retry_after_seconds)}
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
+        seconds = self.retry_after_seconds
+        return {} if seconds is None else {"Retry-After": str(seconds)}
 
 
 def server_error(message: str, *, status: int = 500, code: str | None = None) -> ApiError:

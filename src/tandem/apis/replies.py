@@ -1,13 +1,12 @@
 """Answers in the form of OpenAI's chats and completions: whole objects, and a stream's chunks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tandem.apis.answering import GenerationRequest, new_id, now_seconds
-from tandem.apis.api import Event
+from tandem.apis.api import Event, Reply
 from tandem.apis.coming_answer import ComingAnswer, Tally
-from tandem.apis.errors import ApiError
-from tandem.apis.schemas import ChatRequest, CompletionRequest, Sampling
-from tandem.dialects.parts import AnswerPart, Call
+from tandem.apis.schemas import ChatRequest, CompletionRequest, Sampling, StreamOptions
+from tandem.dialects.coming_call import AnswerPart, Call
 from tandem.foreign_types import Tokenizer
 from tandem.generate.token_output import TokenLogprob, TokenOutput
 
@@ -29,18 +28,30 @@ def usage(tallies: list[Tally], num_choices: int) -> dict[str, object]:
     }
 
 
-def _wants_usage(body: Sampling) -> bool:
-    return body.stream_options is not None and body.stream_options.include_usage
+class _OpenAiReply(Reply):
+    """What answers to chats and completions share: what each chunk begins with, and the usage."""
+
+    def __init__(self, body: Sampling, prefix: str, chunk_kind: str, model: str) -> None:
+        options = body.stream_options or StreamOptions()
+        self._has_usage = options.include_usage
+        self._has_running_usage = options.include_usage and options.continuous_usage_stats
+        self._head: dict[str, object] = {
+            "id": new_id(prefix), "object": chunk_kind, "created": now_seconds(), "model": model,
+        }  # fmt: skip
+
+    def last_events(self) -> list[Event]:
+        """Return the chunk that carries the usage, if it was asked for."""
+        return [{**self._head, "choices": [], "usage": self._usage()}] if self._has_usage else []
+
+    def _usage(self) -> dict[str, object]:
+        raise NotImplementedError
+
+    def _chunk(self, choice: Mapping[str, object]) -> Event:
+        usage = {"usage": self._usage()} if self._has_running_usage else {}
+        return {**self._head, "choices": [choice], **usage}
 
 
-def _wants_running_usage(body: Sampling) -> bool:
-    """Tell whether every chunk reports how many tokens there are so far."""
-    return _wants_usage(body) and bool(
-        body.stream_options and body.stream_options.continuous_usage_stats
-    )
-
-
-class ChatReply:
+class ChatReply(_OpenAiReply):
     """The choices of one chat answer as they come."""
 
     def __init__(
@@ -51,18 +62,12 @@ class ChatReply:
         tokenizer: Tokenizer,
     ) -> None:
         """Begin the answer to a chat: one generation request per choice."""
-        self._has_usage, self._has_running_usage = _wants_usage(body), _wants_running_usage(body)
+        super().__init__(body, "chatcmpl", "chat.completion.chunk", model)
         self._choices = [
             _ChatChoice(index, generation_request, tokenizer)
             for index, generation_request in enumerate(generation_requests)
         ]
-        self._head = {
-            "id": new_id("chatcmpl"),
-            "object": "chat.completion.chunk",
-            "created": now_seconds(),
-            "model": model,
-            "system_fingerprint": None,
-        }
+        self._head["system_fingerprint"] = None
         if generation_requests[0].num_dropped_turns:
             self._head["dropped_turns"] = generation_requests[0].num_dropped_turns
 
@@ -74,14 +79,6 @@ class ChatReply:
         """Take one token of a choice; return the chunks that follow from it."""
         return [self._chunk(part) for part in self._choices[index].take(token_output)]
 
-    def last_events(self) -> list[Event]:
-        """Return the chunk that carries the usage, if it was asked for."""
-        return [{**self._head, "choices": [], "usage": self._usage()}] if self._has_usage else []
-
-    def failed(self, error: ApiError) -> Event:
-        """Return the event that ends a stream which failed."""
-        return error.body
-
     def whole(self) -> dict[str, object]:
         """Return the answer as one object."""
         choices = [choice.whole() for choice in self._choices]
@@ -90,10 +87,6 @@ class ChatReply:
 
     def _usage(self) -> dict[str, object]:
         return usage([choice.tally for choice in self._choices], len(self._choices))
-
-    def _chunk(self, choice: dict[str, object]) -> dict[str, object]:
-        usage = {"usage": self._usage()} if self._has_running_usage else {}
-        return {**self._head, "choices": [choice], **usage}
 
 
 class _ChatChoice:
@@ -199,7 +192,7 @@ class _ChatChoice:
         return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
 
 
-class CompletionReply:
+class CompletionReply(_OpenAiReply):
     """The answers to one completion request's prompts as they come."""
 
     def __init__(
@@ -210,21 +203,11 @@ class CompletionReply:
         tokenizer: Tokenizer,
     ) -> None:
         """Begin the answers: as many generation requests per prompt as there are choices."""
+        super().__init__(body, "cmpl", "text_completion", model)
         self._requests, self._num_choices = generation_requests, body.n or 1
-        self._has_usage, self._has_running_usage = _wants_usage(body), _wants_running_usage(body)
-        self._head = {
-            "id": new_id("cmpl"),
-            "object": "text_completion",
-            "created": now_seconds(),
-            "model": model,
-        }
         self._tallies = [Tally(prompt_tokens=one.prompt_tokens) for one in generation_requests]
         self._texts = ["" for _ in generation_requests]
         self._logprobs = [_Logprobs(tokenizer, one.request.prompt) for one in generation_requests]
-
-    def first_events(self) -> list[Event]:
-        """Return nothing: a stream begins with its first text."""
-        return []
 
     def take(self, index: int, token_output: TokenOutput) -> list[Event]:
         """Take one token of one prompt's answer; return its chunk, if there is something to say."""
@@ -241,16 +224,7 @@ class CompletionReply:
             "logprobs": logprobs,
             "finish_reason": token_output.finish_reason,
         }
-        usage = {"usage": self._usage()} if self._has_running_usage else {}
-        return [{**self._head, "choices": [choice], **usage}]
-
-    def last_events(self) -> list[Event]:
-        """Return the chunk that carries the usage, if it was asked for."""
-        return [{**self._head, "choices": [], "usage": self._usage()}] if self._has_usage else []
-
-    def failed(self, error: ApiError) -> Event:
-        """Return the event that ends a stream which failed."""
-        return error.body
+        return [self._chunk(choice)]
 
     def whole(self) -> dict[str, object]:
         """Return all answers as one object."""

@@ -7,6 +7,7 @@ model breaks its own format later, as with other servers. What has not begun may
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from tandem.dialects.arguments import (
@@ -18,13 +19,32 @@ from tandem.dialects.arguments import (
     value_of,
 )
 from tandem.dialects.dialect import Dialect
-from tandem.dialects.parts import AnswerPart, Call
 
 # What comes before the arguments of a call that is an object, perhaps of a list.
 _HEAD = re.compile(r'[\[\s,]*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:')
 # What comes after them: perhaps an id.
 _AFTER = re.compile(r'\s*(?:,\s*"[^"\\]*"\s*:\s*"[^"\\]*"\s*)*\}')
 _BEGINNING = re.compile(r'\s*(\{\s*["}])')
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a tool, or its beginning."""
+
+    name: str
+    arguments: str
+    """JSON text, as far as it has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPart:
+    """A part of an answer: exactly one field is there."""
+
+    content: str = ""
+    reasoning: str = ""
+    call: Call | None = None
+    arguments: str = ""
+    """More of the latest call's arguments."""
 
 
 class ComingCalls:

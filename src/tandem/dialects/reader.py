@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tandem.dialects.arguments import Schemas
-from tandem.dialects.coming_call import ComingCalls
+from tandem.dialects.coming_call import AnswerPart, ComingCalls
 from tandem.dialects.dialect import Dialect
-from tandem.dialects.parts import AnswerPart
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 # What a broken format raises in Transformers' parser, and in ours.

@@ -1,21 +1,21 @@
 """Answers that follow a grammar, token by token, by llguidance."""
 
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import llguidance
 import torch
 from torch import Tensor
 
 from tandem.core.errors import ConfigError
-from tandem.dialects.grammar_limits import (
-    MOST_SLOW_SECONDS,
-    SLOW_MASK_SECONDS,
-    complaint,
-    new_matcher,
-)
+from tandem.dialects.grammar import complaint
+from tandem.engine.grammar_process import Tables, new_matcher
 from tandem.foreign_types import Tokenizer
+
+# Masks that take longer are slow, and what an answer's slow ones may take beyond that in all: why,
+# is in `tandem.dialects.grammar`.
+SLOW_MASK_SECONDS, MOST_SLOW_SECONDS = 0.05, 0.2
 
 
 class Grammars:
@@ -23,29 +23,14 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, end_ids: Sequence[int]) -> None:
         """Begin to build the tables for a vocabulary as wide as the model's scores."""
-        self._tokenizer: llguidance.LLTokenizer | None = None
         self._vocabulary = vocabulary
-        self._problem = "the tokenizer has no end-of-sequence token"
-
-        def build() -> None:
-            from llguidance.hf import from_tokenizer
-
-            try:
-                self._tokenizer = from_tokenizer(tokenizer, vocabulary, list(end_ids))
-            except (ValueError, RuntimeError) as error:
-                self._problem = str(error).partition("\n")[0]
-
-        self._builder = threading.Thread(target=build, daemon=True)
-        if end_ids:
-            self._builder.start()
+        builder = ThreadPoolExecutor(1)
+        self._tables = builder.submit(lambda: Tables.of(tokenizer, vocabulary, end_ids).build())
+        builder.shutdown(wait=False)
 
     def constraint(self, grammar: str) -> "GrammarConstraint":
         """Return a fresh constraint; raises `ConfigError` where the tokenizer has no tables."""
-        if self._builder.ident is not None:
-            self._builder.join()
-        if self._tokenizer is None:
-            raise ConfigError(f"this model cannot follow a grammar: {self._problem}")
-        return GrammarConstraint(self._tokenizer, grammar, self._vocabulary)
+        return GrammarConstraint(self._tables.result(), grammar, self._vocabulary)
 
 
 class GrammarConstraint:

@@ -9,6 +9,7 @@ when its stdin does, thus with the server, however that ends.
 """
 
 import contextlib
+import copy
 import fcntl
 import json
 import os
@@ -17,14 +18,15 @@ import resource
 import signal
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import llguidance
 
 import tandem.dialects.tool_grammar  # noqa: F401  (what writes grammars: ahead of the forks)
-from tandem.core.errors import TandemError
-from tandem.dialects.grammar_limits import complaint, new_matcher
+from tandem.core.errors import ConfigError, TandemError
+from tandem.dialects.grammar import LIMITS, complaint
+from tandem.foreign_types import Tokenizer
 
 GrammarJob = Callable[[], str | None]
 """Writes a grammar (None: it cannot be ruled); pickled by name."""
@@ -43,6 +45,29 @@ class Tables(NamedTuple):
     """As the tokenizers library writes it; None: it has none of its kind."""
     vocabulary: int
     end_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, vocabulary: int, end_ids: Sequence[int]) -> "Tables":
+        """Return those of a tokenizer, for a vocabulary as wide as the model's scores."""
+        backend = copy.copy(getattr(tokenizer, "backend_tokenizer", None))
+        if backend is None:
+            return cls(None, vocabulary, tuple(end_ids))
+        backend.no_padding()
+        backend.no_truncation()
+        return cls(backend.to_str(), vocabulary, tuple(end_ids))
+
+    def build(self) -> llguidance.LLTokenizer:
+        """Build them, which may take a second; raises `ConfigError` where there are none."""
+        why = "it has no fast tokenizer"
+        if not self.end_ids:
+            why = "the tokenizer has no end-of-sequence token"
+        elif self.tokenizer is not None:
+            ends = [*self.end_ids]
+            try:
+                return llguidance.LLTokenizer(self.tokenizer, self.vocabulary, eos_token=ends)
+            except (ValueError, RuntimeError) as error:
+                why = str(error).partition("\n")[0]
+        raise ConfigError(f"this model cannot follow a grammar: {why}")
 
 
 class Build(NamedTuple):
@@ -66,7 +91,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets forks that have ended
     control = socket.socket(fileno=0)
     with contextlib.suppress(EOFError):
-        tokenizer = _tokenizer(_read(control))
+        tokenizer = _built_tables(_read(control))
         while True:
             _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
             if not descriptors:
@@ -77,23 +102,22 @@ def main() -> None:
                     _be_fork(connection, tokenizer)
 
 
-def _tokenizer(tables: Tables) -> llguidance.LLTokenizer | str:
+def new_matcher(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
+    """Return what follows a grammar from its beginning; it may be in error, and never raises."""
+    return llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+
+
+def _built_tables(tables: Tables) -> llguidance.LLTokenizer | ConfigError:
     """Return the tables, or why there are none."""
-    if not tables.end_ids:
-        return "the tokenizer has no end-of-sequence token"
-    if tables.tokenizer is None:
-        return "it has no fast tokenizer"
     try:
-        found = llguidance.LLTokenizer(
-            tables.tokenizer, n_vocab=tables.vocabulary, eos_token=list(tables.end_ids)
-        )
-    except (ValueError, RuntimeError) as error:
-        return str(error).partition("\n")[0]
-    new_matcher(found, 'start: "a"').compute_bitmask()  # what is made on first use
-    return found
+        tokenizer = tables.build()
+    except ConfigError as error:
+        return error
+    new_matcher(tokenizer, 'start: "a"').compute_bitmask()  # what is made on first use
+    return tokenizer
 
 
-def _be_fork(connection: socket.socket, tokenizer: llguidance.LLTokenizer | str) -> None:
+def _be_fork(connection: socket.socket, tokenizer: llguidance.LLTokenizer | ConfigError) -> None:
     """Build one grammar, answer, and end this fork."""
     try:
         build = _read(connection)
@@ -120,7 +144,7 @@ def _limit(connection: socket.socket, build: Build) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
 
 
-def _built(build: Build, tokenizer: llguidance.LLTokenizer | str) -> dict[str, str | None]:
+def _built(build: Build, tokenizer: llguidance.LLTokenizer | ConfigError) -> dict[str, str | None]:
     """Return {"grammar": its text} of one whose first mask is there, or {"problem": why not}."""
     try:
         grammar = pickle.loads(build.job)()
@@ -130,8 +154,8 @@ def _built(build: Build, tokenizer: llguidance.LLTokenizer | str) -> dict[str, s
         return {"problem": f"the grammar cannot be written ({type(error).__name__})"}
     if grammar is None:
         return {"grammar": None}
-    if isinstance(tokenizer, str):
-        return {"problem": f"this model cannot follow a grammar: {tokenizer}"}
+    if isinstance(tokenizer, ConfigError):
+        return {"problem": str(tokenizer)}
     matcher = new_matcher(tokenizer, grammar)
     if not matcher.is_error():
         matcher.compute_bitmask()

@@ -1,33 +1,32 @@
 """The HTTP side: routes and errors. Knows neither tensors nor how tokens are made."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from tandem.apis.anthropic.schemas import CountTokensRequest, MessagesRequest
+from tandem.apis.api import Api
 from tandem.apis.errors import ApiError, server_error
 from tandem.apis.responses.schemas import CountRequest, ResponsesRequest
-from tandem.apis.schemas import ChatRequest, CompletionRequest
+from tandem.apis.schemas import Asked, ChatRequest, CompletionRequest
 from tandem.core.errors import TandemError
-from tandem.server.anthropic_api import messages_api
 from tandem.server.gate import Gate
-from tandem.server.openai_apis import chat_api, completion_api
+from tandem.server.generating import chat_api, completion_api, count_tokens, messages_api
 from tandem.server.openapi import describe, described_body, described_errors
 from tandem.server.page_files import add_page
-from tandem.server.refusals import log_refusal
+from tandem.server.refusals import refusal
 from tandem.server.responses_api import ResponsesApi
-from tandem.server.service import Server
-from tandem.server.tokens import (
-    DetokenizeRequest,
-    TokenizeRequest,
-    answer_detokenize,
-    answer_tokenize,
-)
+from tandem.server.service import Server, Work
+from tandem.server.tokens import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
 
+_METHODS = ("GET", "POST")
+_HEADERS = ("authorization", "content-type", "x-api-key", "anthropic-version")
 BODIES: list[type[BaseModel]] = [
     ChatRequest, CompletionRequest, ResponsesRequest, CountRequest, MessagesRequest,
     CountTokensRequest, TokenizeRequest, DetokenizeRequest,
@@ -43,40 +42,58 @@ def create_app(
 ) -> FastAPI:
     """Return the application. `allowed_hosts`: names by which it may be called; None: any."""
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, lifespan=lifespan)
-    options = server.options
     app.add_middleware(
-        Gate,
-        api_keys=api_keys,
-        allowed_hosts=allowed_hosts,
-        max_body_bytes=server.max_body_bytes,
-        allow_origin=options.allow_origin,
+        Gate, api_keys=api_keys, allowed_hosts=allowed_hosts, max_body_bytes=server.max_body_bytes
     )
+    if (origin := server.options.allow_origin) is not None:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=[origin], allow_methods=_METHODS, allow_headers=_HEADERS
+        )
     app.add_exception_handler(TandemError, _tell)
     app.add_exception_handler(HTTPException, _tell_http)
     app.add_exception_handler(Exception, _tell_unexpected)
-    _add_openai(app, server)
-    _add_responses(app, server)
-    _add_anthropic(app, server)
+    _add_bodies(app, server)
     _add_models(app, server)
-    _add_tokens(app, server)
     _add_rest(app, server)
     add_page(app)
     describe(app, BODIES)
     return app
 
 
-def _add_openai(app: FastAPI, server: Server) -> None:
-    chats, texts = chat_api(server), completion_api(server)
+def _add_bodies(app: FastAPI, server: Server) -> None:
+    """Add what is answered by a body: first what generates."""
+    responses = ResponsesApi(server)
+    generating: tuple[tuple[str, Api[Any], str], ...] = (
+        ("/v1/chat/completions", chat_api(server), "Answer a conversation"),
+        ("/v1/completions", completion_api(server), "Go on with a text"),
+        ("/v1/responses", responses.api, "Answer a conversation of the Responses API"),
+        ("/v1/messages", messages_api(server), "Answer a conversation of Anthropic's API"),
+    )
+    for path, api, about in generating:
+        _add_body(app, path, api.body, about, partial(server.answer, api))
+    telling: tuple[tuple[str, type[Asked], Work[Any], str], ...] = (
+        ("/v1/responses/input_tokens", CountRequest, responses.count,
+         "Count the tokens of a conversation"),
+        ("/v1/messages/count_tokens", CountTokensRequest, partial(count_tokens, server),
+         "Count the tokens of a conversation"),
+        ("/tokenize", TokenizeRequest, partial(tokenized, server),
+         "Return the tokens of a text or of a conversation"),
+        ("/detokenize", DetokenizeRequest, partial(detokenized, server),
+         "Return the text of tokens"),
+    )  # fmt: skip
+    for path, kind, work, about in telling:
+        name = path.rpartition("/")[2]
+        _add_body(app, path, kind, about, partial(server.tell, name, kind, work))
 
-    @app.post("/v1/chat/completions", **described_body(ChatRequest))
-    async def chat(request: Request) -> Response:
-        """Answer a conversation."""
-        return await server.answer(request, chats)
+    @app.get("/v1/responses/{response_id}", responses=described_errors(401, 404))
+    async def response(request: Request, response_id: str) -> Response:
+        """Return an answer that is kept."""
+        return responses.get(response_id, server.owner_of(request))
 
-    @app.post("/v1/completions", **described_body(CompletionRequest))
-    async def completions(request: Request) -> Response:
-        """Go on with a text."""
-        return await server.answer(request, texts)
+    @app.delete("/v1/responses/{response_id}", responses=described_errors(401, 404))
+    async def delete(request: Request, response_id: str) -> Response:
+        """Forget an answer."""
+        return responses.delete(response_id, server.owner_of(request))
 
     @app.post("/v1/embeddings", status_code=404, responses=described_errors(401, 413, 415))
     async def embeddings() -> Response:
@@ -88,54 +105,17 @@ def _add_openai(app: FastAPI, server: Server) -> None:
         )
 
 
-def _add_responses(app: FastAPI, server: Server) -> None:
-    api = ResponsesApi(server)
+def _add_body(
+    app: FastAPI,
+    path: str,
+    kind: type[BaseModel],
+    about: str,
+    answer: Callable[[Request], Awaitable[Response]],
+) -> None:
+    async def endpoint(request: Request) -> Response:
+        return await answer(request)
 
-    @app.post("/v1/responses", **described_body(ResponsesRequest))
-    async def responses(request: Request) -> Response:
-        """Answer a conversation of the Responses API."""
-        return await server.answer(request, api.responses)
-
-    @app.post("/v1/responses/input_tokens", **described_body(CountRequest))
-    async def input_tokens(request: Request) -> Response:
-        """Count the tokens of a conversation."""
-        return await api.count(request)
-
-    @app.get("/v1/responses/{response_id}", responses=described_errors(401, 404))
-    async def response(request: Request, response_id: str) -> Response:
-        """Return an answer that is kept."""
-        return api.get(response_id, server.owner_of(request))
-
-    @app.delete("/v1/responses/{response_id}", responses=described_errors(401, 404))
-    async def delete(request: Request, response_id: str) -> Response:
-        """Forget an answer."""
-        return api.delete(response_id, server.owner_of(request))
-
-
-def _add_tokens(app: FastAPI, server: Server) -> None:
-    @app.post("/tokenize", **described_body(TokenizeRequest))
-    async def tokenize(request: Request) -> Response:
-        """Return the tokens of a text or of a conversation."""
-        return await answer_tokenize(server, request)
-
-    @app.post("/detokenize", **described_body(DetokenizeRequest))
-    async def detokenize(request: Request) -> Response:
-        """Return the text of tokens."""
-        return await answer_detokenize(server, request)
-
-
-def _add_anthropic(app: FastAPI, server: Server) -> None:
-    api = messages_api(server)
-
-    @app.post("/v1/messages", **described_body(MessagesRequest))
-    async def messages(request: Request) -> Response:
-        """Answer a conversation of Anthropic's API."""
-        return await server.answer(request, api.messages)
-
-    @app.post("/v1/messages/count_tokens", **described_body(CountTokensRequest))
-    async def count_tokens(request: Request) -> Response:
-        """Count the tokens of a conversation."""
-        return await api.count_tokens(request)
+    app.add_api_route(path, endpoint, methods=["POST"], summary=about, **described_body(kind))
 
 
 def _add_models(app: FastAPI, server: Server) -> None:
@@ -173,14 +153,10 @@ def _add_rest(app: FastAPI, server: Server) -> None:
         return server.live()
 
 
-def _answered(request: Request, error: ApiError) -> Response:
-    """Log an error and write it in the form of the API that was called."""
-    log_refusal(request.scope, error)
-    return JSONResponse(error.body_for(request.url.path), error.status, error.headers)
-
-
 async def _tell(request: Request, error: Exception) -> Response:
-    return _answered(request, error if isinstance(error, ApiError) else ApiError(400, str(error)))
+    return refusal(
+        request.scope, error if isinstance(error, ApiError) else ApiError(400, str(error))
+    )
 
 
 async def _tell_http(request: Request, error: Exception) -> Response:
@@ -190,10 +166,10 @@ async def _tell_http(request: Request, error: Exception) -> Response:
         error.status_code, message, code="not_found" if error.status_code == 404 else None,
         reason=str(error.detail),
     )  # fmt: skip
-    response = _answered(request, answer)
+    response = refusal(request.scope, answer)
     response.headers.update(error.headers or {})
     return response
 
 
 async def _tell_unexpected(request: Request, error: Exception) -> Response:
-    return _answered(request, server_error("the server failed; its log says why"))
+    return refusal(request.scope, server_error("the server failed; its log says why"))

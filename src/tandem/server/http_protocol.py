@@ -1,26 +1,39 @@
 """HTTP/1.1 as uvicorn speaks it, with bounds on what comes before a request is whole.
 
 uvicorn times the pause between two requests alone, and limits no head where httptools parses it.
-One instance is one connection. The parser may be in a head or a body, or between two requests; the
-application may be answering one request, while others that came behind it wait for it.
+
+A client costs a file descriptor and some memory before it has shown a key. So connections have a
+bound below the process's file descriptors. At the bound the oldest of those that have shown no key
+is closed for the next one; if there is none, the one that has waited longest between two requests.
+A request with a key that is being answered is never closed for another connection.
+
+What has no end is timed: a head, a body, the pause between requests, an answer that is not read.
+A body has time by its length, so that a slow honest client is heard.
+
+One `BoundedHttp` is one connection. The parser may be in a head or a body, or between two requests;
+the application may be answering one request, while others that came behind it wait for it.
 """
 
+import asyncio
 import enum
 import json
+import time
+from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tandem.apis.errors import ApiError
-from tandem.server.connections import Connections
+from tandem.server.connections import ConnectionLimits
 
 ADMIT = "tandem.admit"
 """The extension of a request's scope whose "call" notes that its connection has shown a key."""
 
+_SWEEP_SECONDS = 1.0
 # Bytes beside a body, by its own: chunks of one byte have five more.
 _CHUNK_OVERHEAD = 8
-_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
 class _Parsing(enum.Enum):
@@ -29,6 +42,63 @@ class _Parsing(enum.Enum):
     PAUSE = "the pause between requests"
     HEAD = "a head"
     BODY = "a body"
+
+
+class Connections:
+    """All connections of a server; used in its event loop alone."""
+
+    def __init__(
+        self, limits: ConnectionLimits, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Begin with none. `clock` returns seconds."""
+        self.limits, self.clock = limits, clock
+        self._all: set[BoundedHttp] = set()
+        # In the order in which they are closed for others.
+        self._strangers: dict[BoundedHttp, None] = {}
+        self._waiting: dict[BoundedHttp, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(self, connection: "BoundedHttp") -> None:
+        """Take on a new connection; closes another one, or this one, at the bound."""
+        self._all.add(connection)
+        self._strangers[connection] = None
+        if len(self._all) > self.limits.connections:
+            first = next(iter(self._strangers))
+            if first is connection:
+                first = next(iter(self._waiting), connection)
+            self.remove(first)
+            first.abort()
+
+    def remove(self, connection: "BoundedHttp") -> None:
+        """Forget a connection that has ended."""
+        self._all.discard(connection)
+        self._strangers.pop(connection, None)
+        self._waiting.pop(connection, None)
+
+    def admit(self, connection: "BoundedHttp") -> None:
+        """Note that it has shown a key, where one is needed."""
+        if connection in self._all:
+            self._strangers.pop(connection, None)
+
+    def note_waiting(self, connection: "BoundedHttp", *, is_waiting: bool) -> None:
+        """Note whether a request of a connection is being answered, or the client's is awaited."""
+        self._waiting.pop(connection, None)
+        if is_waiting and connection in self._all and connection not in self._strangers:
+            self._waiting[connection] = None
+
+    def sweep(self) -> None:
+        """Close what takes too long."""
+        now = self.clock()
+        for connection in list(self._all):
+            connection.end_if_late(now)
+
+    async def watch(self) -> None:
+        """Sweep again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(_SWEEP_SECONDS)
+            self.sweep()
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -96,8 +166,9 @@ class BoundedHttp(HttpToolsProtocol):
             return
         body = json.dumps(error.body).encode()
         head = (
-            b"HTTP/1.1 %d %s\r\nconnection: close\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\n\r\n" % (error.status, _REASONS[error.status], len(body))
+            b"HTTP/1.1 %d %b\r\nconnection: close\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n"
+            % (error.status, HTTPStatus(error.status).phrase.encode(), len(body))
         )
         self.transport.write(head + body)
         self.transport.close()

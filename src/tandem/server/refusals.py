@@ -1,7 +1,8 @@
-"""One log line for each request that is refused or fails, without its client and its text."""
+"""Errors as clients get them, and one log line for each, without its client and its text."""
 
 import logging
 
+from fastapi.responses import JSONResponse
 from starlette.types import Scope
 
 from tandem.apis.errors import ApiError
@@ -9,6 +10,12 @@ from tandem.apis.errors import ApiError
 _log = logging.getLogger("tandem.server")
 _LONGEST_PATH = 200
 _LONGEST_REASON = 400
+
+
+def refusal(scope: Scope, error: ApiError) -> JSONResponse:
+    """Log an error and return it in the form of the API that was called."""
+    log_refusal(scope, error)
+    return JSONResponse(error.body_for(scope["path"]), error.status, error.headers)
 
 
 def log_refusal(scope: Scope, error: ApiError) -> None:

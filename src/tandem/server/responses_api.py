@@ -1,6 +1,5 @@
 """OpenAI's Responses API, as the server knows an API."""
 
-from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from tandem.apis.answering import GenerationRequest
@@ -12,7 +11,7 @@ from tandem.apis.responses.schemas import CountRequest, ResponsesRequest
 from tandem.apis.schemas import ChatRequest, Message
 from tandem.engine.messages import ModelInfo
 from tandem.server.event_stream import named_event
-from tandem.server.service import Server, is_long
+from tandem.server.service import Server
 
 
 class ResponsesApi:
@@ -22,7 +21,7 @@ class ResponsesApi:
         """Answer for a server; nothing is kept yet."""
         self._server = server
         self._kept: dict[bytes, KeptResponses] = {}
-        self.responses = Api(
+        self.api = Api(
             endpoint="responses",
             body=ResponsesRequest,
             requests=self._requests,
@@ -30,14 +29,10 @@ class ResponsesApi:
             encode=named_event,
         )
 
-    async def count(self, request: Request) -> Response:
+    def count(self, body: CountRequest, info: ModelInfo) -> dict[str, object]:
         """Answer /v1/responses/input_tokens."""
-        server = self._server
-        with server.counted("input_tokens"):
-            body, info = await server.read(request, CountRequest)
-            count = await server.in_thread(self._count, body, info, is_long=is_long(request))
-        server.metrics.requests.labels("input_tokens", "200").inc()
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
+        ids = self._server.generation_requests.chat_ids(self._chat(body), info)
+        return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
     def get(self, response_id: str, owner: bytes) -> Response:
         """Return an answer that was kept of this owner's."""
@@ -56,9 +51,6 @@ class ResponsesApi:
     def _chat(self, body: CountRequest) -> ChatRequest:
         earlier = self._kept_of(body.owner).messages(body.previous_response_id)
         return as_chat(body, earlier, new_messages(body))
-
-    def _count(self, body: CountRequest, info: ModelInfo) -> int:
-        return len(self._server.generation_requests.chat_ids(self._chat(body), info))
 
     def _requests(self, body: ResponsesRequest, info: ModelInfo) -> list[GenerationRequest]:
         requests = self._server.generation_requests

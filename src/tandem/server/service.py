@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import copy
 import functools
 import logging
 import math
@@ -50,6 +49,7 @@ _MOST_NOTED = 256
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Asked)
+Work = Callable[[B, ModelInfo], dict[str, object]]
 
 
 class Server:
@@ -84,14 +84,12 @@ class Server:
 
     # ---- answers ---------------------------------------------------------------------------------
 
-    async def answer(self, request: Request, api: Api[B]) -> Response:
+    async def answer(self, api: Api[B], request: Request) -> Response:
         """Answer a request of one API, whole or as a stream."""
-        with self.counted(api.endpoint):
-            body, info = await self.read(request, api.body)
+        with self._counted(api.endpoint):
+            body, info = await self._read(request, api.body)
             self.engine.require_room(body.num_answers)
-            generation_requests = await self.in_thread(
-                api.requests, body, info, is_long=is_long(request)
-            )
+            generation_requests = await self._in_thread(request, api.requests, body, info)
             writer = generation_requests[0].grammar
             grammar = None
             if writer is not None:
@@ -121,20 +119,28 @@ class Server:
             answer.cancel()
         return JSONResponse(reply.whole(), headers=headers)
 
+    async def tell(
+        self, endpoint: str, kind: type[B], work: "Work[B]", request: Request
+    ) -> Response:
+        """Answer a request with what some work on its body returns."""
+        with self._counted(endpoint):
+            body, info = await self._read(request, kind)
+            found = await self._in_thread(request, work, body, info)
+        self.metrics.requests.labels(endpoint, "200").inc()
+        return JSONResponse(found)
+
+    def _require_info(self) -> ModelInfo:
+        if self.engine.info is None:
+            raise server_error("the model is being loaded; ask again soon", status=503)
+        return self.engine.info
+
     def _tables(self) -> Tables:
         """Return what the grammar process builds its tables of."""
-        info = self.engine.info
-        if info is None:
-            raise server_error("the model is being loaded; ask again soon", status=503)
-        backend = copy.copy(getattr(self.tokenizer, "backend_tokenizer", None))
-        if backend is None:
-            return Tables(None, info.vocabulary, info.end_ids)
-        backend.no_padding()
-        backend.no_truncation()
-        return Tables(backend.to_str(), info.vocabulary, info.end_ids)
+        info = self._require_info()
+        return Tables.of(self.tokenizer, info.vocabulary, info.end_ids)
 
     @contextlib.contextmanager
-    def counted(self, endpoint: str) -> Iterator[None]:
+    def _counted(self, endpoint: str) -> Iterator[None]:
         """Count what fails before an answer begins; what begins counts itself."""
         try:
             yield
@@ -148,27 +154,19 @@ class Server:
             code = "context_length_exceeded" if isinstance(error, TextTooLongError) else None
             raise ApiError(400, str(error), reason=reason, code=code) from error
 
-    async def read(self, request: Request, kind: type[B]) -> tuple[B, ModelInfo]:
+    async def _read(self, request: Request, kind: type[B]) -> tuple[B, ModelInfo]:
         """Return the checked body, and the model that it may ask for."""
         try:
             raw = await request.body()
         except ClientDisconnect:
             raise ApiError(499, "the client has left") from None
         reading = functools.partial(read_body, kind, raw, is_strict=self.options.strict)
-        request.state.num_bytes = len(raw)
-        owner = self.owner_of(request)
-        found = (
-            await self.in_thread(reading, is_long=is_long(request))
-            if len(raw) > _SHORT_BODY_BYTES
-            else reading()
-        )
-        found.body.belong_to(owner)
+        is_short = len(raw) <= _SHORT_BODY_BYTES
+        found = reading() if is_short else await self._in_thread(request, reading)
+        found.body.belong_to(self.owner_of(request))
         self._require_model(found.body.model)
         self._note_ignored(found)
-        info = self.engine.info
-        if info is None:
-            raise server_error("the model is being loaded; ask again soon", status=503)
-        return found.body, info
+        return found.body, self._require_info()
 
     def owner_of(self, request: Request) -> bytes:
         """Return whose traces a request may find: all requests', unless keys are isolated."""
@@ -207,24 +205,16 @@ class Server:
             self._noted.add(what)
         return is_news
 
-    async def in_thread(
-        self, function: Callable[..., T], *args: object, is_long: bool = False
-    ) -> T:
+    async def _in_thread(self, request: Request, function: Callable[..., T], *args: object) -> T:
         """Run what may take long, such as writing a long prompt, beside the event loop."""
+        is_long = len(await request.body()) > _LONG_BODY_BYTES
         loop = asyncio.get_running_loop()
         pool = self._for_long if is_long else self._for_short
         try:
             return await loop.run_in_executor(pool, function, *args)
         except TandemError:
             raise
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-            RecursionError,
-            UnicodeError,
-            OverflowError,
-        ) as error:
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
             _log.warning("a request could not be read (%s)", type(error).__name__)
             raise ApiError(400, "the request cannot be turned into a prompt") from error
 
@@ -280,11 +270,6 @@ async def _events(api: Api[Any], reply: Reply, answer: RunningAnswer) -> AsyncIt
             yield written
     if written := b"".join(map(api.encode, reply.last_events())) + api.done:
         yield written
-
-
-def is_long(request: Request) -> bool:
-    """Tell whether a request's body, which was read, is among the long ones."""
-    return int(request.state.num_bytes) > _LONG_BODY_BYTES
 
 
 def _deadline(request: Request) -> float | None:

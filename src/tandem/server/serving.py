@@ -16,14 +16,9 @@ from tandem.core.errors import ConfigError, TandemError
 from tandem.engine.messages import EngineSettings, ModelLoader
 from tandem.foreign_types import Tokenizer
 from tandem.server.app import create_app
-from tandem.server.connections import (
-    ConnectionLimits,
-    Connections,
-    accepted_at_once,
-    most_connections,
-)
+from tandem.server.connections import ConnectionLimits, accepted_at_once, most_connections
 from tandem.server.engine_client import EngineClient
-from tandem.server.http_protocol import BoundedHttp
+from tandem.server.http_protocol import BoundedHttp, Connections
 from tandem.server.log import written_in_a_thread
 from tandem.server.options import ServerOptions, is_loopback, require_key
 from tandem.server.service import Server

@@ -2,14 +2,12 @@
 
 from typing import Annotated
 
-from fastapi import Request
-from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from tandem.apis.errors import ApiError
 from tandem.apis.schemas import Asked, ChatRequest, Message, Tool
 from tandem.engine.messages import ModelInfo
-from tandem.server.service import Server, is_long
+from tandem.server.service import Server
 
 _Json = dict[str, object]
 
@@ -36,25 +34,14 @@ class DetokenizeRequest(Asked):
     tokens: Annotated[list[int], Field(max_length=1_000_000)]
 
 
-async def answer_tokenize(server: Server, request: Request) -> Response:
-    """Answer /tokenize."""
-    with server.counted("tokenize"):
-        body, info = await server.read(request, TokenizeRequest)
-        answer = await server.in_thread(_tokenized, server, body, info, is_long=is_long(request))
-    server.metrics.requests.labels("tokenize", "200").inc()
-    return JSONResponse(answer)
-
-
-async def answer_detokenize(server: Server, request: Request) -> Response:
+def detokenized(server: Server, body: DetokenizeRequest, info: ModelInfo) -> _Json:
     """Answer /detokenize."""
-    with server.counted("detokenize"):
-        body, info = await server.read(request, DetokenizeRequest)
-        text = await server.in_thread(server.generation_requests.text_of, body.tokens, info)
-    server.metrics.requests.labels("detokenize", "200").inc()
-    return JSONResponse({"prompt": text, "content": text})
+    text = server.generation_requests.text_of(body.tokens, info)
+    return {"prompt": text, "content": text}
 
 
-def _tokenized(server: Server, body: TokenizeRequest, info: ModelInfo) -> _Json:
+def tokenized(server: Server, body: TokenizeRequest, info: ModelInfo) -> _Json:
+    """Answer /tokenize."""
     ids = _ids(server, body, info)
     answer: _Json = {
         "tokens": ids,

@@ -7,10 +7,10 @@ import json
 from collections.abc import Mapping
 
 from tandem.apis.answering import GenerationRequest, new_id
-from tandem.apis.api import Event
+from tandem.apis.api import Event, Reply
 from tandem.apis.coming_answer import ComingAnswer
 from tandem.apis.errors import ApiError
-from tandem.dialects.parts import AnswerPart, Call
+from tandem.dialects.coming_call import AnswerPart, Call
 from tandem.generate.token_output import TokenOutput
 
 _STOP_REASONS = {
@@ -23,7 +23,7 @@ _STOP_REASONS = {
 _SIGNATURE = "unsigned"
 
 
-class MessageReply:
+class MessageReply(Reply):
     """One answer as it comes."""
 
     def __init__(self, request: GenerationRequest, model: str, *, has_cache_marks: bool) -> None:
@@ -35,10 +35,6 @@ class MessageReply:
         self._open: str | None = None  # the kind of the block that still grows
         self._input = ""  # of a call, as JSON text
         self._has_begun = False
-
-    def first_events(self) -> list[Event]:
-        """Return nothing: see the module."""
-        return []
 
     def take(self, index: int, token_output: TokenOutput) -> list[Event]:
         """Take one token; return the events that follow from it."""
@@ -52,10 +48,6 @@ class MessageReply:
             events.append(self._delta())
             events.append({"type": "message_stop"})
         return events
-
-    def last_events(self) -> list[Event]:
-        """Return nothing: the last token brought the end."""
-        return []
 
     def failed(self, error: ApiError) -> Event:
         """Return the event that ends a stream which failed."""

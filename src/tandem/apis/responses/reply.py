@@ -3,13 +3,13 @@
 from collections.abc import Callable
 
 from tandem.apis.answering import GenerationRequest, new_id, now_seconds
-from tandem.apis.api import Event
+from tandem.apis.api import Event, Reply
 from tandem.apis.coming_answer import ComingAnswer
 from tandem.apis.errors import ApiError
 from tandem.apis.responses.schemas import ResponsesRequest
 from tandem.apis.responses.tools import OpenCall, known_tools
 from tandem.apis.schemas import FunctionCall, Message, ToolCall
-from tandem.dialects.parts import AnswerPart, Call
+from tandem.dialects.coming_call import AnswerPart, Call
 from tandem.generate.token_output import TokenOutput
 
 _Json = dict[str, object]
@@ -18,7 +18,7 @@ _TEXT = ("message", "output_text", "response.output_text")
 _REASONING = ("reasoning", "reasoning_text", "response.reasoning_text")
 
 
-class ResponseReply:
+class ResponseReply(Reply):
     """One answer as it comes."""
 
     def __init__(
@@ -54,10 +54,6 @@ class ResponseReply:
             self._on_end(response, self._message)
             events.append(self._event(f"response.{response['status']}", response=response))
         return events
-
-    def last_events(self) -> list[Event]:
-        """Return nothing: the last token brought the end."""
-        return []
 
     def failed(self, error: ApiError) -> Event:
         """Return the event that ends a stream which failed."""
