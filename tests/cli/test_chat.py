@@ -173,7 +173,7 @@ def test_a_turn_says_what_its_rate_counts_and_how_full_the_context_is(
     assert f"| context {(prompt + 3) / 256:.0%} of 256 tokens" in first
     new, kept = map(int, re.findall(r"(\d+) (?:new|kept)", second))
     assert kept >= prompt
-    assert new + kept == encode_conversation(byte_tokenizer(), session.messages[:-1]).shape[1]
+    assert new + kept == len(encode_conversation(byte_tokenizer(), session.messages[:-1]))
 
 
 def test_a_chat_is_saved_and_gone_on_with(

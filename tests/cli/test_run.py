@@ -105,7 +105,7 @@ def test_a_pipe_is_put_before_the_prompt(model: str) -> None:
     words = ("run", model, "-p", "summarise", "--max-new-tokens", "1", "--json")
     done = tandem(*words, stdin="a text\n")
     conversation = [{"role": "user", "content": "a text\n\nsummarise"}]
-    expected = encode_conversation(byte_tokenizer(), conversation).shape[1]
+    expected = len(encode_conversation(byte_tokenizer(), conversation))
     assert json.loads(done.stdout.splitlines()[-1])["prompt_tokens"] == expected
 
 

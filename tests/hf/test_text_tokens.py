@@ -6,7 +6,7 @@ import pytest
 
 from tandem.core.errors import ConfigError
 from tandem.dialects.format import ChatFormat
-from tandem.generate.prompt import encode_conversation, encode_text
+from tandem.generate.prompt import encode_conversation
 from tandem.hf.text_tokens import TextTooLongError, require_room, token_ids, told_panics
 from tests.hf.tiny import byte_tokenizer
 
@@ -37,13 +37,10 @@ class Panicking(Untouched):
 
 def test_a_text_that_no_context_can_take_is_not_tokenized() -> None:
     tokenizer: Any = Untouched()
-    for encode in (
-        lambda: token_ids(tokenizer, SPACES, has_special=True, most_tokens=CONTEXT),
-        lambda: encode_text(tokenizer, SPACES, most_tokens=CONTEXT),
-        lambda: encode_conversation(tokenizer, MESSAGES, most_tokens=CONTEXT),
-    ):
-        with pytest.raises(TextTooLongError, match="at least 750000; shorten"):
-            encode()
+    with pytest.raises(TextTooLongError, match="at least 750000; shorten"):
+        token_ids(tokenizer, SPACES, has_special=True, most_tokens=CONTEXT)
+    with pytest.raises(TextTooLongError, match="at least 750000; shorten"):
+        encode_conversation(tokenizer, MESSAGES, most_tokens=CONTEXT)
 
 
 def test_chats_are_refused_too() -> None:
@@ -62,13 +59,10 @@ def test_a_text_that_may_fit_is_tokenized() -> None:
 
 def test_a_panic_of_the_tokenizer_is_a_sentence() -> None:
     tokenizer: Any = Panicking()
-    for encode in (
-        lambda: token_ids(tokenizer, "x", has_special=True, most_tokens=CONTEXT),
-        lambda: encode_text(tokenizer, "x", most_tokens=CONTEXT),
-        lambda: encode_conversation(tokenizer, [{"role": "user", "content": "x"}]),
-    ):
-        with pytest.raises(ConfigError, match="tokenizer failed at this text"):
-            encode()
+    with pytest.raises(ConfigError, match="tokenizer failed at this text"):
+        token_ids(tokenizer, "x", has_special=True, most_tokens=CONTEXT)
+    with pytest.raises(ConfigError, match="tokenizer failed at this text"):
+        encode_conversation(tokenizer, [{"role": "user", "content": "x"}])
 
 
 def test_other_ends_pass() -> None:

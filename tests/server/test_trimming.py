@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from tandem.apis.answering import GenerationRequest, GenerationRequests
-from tandem.apis.errors import ApiError
 from tandem.apis.reading import read_body
 from tandem.apis.replies import ChatReply
 from tandem.apis.schemas import ChatRequest, CompletionRequest
 from tandem.engine.messages import ModelInfo
 from tandem.generate.thinking import ThinkingLimit
+from tandem.hf.text_tokens import TextTooLongError
 from tandem.server.service import trimming_headers
 
 LIMIT = 400
@@ -77,9 +77,9 @@ def test_what_fits_is_left_alone(tokenizer: Any) -> None:
 def test_without_it_a_conversation_is_refused_and_so_is_a_last_turn_that_is_too_long(
     tokenizer: Any,
 ) -> None:
-    with pytest.raises(ApiError, match="the prompt is too long"):
+    with pytest.raises(TextTooLongError, match="the prompt is too long"):
         GenerationRequests(tokenizer, context=None).chat(asked([SYSTEM, *LONG]), INFO)
-    with pytest.raises(ApiError, match="the prompt is too long"):
+    with pytest.raises(TextTooLongError, match="the prompt is too long"):
         trimmed(tokenizer, [*LONG, {"role": "user", "content": "x" * 500}])
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tandem.apis.errors import ApiError
-from tandem.apis.images import TEXT_ONLY, ImageReader, without_sources
+from tandem.apis.images import TEXT_ONLY, ImageReader
 from tandem.apis.ruling import GrammarWriter, chat_grammar, described_tools, text_grammar
 from tandem.apis.schemas import SEEDS, ChatRequest, CompletionRequest, Sampling, Tool
 from tandem.apis.turns import described, template_options, tools_of, turn_of
@@ -16,7 +16,7 @@ from tandem.dialects.reader import AnswerReader
 from tandem.dialects.tool_grammar import free_calls
 from tandem.engine.messages import ModelInfo
 from tandem.foreign_types import Tokenizer
-from tandem.generate.conversation import trim_conversation
+from tandem.generate.conversation import trim_conversation, without_images
 from tandem.generate.request import Request
 from tandem.generate.thinking import ThinkingLimit
 from tandem.hf.text_tokens import TextTooLongError, token_ids
@@ -137,7 +137,7 @@ class GenerationRequests:
         shown_tools, options = described(tools), template_options(body)
 
         def written(turns: list[dict[str, object]]) -> ChatPrompt:
-            shown, sources = without_sources(turns)
+            shown, sources = without_images(turns)
             if sources and (why := self._why_no_images(info)) is not None:
                 raise ApiError(400, why, param="messages")
             prompt = self._format.prompt(
@@ -197,13 +197,7 @@ class GenerationRequests:
         if limit is None:
             return 2**31
         if len(ids) >= limit:
-            raise ApiError(
-                400,
-                # Clients know a full context by these words of OpenAI's and Anthropic's.
-                f"the prompt is too long: this model's maximum context length is {limit} tokens "
-                f"for prompt and answer together, and the prompt has {len(ids)}; shorten it",
-                code="context_length_exceeded",
-            )
+            raise TextTooLongError(len(ids), limit)
         return limit - len(ids)
 
     def limit(self, info: ModelInfo | None) -> int | None:

@@ -7,10 +7,10 @@ images.
 import base64
 import binascii
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from tandem.apis.errors import ApiError
@@ -137,20 +137,3 @@ def content_of(parts: Sequence[TextPart | ImagePart]) -> str | list[dict[str, ob
         else {"type": "text", "text": part.text}
         for part in parts
     ]
-
-
-def without_sources(
-    turns: Sequence[Mapping[str, object]],
-) -> tuple[list[dict[str, object]], list[str]]:
-    """Return turns as chat templates read them, which say that there is an image; and the images.
-
-    They are data URLs and the like, in the order of the conversation.
-    """
-    found, sources = [], []
-    for turn in turns:
-        content: Any = turn["content"]
-        if isinstance(content, list):
-            sources += [part["image"] for part in content if part["type"] == "image"]
-            content = [{"type": "image"} if p["type"] == "image" else p for p in content]
-        found.append({**turn, "content": content})
-    return found, sources

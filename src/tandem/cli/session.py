@@ -268,15 +268,10 @@ class Session:
         return kept, prompt
 
     def _encode(self, messages: "list[Message]") -> "tuple[int, ...] | ImagePrompt":
-        from tandem.generate.images import has_images
-        from tandem.generate.next_token_models import context_tokens
-        from tandem.generate.prompt import encode_conversation, encode_with_images
+        from tandem.generate.prompt import encode_messages
 
-        if has_images(messages):
-            return encode_with_images(self._model, self._processor, messages)
-        most = context_tokens(self._model)
-        ids = encode_conversation(self._tokenizer, messages, most_tokens=most)
-        return tuple(ids[0].tolist())
+        found = encode_messages(self._model, self._tokenizer, self._processor, messages)
+        return tuple(found) if isinstance(found, list) else found
 
     def _say_if_nothing_is_random(self) -> None:
         model_samples = bool(self._model.generation_config.do_sample)

@@ -38,6 +38,12 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def helps(config: type[Any]) -> dict[str, str]:
+    """Return the help texts of a config class's options, by their names."""
+    with_help = (field for field in dataclasses.fields(config) if "help" in field.metadata)
+    return {field.name: field.metadata["help"] for field in with_help}
+
+
 def field_type(annotation: object) -> type:
     """Return the type that a flag's text is converted to: X for `X | None`."""
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:

@@ -33,5 +33,12 @@ class BuildError(TandemError, RuntimeError):
     """Something that Tandem builds on this machine, such as the demo model, could not be built."""
 
 
+def first_line(error: Exception) -> str:
+    """Return why another program's error was raised, in one line without its full stop."""
+    reason = error.strerror if isinstance(error, OSError) else None
+    line = (reason or str(error)).strip().partition("\n")[0].rstrip(".")
+    return line or type(error).__name__
+
+
 class TandemWarning(UserWarning):
     """Something that a user should know and that stops nothing; commands show it as one line."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, first_line
 from tandem.dialects.arguments import Schemas
 from tandem.dialects.dialect import CALL, END_CALL, Dialect
 from tandem.dialects.families import HERMES, dialect_of
@@ -25,7 +25,7 @@ from tandem.dialects.turns import (
     without_tools,
 )
 from tandem.foreign_types import Tokenizer
-from tandem.hf.bounded_template import TemplateEndedError, bounded
+from tandem.hf.bounded_template import TemplateEndedError, rendered
 from tandem.hf.text_tokens import token_ids
 
 if TYPE_CHECKING:
@@ -130,35 +130,19 @@ class ChatFormat:
                 raise TemplateError(_NO_PLACE, _NO_PLACE)
             return "\n".join(str(turn.get("content", "")) for turn in turns)
         try:
-            return self._applied(turns, tools, options)
+            return rendered(self._tokenizer, turns, tools=list(tools) or None, **options)
         except Exception as error:  # a template is a program that came with the model
             has_calls = any(turn.get("tool_calls") for turn in turns)
             # Some templates join arguments to text.
             if has_calls and not isinstance(error, TemplateEndedError):
                 try:
-                    return self._applied([as_text(turn) for turn in turns], tools, options)
+                    texts = [as_text(turn) for turn in turns]
+                    return rendered(self._tokenizer, texts, tools=list(tools) or None, **options)
                 except Exception:
                     pass
-            why = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+            why = first_line(error)[:200]
             what = "the model's chat template cannot write this"
             raise TemplateError(f"{what}: {why}", f"{what}: {type(error).__name__}") from error
-
-    def _applied(
-        self,
-        turns: list[Turn],
-        tools: Sequence[Mapping[str, object]],
-        options: Mapping[str, object],
-    ) -> str:
-        def render() -> str:
-            text: str = self._tokenizer.apply_chat_template(
-                turns,
-                tools=list(tools) or None,
-                tokenize=False,
-                **{"add_generation_prompt": True, **options},
-            )
-            return text
-
-        return bounded(render)
 
     @property
     def native(self) -> NativeForm | None:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import llguidance
 
 import tandem.dialects.tool_grammar  # noqa: F401  (what writes grammars: ahead of the forks)
-from tandem.core.errors import ConfigError, TandemError
+from tandem.core.errors import ConfigError, TandemError, first_line
 from tandem.dialects.grammar import LIMITS, complaint
 from tandem.foreign_types import Tokenizer
 
@@ -66,7 +66,7 @@ class Tables(NamedTuple):
             try:
                 return llguidance.LLTokenizer(self.tokenizer, self.vocabulary, eos_token=ends)
             except (ValueError, RuntimeError) as error:
-                why = str(error).partition("\n")[0]
+                why = first_line(error)
         raise ConfigError(f"this model cannot follow a grammar: {why}")
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
+from tandem.core.config import option
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.kept_prefixes import KeptPrefixes
 from tandem.generate.request import Request
@@ -123,21 +124,21 @@ class Alive(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class EngineStatistics:
-    """Sums since the engine process began."""
+    """Sums since the engine process began; those with a help are counters of /metrics."""
 
     batch: BatchCounts = field(default_factory=BatchCounts)
-    active_experts: int = 0
-    hits: int = 0
-    fetched_bytes: int = 0
-    prefetch_issued: int = 0
-    prefetch_useful: int = 0
-    rows_on_device: int = 0
-    rows_on_cpu: int = 0
-    expert_bytes_read: int = 0
-    drafting_steps: int = 0
-    """Decode steps that verified drafted tokens."""
-    unpaid_draft_steps: int = 0
-    """Of the others, those in which there was something to draft that would not have paid."""
+    drafting_steps: int = option(0, help="decode steps that verified drafted tokens")
+    unpaid_draft_steps: int = option(
+        0, help="decode steps for which drafts were not worth verifying"
+    )
+    active_experts: int = option(0, help="experts that a layer and step needed")
+    hits: int = option(0, help="of them, resident and ready")
+    fetched_bytes: int = option(0, help="bytes of experts copied to the device")
+    prefetch_issued: int = option(0, help="experts copied ahead")
+    prefetch_useful: int = option(0, help="of them, used by their layer's next step")
+    rows_on_device: int = option(0, help="(token, expert) rows that the device computed")
+    rows_on_cpu: int = option(0, help="(token, expert) rows that the CPU computed")
+    expert_bytes_read: int = option(0, help="bytes of expert weights that were read")
     draft_saved_bytes: int = 0
     """Expert weights that were not read, as drafted tokens shared experts, less what only rejected
     ones touched."""

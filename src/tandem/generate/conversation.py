@@ -1,11 +1,11 @@
-"""Sliding window over a conversation: drops whole turns from the front until it fits a context.
+"""Conversations: whole turns are dropped from the front until one fits a context, images taken out.
 
 Knows roles and turns; how long a conversation is, and how long it may be, is the caller's.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 M = TypeVar("M", bound=Mapping[str, object])
 
@@ -34,6 +34,24 @@ def trim_conversation(
     candidates = range(1, len(starts) - 1)
     num_dropped = 1 + bisect_left(candidates, True, key=lambda count: fits(without(count)))
     return without(num_dropped), num_dropped
+
+
+def without_images(
+    messages: Sequence[Mapping[str, object]],
+) -> tuple[list[dict[str, object]], list[Any]]:
+    """Return a conversation as chat templates read it, that says where images are; and these."""
+    turns, images = [], []
+    for message in messages:
+        turn = dict(message)
+        if isinstance(content := turn.get("content"), list):
+            images += [part["image"] for part in content if _is_image(part)]
+            turn["content"] = [{"type": "image"} if _is_image(part) else part for part in content]
+        turns.append(turn)
+    return turns, images
+
+
+def _is_image(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image"
 
 
 def _count_leading_instructions(messages: Sequence[Mapping[str, object]]) -> int:

@@ -24,7 +24,7 @@ from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.answer import Answer
 from tandem.generate.batch import Batch
 from tandem.generate.constraints import FollowGrammar, no_grammars
-from tandem.generate.images import Processor, has_images
+from tandem.generate.images import Processor
 from tandem.generate.kept_prefixes import KeptPrefixes
 from tandem.generate.next_token_models import (
     adapter_state,
@@ -33,7 +33,7 @@ from tandem.generate.next_token_models import (
     without_adapters_wrapper,
 )
 from tandem.generate.pace import Pace
-from tandem.generate.prompt import encode_conversation, encode_text, encode_with_images, room
+from tandem.generate.prompt import encode_messages, room
 from tandem.generate.request import Request
 from tandem.generate.sampling import SamplingOptions, not_followed
 from tandem.generate.scheduler import CHUNK_TOKENS, Scheduler
@@ -41,6 +41,7 @@ from tandem.generate.speculation.drafters import DraftParts, new_speculation
 from tandem.generate.trial_notes import TrialNote
 from tandem.hf.dense import pack_dense_layers, share_threads
 from tandem.hf.runtime import runtime_of
+from tandem.hf.text_tokens import token_ids
 from tandem.kernels.attention import require_kv_dtype
 from tandem.kernels.dense import CpuThreads
 from tandem.recording.recorded_graph import RecordedGraph
@@ -91,11 +92,12 @@ class Generator:
         self.model = model
         self._adapters = adapter_state(model)
         self.tokenizer, self.processor = tokenizer, processor
-        self._threads = threads or _threads_of(model)
+        runtime = runtime_of(model)
+        self._threads = threads or (CpuThreads() if runtime is None else runtime.threads)
         pack_dense_layers(model, dense_dtype, self._threads)
         share_threads(model, self._threads)  # what is packed already, too
         self._kv_dtype = require_kv_dtype(kv_dtype)
-        if self._kv_dtype == "auto" and (runtime := runtime_of(model)) is not None:
+        if self._kv_dtype == "auto" and runtime is not None:
             self._kv_dtype = runtime.kv_dtype
         self._has_replay = has_replay
         parts = DraftParts(
@@ -322,26 +324,14 @@ class Generator:
             raise ConfigError("a prompt of text needs a tokenizer; pass one to Generator")
         if isinstance(prompt, str):
             most = context_tokens(self.model)
-            return encode_text(self.tokenizer, prompt, most_tokens=most)
-        if has_images(prompt):  # type: ignore[arg-type]
-            return encode_with_images(self.model, self.processor, prompt)  # type: ignore[arg-type]
-        most = context_tokens(self.model)
-        ids = encode_conversation(self.tokenizer, prompt, most_tokens=most)  # type: ignore[arg-type]
-        return [int(token) for token in ids.flatten().tolist()]
+            return token_ids(self.tokenizer, prompt, has_special=True, most_tokens=most)
+        return encode_messages(self.model, self.tokenizer, self.processor, prompt)  # type: ignore[arg-type]
 
     def _pad_id(self) -> int:
         pad = self.model.generation_config.pad_token_id
         if pad is None and self.tokenizer is not None:
             pad = self.tokenizer.pad_token_id
         return pad if pad is not None else 0  # its positions are masked
-
-
-def _threads_of(model: PreTrainedModel) -> CpuThreads:
-    """Return the threads of a model that Tandem loaded; start some for another."""
-    runtime = runtime_of(model)
-    if runtime is not None:
-        return runtime.threads
-    return CpuThreads()
 
 
 def _of_row(options: SamplingOptions, number: int) -> SamplingOptions:

@@ -7,13 +7,13 @@ import hashlib
 import io
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from tandem.core.errors import ConfigError, ModelError
+from tandem.core.errors import ConfigError, ModelError, first_line
 from tandem.decode.images import ImagePrompt
 from tandem.foreign_types import Tokenizer
 
@@ -89,8 +89,7 @@ def load_processor(
                 raise
             return JoinedProcessor(tokenizer, images, image_token_id)
     except Exception as error:  # Transformers raises no narrower class
-        why = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ModelError(_no_processor(source, why)) from error
+        raise ModelError(_no_processor(source, first_line(error))) from error
     if getattr(processor, "image_processor", None) is None:
         raise ModelError(_no_processor(source, "its files name none"))
     return processor  # type: ignore[no-any-return]
@@ -135,7 +134,7 @@ def open_image(source: "str | Path | bytes | Image", name: str = "") -> "Image":
             warnings.simplefilter("ignore")
             return ImageOps.exif_transpose(found).convert("RGB")
     except Exception as error:  # Pillow reads the pixels here; its decoders have no common class
-        raise ConfigError(f"{name} is damaged ({_first_line(error)}); give another one") from error
+        raise ConfigError(f"{name} is damaged ({first_line(error)}); give another one") from error
 
 
 def _opened(source: str | Path | bytes, name: str) -> "Image":
@@ -155,51 +154,12 @@ def _opened(source: str | Path | bytes, name: str) -> "Image":
         kinds = ", ".join(_FORMATS)
         raise ConfigError(f"{name} is not an image; expected {kinds}") from error
     except Exception as error:  # a damaged header may raise anything
-        raise ConfigError(f"{name} cannot be read: {_first_line(error)}") from error
+        raise ConfigError(f"{name} cannot be read: {first_line(error)}") from error
 
 
 def _read(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(_MOST_BYTES)
-
-
-def _first_line(error: Exception) -> str:
-    reason = getattr(error, "strerror", None) or str(error)
-    return reason.strip().partition("\n")[0].rstrip(".") or type(error).__name__
-
-
-def has_images(messages: Sequence[Mapping[str, object]]) -> bool:
-    """Tell whether a conversation has an image part."""
-    return any(_is_image(part) for message in messages for part in _parts(message))
-
-
-def _parts(message: Mapping[str, object]) -> Sequence[Any]:
-    content = message.get("content")
-    return content if isinstance(content, list) else []
-
-
-def _is_image(part: object) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "image"
-
-
-def without_sources(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Return a conversation as chat templates read it: that there is an image, not which."""
-    return [
-        {**message, "content": [{"type": "image"} if _is_image(p) else p for p in _parts(message)]}
-        if _parts(message)
-        else dict(message)
-        for message in messages
-    ]
-
-
-def images_of(messages: Sequence[Mapping[str, object]]) -> "list[Image]":
-    """Open the images of a conversation, in its order; raises `ConfigError`."""
-    return [
-        open_image(part["image"])
-        for message in messages
-        for part in _parts(message)
-        if _is_image(part)
-    ]
 
 
 def write_prompt(
@@ -210,7 +170,7 @@ def write_prompt(
         encoded = dict(processor(text=[text], images=list(images), return_tensors="np"))
     except Exception as error:  # a processor is a program that came with the model
         raise ConfigError(
-            f"the model's processor cannot read this prompt: {_first_line(error)}"
+            f"the model's processor cannot read this prompt: {first_line(error)}"
         ) from error
     ids = tuple(int(token) for token in np.asarray(encoded.pop("input_ids"))[0])
     encoded.pop("attention_mask", None)

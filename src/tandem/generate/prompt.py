@@ -3,15 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from torch import Tensor
-
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, first_line
 from tandem.decode.images import ImagePrompt, require_images
 from tandem.foreign_types import PreTrainedModel, Tokenizer
-from tandem.generate.images import Processor, images_of, without_sources, write_prompt
+from tandem.generate.conversation import without_images
+from tandem.generate.images import Processor, open_image, write_prompt
 from tandem.generate.next_token_models import context_tokens, vocabulary_size
-from tandem.hf.bounded_template import bounded
-from tandem.hf.text_tokens import require_room, token_ids, told_panics
+from tandem.hf.bounded_template import rendered
+from tandem.hf.text_tokens import require_room, token_ids
 
 
 class Message(TypedDict):
@@ -22,77 +21,63 @@ class Message(TypedDict):
     """Text; or parts, {"type": "text", "text": ...} and {"type": "image", "image": ...}."""
 
 
-def encode_conversation(
+def encode_messages(
+    model: PreTrainedModel,
     tokenizer: Tokenizer,
+    processor: Processor | None,
     messages: Sequence[Mapping[str, object]],
-    *,
-    most_tokens: int | None = None,
-) -> Tensor:
-    """Return the token ids (1, n_tokens) that ask for the next assistant message.
+) -> list[int] | ImagePrompt:
+    """Return a conversation as the model reads it: its tokens, with its images if it has some.
 
-    Without a chat template the messages are joined as plain text, so base models continue it.
-    Raises `ConfigError` for text of surely more than `most_tokens`.
+    Raises `ConfigError`, and `UnsupportedModelError` for images that the model does not take.
     """
-    texts = [str(message["content"]) for message in messages]
-    require_room(tokenizer, sum(map(len, texts)), most_tokens)
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    text = _through_template(tokenizer, messages) if has_template else "\n".join(texts)
-    require_room(tokenizer, len(text), most_tokens)
-    with told_panics():  # a template has written the special tokens
-        encoded = tokenizer(text, add_special_tokens=not has_template, return_tensors="pt")
-    ids: Tensor = encoded["input_ids"]
-    if ids.shape[1] == 0:
-        raise ConfigError("the prompt is empty; give some text with -p or on standard input")
-    return ids
-
-
-def _through_template(
-    tokenizer: "Tokenizer | Processor", messages: Sequence[Mapping[str, object]]
-) -> str:
-    def render() -> str:
-        text: str = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False
-        )
-        return text
-
-    try:
-        return bounded(render)
-    except Exception as error:  # a template is a program that came with the model
-        raise _cannot_write(error) from error
-
-
-def _cannot_write(error: Exception) -> ConfigError:
-    why = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-    return ConfigError(
-        f"the model's chat template cannot write this conversation: {why}; mend the template "
-        "(chat_template.jinja or tokenizer_config.json), or remove it to continue plain text"
-    )
-
-
-def encode_with_images(
-    model: PreTrainedModel, processor: Processor | None, messages: Sequence[Mapping[str, object]]
-) -> ImagePrompt:
-    """Return a conversation with images, as its model's processor writes it.
-
-    Raises `UnsupportedModelError` for a model that takes no images, else `ConfigError`.
-    """
+    turns, images = without_images(messages)
+    if not images:
+        return encode_conversation(tokenizer, messages, most_tokens=context_tokens(model))
     require_images(model)
     if processor is None:
         raise ConfigError(
             "a prompt with images needs the model's processor; give it to Generator "
             "(transformers.AutoProcessor.from_pretrained(...))"
         )
-    images = images_of(messages)
-    text = _through_template(processor, without_sources(messages))
-    return write_prompt(processor, text, images, int(model.config.image_token_id))
+    opened = [open_image(image) for image in images]
+    text = _through_template(processor, turns)
+    return write_prompt(processor, text, opened, int(model.config.image_token_id))
 
 
-def encode_text(tokenizer: Tokenizer, text: str, *, most_tokens: int | None = None) -> list[int]:
-    """Return the token ids of a text that the model is to continue, as its tokenizer makes them.
+def encode_conversation(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, object]],
+    *,
+    most_tokens: int | None = None,
+) -> list[int]:
+    """Return the tokens that ask for the next assistant message.
 
+    Without a chat template the messages are joined as plain text, so base models continue it.
     Raises `ConfigError` for text of surely more than `most_tokens`.
     """
-    return token_ids(tokenizer, text, has_special=True, most_tokens=most_tokens)
+    texts = [str(message["content"]) for message in messages]
+    require_room(tokenizer, sum(map(len, texts)), most_tokens)
+    has_template = bool(tokenizer.chat_template)
+    text = _through_template(tokenizer, messages) if has_template else "\n".join(texts)
+    # A template has written the special tokens.
+    ids = token_ids(tokenizer, text, has_special=not has_template, most_tokens=most_tokens)
+    if not ids:
+        raise ConfigError("the prompt is empty; give some text with -p or on standard input")
+    return ids
+
+
+def _through_template(
+    tokenizer: Tokenizer | Processor, messages: Sequence[Mapping[str, object]]
+) -> str:
+    try:
+        return rendered(tokenizer, messages)
+    except Exception as error:  # a template is a program that came with the model
+        raise ConfigError(
+            f"the model's chat template cannot write this conversation: {first_line(error)}; mend "
+            "the template (chat_template.jinja or tokenizer_config.json), or remove it to continue "
+            "plain text"
+        ) from error
 
 
 def room(model: PreTrainedModel, prompt: Sequence[int], number: int = 0) -> int:

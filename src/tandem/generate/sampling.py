@@ -136,7 +136,7 @@ class SamplingOptions:
 
     def _given_or(self, name: str, generation_config: GenerationConfig) -> Any:
         given = asdict(self)[name]
-        return getattr(generation_config, name, None) if given is None else given
+        return vars(generation_config).get(name) if given is None else given
 
 
 def not_followed(generation_config: GenerationConfig) -> list[str]:
@@ -144,5 +144,5 @@ def not_followed(generation_config: GenerationConfig) -> list[str]:
     return [
         name
         for name, neutral in _NOT_FOLLOWED.items()
-        if getattr(generation_config, name, None) not in neutral
+        if vars(generation_config).get(name) not in neutral
     ]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tandem.core.config import option
 from tandem.generate.answer import FinishReason
 
 
@@ -53,15 +54,14 @@ class StepFailedError(Exception):
 
 @dataclass(slots=True)
 class BatchCounts:
-    """What a scheduler has done since it was made."""
+    """What a scheduler has done since it was made; the help is that of the server's metrics."""
 
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    read_tokens: int = 0
-    """Of the reused ones, those whose keys and values came from disk."""
-    generated_tokens: int = 0
-    decode_steps: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    decode_seconds: float = 0.0
-    prefill_seconds: float = 0.0
+    prompt_tokens: int = option(0, help="prompt tokens that were computed")
+    reused_tokens: int = option(0, help="prompt tokens that the KV cache held already")
+    read_tokens: int = option(0, help="of them, those whose keys and values came from disk")
+    generated_tokens: int = option(0, help="tokens that were generated")
+    decode_steps: int = option(0, help="decode steps")
+    drafted_tokens: int = option(0, help="drafted tokens that were verified")
+    accepted_tokens: int = option(0, help="of them, those that the answers have")
+    decode_seconds: float = option(0.0, help="seconds of decode steps")
+    prefill_seconds: float = option(0.0, help="seconds of prefill")

@@ -11,7 +11,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tandem.experts.store.host_memory import process_bytes
 
@@ -31,6 +31,15 @@ class TemplateEndedError(Exception):
 
 class _End(BaseException):
     """Ends the thread in which it is raised."""
+
+
+def rendered(tokenizer: Any, messages: object, /, **options: object) -> str:
+    """Return a conversation as a tokenizer's or a processor's template writes it.
+
+    Raises what the template raises, or `TemplateEndedError`.
+    """
+    options = {"add_generation_prompt": True, **options}
+    return str(bounded(lambda: tokenizer.apply_chat_template(messages, tokenize=False, **options)))
 
 
 def bounded(render: Callable[[], T]) -> T:

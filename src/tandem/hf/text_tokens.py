@@ -17,16 +17,15 @@ _PANICS = "pyo3_runtime"
 
 
 class TextTooLongError(ConfigError):
-    """A text has more tokens than a context; `num_tokens` says how many at least."""
+    """A text has more tokens than a context."""
 
-    def __init__(self, num_tokens: int, most_tokens: int) -> None:
-        """Say so of a text of at least `num_tokens`."""
+    def __init__(self, num_tokens: int | str, most_tokens: int) -> None:
+        """Say so of a text of that many tokens, or "at least" so many."""
         super().__init__(
             # Clients know a full context by these words of OpenAI's and Anthropic's.
             f"the prompt is too long: this model's maximum context length is {most_tokens} tokens "
-            f"for prompt and answer together, and the prompt has at least {num_tokens}; shorten it"
+            f"for prompt and answer together, and the prompt has {num_tokens}; shorten it"
         )
-        self.num_tokens = num_tokens
 
 
 def require_room(tokenizer: Tokenizer, num_characters: int, most_tokens: int | None) -> None:
@@ -35,7 +34,7 @@ def require_room(tokenizer: Tokenizer, num_characters: int, most_tokens: int | N
         return
     longest = _longest_token(tokenizer)
     if num_characters > most_tokens * longest:
-        raise TextTooLongError(num_characters // longest, most_tokens)
+        raise TextTooLongError(f"at least {num_characters // longest}", most_tokens)
 
 
 @functools.lru_cache(maxsize=4)  # to list a vocabulary takes a tenth of a second

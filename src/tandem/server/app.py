@@ -1,8 +1,8 @@
 """The HTTP side: routes and errors. Knows neither tensors nor how tokens are made."""
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
@@ -14,7 +14,7 @@ from tandem.apis.anthropic.schemas import CountTokensRequest, MessagesRequest
 from tandem.apis.api import Api
 from tandem.apis.errors import ApiError, server_error
 from tandem.apis.responses.schemas import CountRequest, ResponsesRequest
-from tandem.apis.schemas import Asked, ChatRequest, CompletionRequest
+from tandem.apis.schemas import ChatRequest, CompletionRequest
 from tandem.core.errors import TandemError
 from tandem.server.gate import Gate
 from tandem.server.generating import chat_api, completion_api, count_tokens, messages_api
@@ -22,7 +22,7 @@ from tandem.server.openapi import describe, described_body, described_errors
 from tandem.server.page_files import add_page
 from tandem.server.refusals import refusal
 from tandem.server.responses_api import ResponsesApi
-from tandem.server.service import Server, Work
+from tandem.server.service import B, Server, Work
 from tandem.server.tokens import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
 
 _METHODS = ("GET", "POST")
@@ -38,7 +38,7 @@ def create_app(
     *,
     api_keys: Sequence[str] = (),
     allowed_hosts: list[str] | None,
-    lifespan: Any = None,
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
 ) -> FastAPI:
     """Return the application. `allowed_hosts`: names by which it may be called; None: any."""
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, lifespan=lifespan)
@@ -63,27 +63,25 @@ def create_app(
 def _add_bodies(app: FastAPI, server: Server) -> None:
     """Add what is answered by a body: first what generates."""
     responses = ResponsesApi(server)
-    generating: tuple[tuple[str, Api[Any], str], ...] = (
-        ("/v1/chat/completions", chat_api(server), "Answer a conversation"),
-        ("/v1/completions", completion_api(server), "Go on with a text"),
-        ("/v1/responses", responses.api, "Answer a conversation of the Responses API"),
-        ("/v1/messages", messages_api(server), "Answer a conversation of Anthropic's API"),
-    )
-    for path, api, about in generating:
+
+    def generate(path: str, about: str, api: Api[B]) -> None:
         _add_body(app, path, api.body, about, partial(server.answer, api))
-    telling: tuple[tuple[str, type[Asked], Work[Any], str], ...] = (
-        ("/v1/responses/input_tokens", CountRequest, responses.count,
-         "Count the tokens of a conversation"),
-        ("/v1/messages/count_tokens", CountTokensRequest, partial(count_tokens, server),
-         "Count the tokens of a conversation"),
-        ("/tokenize", TokenizeRequest, partial(tokenized, server),
-         "Return the tokens of a text or of a conversation"),
-        ("/detokenize", DetokenizeRequest, partial(detokenized, server),
-         "Return the text of tokens"),
-    )  # fmt: skip
-    for path, kind, work, about in telling:
+
+    def tell(path: str, about: str, kind: type[B], work: Work[B]) -> None:
         name = path.rpartition("/")[2]
         _add_body(app, path, kind, about, partial(server.tell, name, kind, work))
+
+    generate("/v1/chat/completions", "Answer a conversation", chat_api(server))
+    generate("/v1/completions", "Go on with a text", completion_api(server))
+    generate("/v1/responses", "Answer a conversation of the Responses API", responses.api)
+    generate("/v1/messages", "Answer a conversation of Anthropic's API", messages_api(server))
+    count, counted = "Count the tokens of a conversation", partial(count_tokens, server)
+    tell("/v1/responses/input_tokens", count, CountRequest, responses.count)
+    tell("/v1/messages/count_tokens", count, CountTokensRequest, counted)
+    about = "Return the tokens of a text or of a conversation"
+    tell("/tokenize", about, TokenizeRequest, partial(tokenized, server))
+    about = "Return the text of tokens"
+    tell("/detokenize", about, DetokenizeRequest, partial(detokenized, server))
 
     @app.get("/v1/responses/{response_id}", responses=described_errors(401, 404))
     async def response(request: Request, response_id: str) -> Response:

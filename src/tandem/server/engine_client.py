@@ -9,9 +9,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from tandem.apis.errors import ApiError, busy, server_error
 from tandem.core.errors import ExecutionError
@@ -115,7 +114,7 @@ class EngineClient:
         self._mean_seconds = _FIRST_GUESS_SECONDS
         self._is_draining = self._is_closed = False
         self._restarts_in_a_row = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Future[None]] = set()
         self.info: ModelInfo | None = None
         self.statistics = EngineStatistics()
         self.num_restarts = 0
@@ -309,9 +308,9 @@ class EngineClient:
         self.num_restarts += 1
         self._keep(self._restart())
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+    def _keep(self, work: Awaitable[None]) -> None:
         """Do something beside, until `close`."""
-        task = asyncio.get_running_loop().create_task(work)
+        task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

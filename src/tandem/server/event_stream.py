@@ -84,20 +84,23 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         showing = asyncio.ensure_future(self._show_life(send))
         try:
-            async for data in self._events:
+            async for data in self._with_error(scope):
                 self._latest = time.monotonic()
                 await send({"type": "http.response.body", "body": data, "more_body": True})
-        except ApiError as error:
-            log_refusal(scope, error)
-            last = self._write_error(error)
-            await send({"type": "http.response.body", "body": last, "more_body": True})
-        except Exception:
-            _log.exception("a stream failed")
-            last = self._write_error(server_error("the server failed; its log says why"))
-            await send({"type": "http.response.body", "body": last, "more_body": True})
         finally:
             showing.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _with_error(self, scope: Scope) -> AsyncIterator[bytes]:
+        try:
+            async for data in self._events:
+                yield data
+        except ApiError as error:
+            log_refusal(scope, error)
+            yield self._write_error(error)
+        except Exception:
+            _log.exception("a stream failed")
+            yield self._write_error(server_error("the server failed; its log says why"))
 
 
 async def left(receive: Receive) -> None:

@@ -6,31 +6,11 @@ from dataclasses import asdict
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from tandem.core.config import helps
 from tandem.server.engine_client import EngineClient
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0)
 _SECONDS_PER_TOKEN = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-_SUMS = {
-    "prompt_tokens": "prompt tokens that were computed",
-    "reused_tokens": "prompt tokens that the KV cache held already",
-    "read_tokens": "of them, those whose keys and values came from disk",
-    "generated_tokens": "tokens that were generated",
-    "decode_steps": "decode steps",
-    "drafted_tokens": "drafted tokens that were verified",
-    "accepted_tokens": "of them, those that the answers have",
-    "drafting_steps": "decode steps that verified drafted tokens",
-    "unpaid_draft_steps": "decode steps for which drafts were not worth verifying",
-    "decode_seconds": "seconds of decode steps",
-    "prefill_seconds": "seconds of prefill",
-    "active_experts": "experts that a layer and step needed",
-    "hits": "of them, resident and ready",
-    "fetched_bytes": "bytes of experts copied to the device",
-    "prefetch_issued": "experts copied ahead",
-    "prefetch_useful": "of them, used by their layer's next step",
-    "rows_on_device": "(token, expert) rows that the device computed",
-    "rows_on_cpu": "(token, expert) rows that the CPU computed",
-    "expert_bytes_read": "bytes of expert weights that were read",
-}
 
 
 class Metrics:
@@ -79,9 +59,10 @@ class _EngineCollector:
 
     def collect(self) -> Iterator[Metric]:
         engine, statistics = self._engine, self._engine.statistics
-        sums = {**asdict(statistics.batch), **asdict(statistics)}
-        for name, help_line in _SUMS.items():
-            yield CounterMetricFamily(f"tandem_{name}", help_line, value=sums[name])
+        for sums in (statistics.batch, statistics):
+            values = asdict(sums)
+            for name, help_line in helps(type(sums)).items():
+                yield CounterMetricFamily(f"tandem_{name}", help_line, value=values[name])
         yield CounterMetricFamily(
             "tandem_engine_restarts", "restarts of the engine process", value=engine.num_restarts
         )

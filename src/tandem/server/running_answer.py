@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import Request
 
@@ -112,7 +112,7 @@ class RunningAnswer:
         )  # fmt: skip
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     """Do the work, but stop when the client leaves."""
     task = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(left(request.receive))

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -170,8 +170,8 @@ class Server:
 
     def owner_of(self, request: Request) -> bytes:
         """Return whose traces a request may find: all requests', unless keys are isolated."""
-        owner: bytes = getattr(request.state, OWNER, b"") if self.options.isolate_keys else b""
-        return owner
+        owner: bytes = request.scope.get("state", {}).get(OWNER, b"")
+        return owner if self.options.isolate_keys else b""
 
     def _require_model(self, name: str | None) -> None:
         if not name or name in self.names:
@@ -190,7 +190,7 @@ class Server:
             code="model_not_found",
         )
 
-    def _note_ignored(self, found: ReadBody[Any]) -> None:
+    def _note_ignored(self, found: ReadBody[B]) -> None:
         """Log the fields of a request that are ignored, with the field that may have been meant."""
         news = [name for name in found.ignored if self._is_news(f"field {name}")]
         if news:
@@ -261,7 +261,7 @@ class Server:
                     yield b": nothing new\n\n"
 
 
-async def _events(api: Api[Any], reply: Reply, answer: RunningAnswer) -> AsyncIterator[bytes]:
+async def _events(api: Api[B], reply: Reply, answer: RunningAnswer) -> AsyncIterator[bytes]:
     """Yield what a stream sends: all that follows from one token at once."""
     for event in reply.first_events():
         yield api.encode(event)

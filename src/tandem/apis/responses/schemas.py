@@ -61,54 +61,52 @@ class InputFile(Body):
 Part = Annotated[InputText | Refusal | InputImage | InputFile, Field(discriminator="type")]
 
 
-class MessageItem(Body):
+class _Item(Body):
+    """What every item may say of itself."""
+
+    id: _Id | None = None
+    status: str | None = None
+
+
+class _ToolItem(_Item):
+    """What belongs to a call."""
+
+    call_id: _Id
+    namespace: str | None = None
+    caller: object = None
+
+
+class MessageItem(_Item):
     """A message of a conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[Part]
-    id: _Id | None = None
-    status: str | None = None
     phase: str | None = None
 
 
-class CallItem(Body):
+class CallItem(_ToolItem):
     """A call in an earlier answer."""
 
     type: Literal["function_call"]
-    call_id: _Id
     name: _Id
     arguments: str
-    id: _Id | None = None
-    status: str | None = None
-    namespace: str | None = None
-    caller: object = None
 
 
-class CustomCallItem(Body):
+class CustomCallItem(_ToolItem):
     """A call of a custom tool in an earlier answer."""
 
     type: Literal["custom_tool_call"]
-    call_id: _Id
     name: _Id
     input: str
-    id: _Id | None = None
-    status: str | None = None
-    namespace: str | None = None
-    caller: object = None
 
 
-class CallOutputItem(Body):
+class CallOutputItem(_ToolItem):
     """What a call has returned."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: _Id
     output: str | list[Part]
-    id: _Id | None = None
-    status: str | None = None
     name: str | None = None
-    namespace: str | None = None
-    caller: object = None
 
 
 class ReasoningText(Body):
@@ -118,42 +116,41 @@ class ReasoningText(Body):
     text: str
 
 
-class ReasoningItem(Body):
+class ReasoningItem(_Item):
     """What the model thought before."""
 
     type: Literal["reasoning"]
-    id: _Id | None = None
     summary: list[ReasoningText] | None = None
     content: list[ReasoningText] | None = None
     encrypted_content: str | None = None
-    status: str | None = None
 
 
 Item = MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem
 
 
-class FunctionTool(Body):
+class _NamedTool(Body):
+    """What a tool is called, and does."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    description: str | None = None
+    allowed_callers: object = None
+    defer_loading: bool | None = None
+
+
+class FunctionTool(_NamedTool):
     """A tool that the model may call."""
 
     type: Literal["function"]
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
-    description: str | None = None
     parameters: _Json | None = None
     strict: bool | None = None
     output_schema: _Json | None = None
-    allowed_callers: object = None
-    defer_loading: bool | None = None
 
 
-class CustomTool(Body):
+class CustomTool(_NamedTool):
     """A tool that takes a text."""
 
     type: Literal["custom"]
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
-    description: str | None = None
     format: _Json | None = None
-    allowed_callers: object = None
-    defer_loading: bool | None = None
 
 
 class NamespaceTool(Body):
