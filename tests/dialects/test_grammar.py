@@ -12,15 +12,14 @@ from transformers import PreTrainedTokenizerFast
 
 from tandem.core.errors import ConfigError
 from tandem.dialects.dialect import CALL, END_CALL, END_THINK, THINK
+from tandem.dialects.families import HERMES
 from tandem.dialects.format import ChatFormat
 from tandem.dialects.grammar import (
-    CallForm,
     call_grammar,
-    free_grammar,
     json_grammar,
     written_grammar,
 )
-from tandem.dialects.native_grammar import native_grammar
+from tandem.dialects.native_grammar import NativeForm, native_grammar
 from tandem.engine.constraint import GrammarConstraint, Grammars
 from tests.architectures import VOCABULARY
 from tests.hf.tiny import byte_tokenizer
@@ -28,7 +27,8 @@ from tests.hf.tiny import byte_tokenizer
 END_ID = 2
 TOOLS = [("f", {"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"],
                 "additionalProperties": False})]  # fmt: skip
-FORM = CallForm(opening=CALL, closing=END_CALL, think=THINK, end_think=END_THINK)
+assert HERMES.written is not None
+FORM = NativeForm(written=HERMES.written, think=THINK, end_think=END_THINK, ids={})
 GOOD = f'{CALL}{{"name":"f","arguments":{{"n":22}}}}{END_CALL}'
 BAD = f'{CALL}{{"name":"g"'
 
@@ -62,14 +62,14 @@ def test_only_what_opens_a_call_is_ruled(
 ) -> None:
     expected = {(False, False): plain, (False, True): thinker, (True, True): inside}
     for (is_thinking, can_think), is_accepted in expected.items():
-        grammar = free_grammar(
+        grammar = native_grammar(
             TOOLS, FORM, is_thinking=is_thinking, can_think=can_think, has_one_call=False
         )
         assert accepts(grammar, text) is is_accepted, (is_thinking, can_think)
 
 
 def test_after_the_only_call_nothing_follows() -> None:
-    grammar = free_grammar(TOOLS, FORM, is_thinking=False, can_think=False, has_one_call=True)
+    grammar = native_grammar(TOOLS, FORM, is_thinking=False, can_think=False, has_one_call=True)
     assert accepts(grammar, "hello")
     assert accepts(grammar, f"Sure.{GOOD}")
     assert not accepts(grammar, f"{GOOD}.")
@@ -80,10 +80,12 @@ def test_marks_may_be_tokens_of_their_own() -> None:
     tokenizer = byte_tokenizer()
     special = [CALL, END_CALL, THINK, END_THINK]
     tokenizer.add_special_tokens({"additional_special_tokens": special})
-    form = ChatFormat(tokenizer).marks
-    assert form.special >= set(special)
-    free = free_grammar(TOOLS, form, is_thinking=False, can_think=True, has_one_call=False)
-    for grammar in (free, call_grammar(TOOLS, form)):
+    chat = ChatFormat(tokenizer)
+    assert chat.marks.special >= set(special)
+    assert chat.native is not None
+    assert set(special) <= set(chat.native.ids)
+    free = native_grammar(TOOLS, chat.native, is_thinking=False, can_think=True, has_one_call=False)
+    for grammar in (free, call_grammar(TOOLS, chat.marks)):
         assert accepts(grammar, GOOD, tokenizer)
         assert not accepts(grammar, BAD, tokenizer)
     assert accepts(free, f"{THINK}a{END_THINK}Sure.{GOOD}", tokenizer)
@@ -92,7 +94,7 @@ def test_marks_may_be_tokens_of_their_own() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_any_scores_make_a_call_once_it_is_opened(seed: int) -> None:
     tokenizer = byte_tokenizer()
-    grammar = free_grammar(TOOLS, FORM, is_thinking=False, can_think=False, has_one_call=True)
+    grammar = native_grammar(TOOLS, FORM, is_thinking=False, can_think=False, has_one_call=True)
     constraint = Grammars(tokenizer, VOCABULARY, [END_ID]).constraint(grammar)
     chance = torch.Generator().manual_seed(seed)
     text = f"x<y{CALL}"

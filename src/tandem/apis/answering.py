@@ -224,12 +224,12 @@ class GenerationRequests:
     ) -> GrammarWriter | None:
         """Return what writes the grammar of calls alone, where the form of a call is known."""
         native = self._format.native
-        if not tools or (native is None and not self._format.has_our_marks):
+        if not tools or native is None:
             return None
         return partial(
             free_calls,
             described_tools(tools),
-            self._format.marks if native is None else native,
+            native,
             is_thinking=prompt.is_thinking,
             can_think=self._format.thinks,
             has_one_call=body.parallel_tool_calls is False,

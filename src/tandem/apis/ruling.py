@@ -3,12 +3,12 @@
 Knows bodies and grammars; neither prompts nor tokens.
 """
 
-import json
 from collections.abc import Mapping
 from functools import partial
 
 from tandem.apis.errors import ApiError
 from tandem.apis.schemas import ChatRequest, ResponseFormat, Sampling, Tool, ToolChoice
+from tandem.dialects.arguments import json_value
 from tandem.dialects.grammar import (
     CallForm,
     call_grammar,
@@ -76,13 +76,8 @@ def _guides(body: Sampling) -> dict[str, partial[str]]:
 
 def _parsed_schema(schema: Mapping[str, object] | str | None) -> Mapping[str, object] | None:
     """Return a schema that may have been sent as text."""
-    if not isinstance(schema, str):
-        return schema
-    try:
-        parsed = json.loads(schema)
-    except (ValueError, RecursionError):
-        parsed = None
-    if not isinstance(parsed, dict):
+    parsed = json_value(schema) if isinstance(schema, str) else schema
+    if parsed is not None and not isinstance(parsed, Mapping):
         raise ApiError(400, "the schema of the answer is not a JSON object")
     return parsed
 

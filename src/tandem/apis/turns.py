@@ -1,11 +1,11 @@
 """A chat's messages, tools and options as chat templates read them."""
 
-import json
 from collections.abc import Mapping
 
 from tandem.apis.errors import ApiError
 from tandem.apis.images import content_of
 from tandem.apis.schemas import ChatRequest, Message, Tool
+from tandem.dialects.arguments import json_value
 
 
 def described(tools: list[Tool]) -> list[dict[str, object]]:
@@ -34,20 +34,13 @@ def turn_of(message: Message) -> dict[str, object]:
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    "arguments": _parsed(call.function.arguments),
+                    # Templates write it again in the model's own form.
+                    "arguments": json_value(call.function.arguments),
                 },
             }
             for call in message.tool_calls
         ]
     return turn
-
-
-def _parsed(arguments: str) -> object:
-    """Return the object that arguments write; templates write it again in the model's own form."""
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
 
 
 def template_options(body: ChatRequest) -> Mapping[str, object]:

@@ -50,7 +50,7 @@ def value_of(argument: Argument, schema: Mapping[str, object]) -> object:
     """Return an argument's value: of the type that its tag tells, or by the tool's schema."""
     if argument.kind is not None:
         is_text = argument.kind in ("true", "string")
-        return argument.text if is_text else _json(argument.text)
+        return argument.text if is_text else json_value(argument.text)
     properties = schema.get("properties")
     known = properties.get(argument.key) if isinstance(properties, dict) else None
     return _nested_value(argument.text, known)
@@ -72,7 +72,7 @@ def _nested_value(text: str, schema: object) -> object:
 
 def by_schema(text: str, schema: object) -> object:
     """Return what a text means where a schema is expected: itself, unless it may be no string."""
-    value = _json(text)
+    value = json_value(text)
     if not isinstance(schema, dict):
         return value
     choices = schema.get("enum")
@@ -83,12 +83,12 @@ def by_schema(text: str, schema: object) -> object:
         return value
     if "string" in types and (isinstance(value, str) or _type(value) not in types):
         return text
-    if _type(value) == "string" and isinstance(lowered := _json(text.lower()), bool | None):
+    if _type(value) == "string" and isinstance(lowered := json_value(text.lower()), bool | None):
         return lowered  # as Python writes them: True, None
     return value
 
 
-def _json(text: str) -> object:
+def json_value(text: str) -> object:
     """Return the value that a text writes; the text itself, if it is no JSON."""
     try:
         return json.loads(text, parse_constant=_refuse)

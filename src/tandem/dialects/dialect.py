@@ -27,10 +27,12 @@ class WrittenCall:
     opening: str
     """From here on a text is a call."""
     before_name: str = ""
-    after_name: str
+    after_name: str = ""
     closing: str = ""
     argument: tuple[str, str, str] | None = None
     """What stands before, in and after a key with its value; None: the arguments are JSON."""
+    is_object: bool = False
+    """Whether name and arguments are fields of one JSON object."""
     is_numbered: bool = False
     """Whether a colon and the call's number follow its name."""
     around: tuple[str, ...] = ()

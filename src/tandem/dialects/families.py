@@ -35,6 +35,7 @@ HERMES = Dialect(
     marks=((CALL,),),
     calls=marked_calls(rf"\s*{CALL}", END_CALL),
     opening=CALL,
+    written=WrittenCall(opening=CALL, closing=END_CALL, is_object=True),
     special=frozenset({CALL, THINK}),
 )
 

@@ -76,13 +76,7 @@ class ChatFormat:
         """Whether an answer may begin with reasoning."""
         self._own_template = getattr(tokenizer, "response_template", None)
         self._special = frozenset(tokenizer.all_special_tokens)
-        self.marks = CallForm(
-            opening=CALL,
-            closing=END_CALL,
-            think=self.dialect.think,
-            end_think=self.dialect.end_think,
-            special=self._special,
-        )
+        self.marks = CallForm(opening=CALL, closing=END_CALL, special=self._special)
 
     def prompt(
         self,
@@ -156,11 +150,6 @@ class ChatFormat:
         return NativeForm(
             written=written, think=dialect.think, end_think=dialect.end_think, ids=ids
         )
-
-    @property
-    def has_our_marks(self) -> bool:
-        """Whether calls come in the form of `marks`; else the model has its own."""
-        return self._own_template is None and self.dialect is HERMES
 
     def reader(
         self,

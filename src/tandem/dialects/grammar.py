@@ -10,7 +10,6 @@ need, and the time of an answer's masks besides: `python -m benchmarks.server.gr
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +32,7 @@ _NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
 _SCHEMAS = {"items", "prefixItems", "anyOf", "oneOf", "additionalProperties"}
 # What else says which properties an object has.
 _OPENING = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
-_SPACE_RULE = 'space: (" " | "\\n")?'
+SPACE_RULE = 'space: (" " | "\\n")?\n'
 
 
 def json_grammar(schema: Mapping[str, object]) -> str:
@@ -95,25 +94,15 @@ class CallForm:
     opening: str
     closing: str
     """What stands around {"name": ..., "arguments": ...}."""
-    think: str
-    end_think: str
     special: frozenset[str] = frozenset()
 
     def mark(self, text: str) -> str:
         """Return a mark as grammars write it."""
         return text if text in self.special else json.dumps(text)
 
-    def up_to(self, name: str, text: str) -> tuple[str, str]:
-        """Return (item, its rule) for any text that ends with the first mark."""
-        before = "ANY" if text == self.end_think else "TEXT"
-        if text in self.special:
-            return f"{before}? {text}", ""
-        return name, f"{name}[lazy]: {before} {json.dumps(text)}\n"
-
 
 # Tools as (name, schema of the arguments).
 Tools = Sequence[tuple[str, Mapping[str, object]]]
-_ANY = r"(.|\n)*"
 
 
 def call_grammar(
@@ -123,54 +112,24 @@ def call_grammar(
 
     A line may end after the mark that opens a call and before the one that closes it.
     """
-    lark = f"{_call_rules(tools, form)}call: {form.mark(form.opening)} rest\nstart: call"
+    calls = " | ".join(call_object(name, schema) for name, schema in tools)
+    marks = form.mark(form.opening), form.mark(form.closing)
+    lark = f"{SPACE_RULE}call: {marks[0]} space ({calls}) space {marks[1]}\nstart: call"
     if or_json is not None:
         lark += f" | %json {ruled(or_json)}"
     return checked(llguidance.LLMatcher.grammar_from_lark(lark))
 
 
-def free_grammar(
-    tools: Tools, form: CallForm, *, is_thinking: bool, can_think: bool, has_one_call: bool
-) -> str:
-    """Return the grammar of any text, in which whatever opens a call goes on as one.
-
-    The reasoning, which has begun (`is_thinking`) or may come first (`can_think`), holds no calls.
-    After a call that must be the only one nothing follows.
-    """
-    opened, rules = form.up_to("opened", form.opening)
-    before, text = "", f"/{_ANY}/"
-    if is_thinking or can_think:
-        before, more = form.up_to("thought", form.end_think)
-        rules += more
-    if can_think and not is_thinking:
-        before = f"({form.mark(form.think)} {before})?"
-        if form.think not in form.special:  # else no text begins so
-            text += f" & ~/{re.escape(form.think)}{_ANY}/"
-    answer = "(call | TEXT?)" if has_one_call else "call* TEXT?"
-    lark = (
-        f"ANY: /{_ANY}/\nTEXT: {text}\n{rules}{_call_rules(tools, form)}"
-        f"call: {opened} rest\nstart: {before} {answer}"
-    )
-    return checked(llguidance.LLMatcher.grammar_from_lark(lark))
-
-
-def _call_rules(tools: Tools, form: CallForm) -> str:
-    """Return the rule of what follows the mark that opens a call."""
-    calls = []
-    for name, schema in tools:
-        words = ["{", '"name":', f"{json.dumps(name)},", '"arguments":']
-        calls.append(f"({_spaced(words)} space %json {ruled(schema)} space {_spaced(['}'])})")
-    around = ("space", f"({' | '.join(calls)})", "space", form.mark(form.closing))
-    return f"{_SPACE_RULE}\nrest: {' '.join(around)}\n"
+def call_object(name: str, schema: Mapping[str, object]) -> str:
+    """Return the item of an object that calls a tool; `SPACE_RULE` belongs to it."""
+    words = ["{", '"name":', f"{json.dumps(name)},", '"arguments":']
+    head = " space ".join(json.dumps(word) for word in words)
+    return f'({head} space %json {ruled(schema)} space "}}")'
 
 
 def ruled(schema: Mapping[str, object]) -> str:
     """Return a schema as grammars hold it."""
     return json.dumps({**schema, "x-guidance": _COMPACT})
-
-
-def _spaced(words: Sequence[str]) -> str:
-    return " space ".join(json.dumps(word) for word in words)
 
 
 def checked(grammar: str, what: str = "schema") -> str:

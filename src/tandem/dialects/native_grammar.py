@@ -1,4 +1,4 @@
-"""Grammars of free answers in a family's own form: whatever opens a call goes on as one of a tool.
+"""Grammars of free answers in a family's form: whatever opens a call goes on as one of a tool.
 
 Text and reasoning are free. Which arguments a call must have is not ruled where each has a tag of
 its own, in any order; their names and the form of their values are.
@@ -14,7 +14,14 @@ import llguidance
 from tandem.core.errors import ConfigError
 from tandem.dialects.arguments import type_names
 from tandem.dialects.dialect import WrittenCall
-from tandem.dialects.grammar import Tools, checked, json_grammar, ruled
+from tandem.dialects.grammar import (
+    SPACE_RULE,
+    Tools,
+    call_object,
+    checked,
+    json_grammar,
+    ruled,
+)
 
 _NAME = r"/[A-Za-z0-9_.-]+/"
 _ANY = r"(.|\n)*"
@@ -67,9 +74,10 @@ class NativeForm:
 def native_grammar(
     tools: Tools, form: NativeForm, *, is_thinking: bool, can_think: bool, has_one_call: bool
 ) -> str:
-    """Return the grammar of any text in which calls are those of some tools.
+    """Return the grammar of any text in which whatever opens a call goes on as one of some tools.
 
-    As of `free_grammar`. Raises `ConfigError` where it cannot be written.
+    The reasoning has begun (`is_thinking`) or may come first (`can_think`). After a call that must
+    be the only one nothing follows. Raises `ConfigError` where it cannot be written.
     """
     written = form.written
     marks = [written.opening, *([form.end_think] if is_thinking or can_think else [])]
@@ -79,20 +87,21 @@ def native_grammar(
     if can_think and not is_thinking and form.think.strip() not in form.ids:
         text += f" & ~/{re.escape(form.think.strip())}{_ANY}/"  # so begins reasoning alone
     rules = [
-        f'ANY: /{_ANY}/\nTEXT: {text}\nnl: "\\n"?\n',
+        f'ANY: /{_ANY}/\nTEXT: {text}\nnl: "\\n"?\n{SPACE_RULE if written.is_object else ""}',
         *(form.rule_up_to(mark) for mark in dict.fromkeys(marks)),
     ]
     calls = [f"tool_{number}" for number in range(len(tools))]
     for number, (name, schema) in enumerate(tools):
         rules += _tool_rules(form, number, name, schema)
     around = [form.item(mark) for mark in written.around]
-    rules.append(f"call: {form.up_to(written.opening)} ({' | '.join(calls)})")
+    space = "space" if written.is_object else ""
+    rules.append(f"call: {form.up_to(written.opening)} {space} ({' | '.join(calls)}) {space}")
     rules.append(f"{form.item(written.closing)}\n")
     alone = [item for item in around if item.startswith("<[")]
     free = f"(TEXT? ({' | '.join(alone)}))" if alone else ""
     if has_one_call:
-        after = f"(nl ({' | '.join(around)}))*" if around else ""
-        body = f"{free and free + '*'} (call {after} nl | TEXT?)"
+        after = f"(nl ({' | '.join(around)}))* nl" if around else "nl"
+        body = f"{free and free + '*'} (call {'' if written.is_object else after} | TEXT?)"
     else:
         body = f"(call{f' | {free}' if free else ''})* TEXT?"
     rules.append(f"start: {_thought(form, is_thinking=is_thinking, can_think=can_think)} {body}\n")
@@ -117,6 +126,9 @@ def _tool_rules(
     form: NativeForm, number: int, name: str, schema: Mapping[str, object]
 ) -> Iterator[str]:
     written = form.written
+    if written.is_object:
+        yield f"tool_{number}: {call_object(name, schema)}\n"
+        return
     head = [form.item(written.before_name), json.dumps(name)]
     if written.is_numbered:
         head.append('":" /[0-9]+/')

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tandem.core.errors import ConfigError
-from tandem.dialects.grammar import CallForm, call_grammar, free_grammar, json_grammar
+from tandem.dialects.grammar import CallForm, call_grammar, json_grammar
 from tandem.dialects.native_grammar import NativeForm, native_grammar
 
 ANY_OBJECT: Mapping[str, object] = {"type": "object"}
@@ -28,7 +28,7 @@ def calls_or_json(
 
 def free_calls(
     tools: Sequence[DescribedTool],
-    form: CallForm | NativeForm,
+    form: NativeForm,
     *,
     is_thinking: bool,
     can_think: bool,
@@ -36,15 +36,13 @@ def free_calls(
 ) -> str | None:
     """Return the grammar of any text in which calls are ruled; None where they cannot be."""
     rules = _followed(tools)
-    if isinstance(form, CallForm):
-        return free_grammar(
-            rules, form, is_thinking=is_thinking, can_think=can_think, has_one_call=has_one_call
-        )
     try:
         return native_grammar(
             rules, form, is_thinking=is_thinking, can_think=can_think, has_one_call=has_one_call
         )
     except ConfigError:  # a schema too odd for tags: what comes is taken apart alone
+        if form.written.is_object:
+            raise
         return None
 
 

@@ -3,13 +3,13 @@
 The stream begins with its first token: only then is it known how much of the prompt was computed.
 """
 
-import json
 from collections.abc import Mapping
 
 from tandem.apis.answering import GenerationRequest, new_id
 from tandem.apis.api import Event, Reply
 from tandem.apis.coming_answer import ComingAnswer
 from tandem.apis.errors import ApiError
+from tandem.dialects.arguments import json_value
 from tandem.dialects.coming_call import AnswerPart, Call
 from tandem.generate.token_output import TokenOutput
 
@@ -153,8 +153,5 @@ class MessageReply(Reply):
 
 def _object(arguments: str) -> object:
     """Return the object that arguments write; what is none is kept as text in one."""
-    try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
-        parsed = None
+    parsed = json_value(arguments)
     return parsed if isinstance(parsed, dict) else {"arguments": arguments}

@@ -12,6 +12,7 @@ from tandem.apis.answering import new_id
 from tandem.apis.responses.schemas import CustomTool, FunctionTool, NamespaceTool
 from tandem.apis.responses.schemas import Tool as ResponsesTool
 from tandem.apis.schemas import FunctionDefinition, Tool
+from tandem.dialects.arguments import json_value
 
 _INPUT = "input"
 _INPUT_SCHEMA: dict[str, object] = {
@@ -114,9 +115,6 @@ class OpenCall:
 
 def _input_of(arguments: str) -> str:
     """Return the input of a custom tool; what is no such object is the input itself."""
-    try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
+    parsed = json_value(arguments)
     found = parsed.get(_INPUT) if isinstance(parsed, dict) else None
     return found if isinstance(found, str) else arguments
