@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-import tandem
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.cuda.slots import CudaSlotPool
 from tandem.engine.constraint import Grammars
@@ -47,6 +46,7 @@ from tests.generate.test_architectures import (
     NOT_TOKEN_BY_TOKEN,
     ON_THEIR_OWN_CACHES,
 )
+from tests.generate.test_speculation import load_packed
 from tests.hf.tiny import byte_tokenizer, save_tiny_checkpoint
 
 NAMES = sorted(
@@ -159,17 +159,6 @@ class Scripted:
         return drafts
 
 
-def loaded(directory: Path, **options: Any) -> Any:
-    """Load a tiny model with all its linear layers packed, as far as they can be."""
-    with pytest.MonkeyPatch.context() as patch:
-        if options.get("dense_dtype") != "auto":
-            patch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 1)
-        packed = {"dtype": "bfloat16", "expert_dtype": "int8-g32", "dense_dtype": "int8-g32"}
-        model = tandem.load(directory, threads=1, **{**packed, **options})
-    model.generation_config.eos_token_id = None
-    return model
-
-
 class Cells:
     """One architecture on one device, in the same slots: each size of step is recorded once."""
 
@@ -180,8 +169,8 @@ class Cells:
             WithMtp(directory, name, 1 if name == "mellum" else 2)
         else:
             save_tiny_checkpoint(directory, name)
-        self.model = loaded(directory, **DEVICES[device])
-        self.copy = loaded(directory, **(DEVICES[TWIN] if device == TWIN else {}))
+        self.model = load_packed(directory, **DEVICES[device])
+        self.copy = load_packed(directory, **(DEVICES[TWIN] if device == TWIN else {}))
         self.threads = require_runtime(self.model).threads
         require_runtime(self.copy).share(self.threads)
         self.models = {"model": self._draft_model()}

@@ -58,7 +58,9 @@ def test_a_prompt_alone_is_computed_and_nothing_is_chosen(generator: tandem.Gene
     assert len(tokens(found[1])) == 1
 
 
-def test_an_end_of_sequence_is_ignored_or_put_off(model: Any, generator: tandem.Generator) -> None:
+def test_an_end_of_sequence_is_ignored_or_put_off(
+    model: Any, generator: tandem.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (free,) = generator.generate(PROMPT, max_new_tokens=12)
     end_id = free.token_ids[3]
     ends: list[dict[str, Any]] = [
@@ -67,11 +69,8 @@ def test_an_end_of_sequence_is_ignored_or_put_off(model: Any, generator: tandem.
         {"ignore_eos": True},
         {},
     ]
-    model.generation_config.eos_token_id = free.token_ids[0]
-    try:
-        scheduler = generator.scheduler(3, chunk_tokens=PART)
-    finally:
-        model.generation_config.eos_token_id = None
+    monkeypatch.setattr(model.generation_config, "eos_token_id", free.token_ids[0])
+    scheduler = generator.scheduler(3, chunk_tokens=PART)
     for number, end in enumerate(ends):
         scheduler.add(request_of(number, PROMPT, max_new_tokens=12, **end))
     found = finish(scheduler)

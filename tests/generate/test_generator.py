@@ -83,14 +83,14 @@ def test_several_prompts_are_answered_in_their_order(generator: tandem.Generator
     assert [a.text for a in together] == [a.text for a in alone]
 
 
-def test_a_row_that_ends_early_does_not_change_the_others(model: Any) -> None:
+def test_a_row_that_ends_early_does_not_change_the_others(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts = [[40, 41, 42], [50, 51]]
     free = tandem.Generator(model).generate(prompts, max_new_tokens=8)
-    model.generation_config.eos_token_id = end = free[0].token_ids[2]
-    try:
-        ended = tandem.Generator(model).generate(prompts, max_new_tokens=8)
-    finally:
-        model.generation_config.eos_token_id = None
+    end = free[0].token_ids[2]
+    monkeypatch.setattr(model.generation_config, "eos_token_id", end)
+    ended = tandem.Generator(model).generate(prompts, max_new_tokens=8)
     assert ended[0].token_ids == free[0].token_ids[:3]
     assert ended[0].finish_reason == "stop"
     expected = free[1].token_ids
@@ -139,24 +139,22 @@ def test_sampling_repeats_with_its_seed_and_varies_without(generator: tandem.Gen
     assert sample() != sample()
 
 
-def test_repetition_penalty_of_the_generation_config_is_followed(model: Any) -> None:
+def test_repetition_penalty_of_the_generation_config_is_followed(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids = torch.tensor([[40, 41, 42]])
-    model.generation_config.repetition_penalty = 1.7
-    try:
-        expected = model.generate(ids, max_new_tokens=12, do_sample=False)[0, 3:].tolist()
-        (answer,) = tandem.Generator(model).generate(ids, max_new_tokens=12)
-    finally:
-        model.generation_config.repetition_penalty = None
+    monkeypatch.setattr(model.generation_config, "repetition_penalty", 1.7)
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False)[0, 3:].tolist()
+    (answer,) = tandem.Generator(model).generate(ids, max_new_tokens=12)
     assert answer.token_ids == expected
 
 
-def test_a_generation_config_that_asks_for_more_is_named(model: Any) -> None:
-    model.generation_config.no_repeat_ngram_size = 2
-    try:
-        with pytest.warns(UserWarning, match="no_repeat_ngram_size"):
-            tandem.Generator(model)
-    finally:
-        model.generation_config.no_repeat_ngram_size = None
+def test_a_generation_config_that_asks_for_more_is_named(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.generation_config, "no_repeat_ngram_size", 2)
+    with pytest.warns(UserWarning, match="no_repeat_ngram_size"):
+        tandem.Generator(model)
 
 
 def test_an_answer_ends_where_the_context_does(generator: tandem.Generator) -> None:

@@ -39,6 +39,15 @@ def tokens(progress: list[TokenOutput]) -> list[int]:
     return [one.token_id for one in progress if one.token_id is not None]
 
 
+@pytest.fixture
+def packed_generator(monkeypatch: pytest.MonkeyPatch) -> tandem.Generator:
+    """One whose linear layers are packed: it computes a token alike in any batch."""
+    monkeypatch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 0)  # else tiny layers are left alone
+    model: Any = build_tiny_model("mixtral")
+    model.generation_config.eos_token_id = None
+    return tandem.Generator(model, byte_tokenizer(), dense_dtype="bf16")
+
+
 def random_requests(count: int) -> list[Request]:
     chance = random.Random(5)
     return [
@@ -129,13 +138,9 @@ def test_a_long_prompt_stops_neither_streams_nor_short_prompts(generator: tandem
 
 @pytest.mark.every_isa
 def test_a_long_prompt_lets_streams_through_in_shorter_parts(
-    monkeypatch: pytest.MonkeyPatch,
+    packed_generator: tandem.Generator,
 ) -> None:
-    """Where linear layers are packed; how a prompt is cut then changes no bit of its answer."""
-    monkeypatch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 0)  # else tiny layers are left alone
-    model: Any = build_tiny_model("mixtral")
-    model.generation_config.eos_token_id = None
-    packed_generator = tandem.Generator(model, byte_tokenizer(), dense_dtype="bf16")
+    """How a prompt is cut changes no bit of its answer."""
     long = request_of(
         2, [50 + i % 9 for i in range(4 * PART + 3)], max_new_tokens=6, num_top_logprobs=3,
         may_speculate=False,  # the answers before would be drafted
@@ -303,12 +308,8 @@ def test_lower_numbers_go_first(generator: tandem.Generator) -> None:
     assert list(finish(scheduler)) == [3, 0, 2, 1]
 
 
-def test_a_paced_prompt_gives_what_it_gives_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_paced_prompt_gives_what_it_gives_alone(packed_generator: tandem.Generator) -> None:
     """Wherever the pace cuts it: chunks are of any length, and other tokens come between."""
-    monkeypatch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 0)  # else tiny layers are left alone
-    model: Any = build_tiny_model("mixtral")
-    model.generation_config.eos_token_id = None
-    packed_generator = tandem.Generator(model, byte_tokenizer(), dense_dtype="bf16")
     long = request_of(
         2, [40 + i % 50 for i in range(120)], max_new_tokens=8, num_top_logprobs=3,
         may_speculate=False,

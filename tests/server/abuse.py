@@ -25,18 +25,12 @@ def send(
 ) -> "subprocess.CompletedProcess[str]":
     """Let Schemathesis make requests; it fails if a check does."""
     with tempfile.TemporaryDirectory() as directory:  # it keeps notes where it runs
-        return _send(server, directory, phases, examples)
-
-
-def _send(
-    server: RunningServer, directory: str, phases: str, examples: int
-) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [str(COMMAND), "run", f"{server.address}/openapi.json", "--checks", _CHECKS,
-         "--phases", phases, "--max-examples", str(examples), "--generation-deterministic",
-         "--no-color", "--continue-on-failure", "--request-timeout", "60"],
-        cwd=directory, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        return subprocess.run(
+            [str(COMMAND), "run", f"{server.address}/openapi.json", "--checks", _CHECKS,
+             "--phases", phases, "--max-examples", str(examples), "--generation-deterministic",
+             "--no-color", "--continue-on-failure", "--request-timeout", "60"],
+            cwd=directory, capture_output=True, text=True, check=False,
+        )  # fmt: skip
 
 
 def main() -> int:

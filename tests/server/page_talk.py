@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from tests.server.browser import Page
+from tests.server.browser import Page, import_modules
 
 TEXT = "document.querySelector('.message.assistant:last-child .text').textContent"
 DONE = "!document.querySelector('.busy') && !!document.querySelector('.message.assistant')"
@@ -14,6 +14,17 @@ def set_field(page: Page, name: str, value: str) -> None:
     page.run(f"document.getElementById('set-{name}').value = '{value}'")
     page.run("document.querySelector('#settings .primary').click()")
     page.wait_for(f"own.settings.{name} === '{value}'")
+
+
+def open_page(page: Page, address: str) -> None:
+    page.open(f"{address}/")
+    import_modules(page)
+
+
+def say(page: Page, text: str) -> None:
+    page.run("document.getElementById('prompt').focus()")
+    page.write(text)
+    page.press("Enter")
 
 
 def drawn(page: Page, *texts: str) -> Any:

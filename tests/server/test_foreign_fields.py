@@ -1,12 +1,30 @@
 """What clients of vLLM, llama.cpp and others send: followed, ignored with a line, or refused."""
 
+import dataclasses
 import json
 from typing import Any
 
 import pytest
 
+from tandem.apis.reading import read_body
+from tandem.apis.schemas import CompletionRequest
+from tandem.generate.sampling import SamplingOptions
 from tests.server.running import Reply, RunningServer
 from tests.server.test_api import SCHEMA
+
+
+def test_what_is_called_as_an_option_is_handed_on_as_it_is() -> None:
+    asked: dict[str, Any] = {
+        "temperature": 0.5, "top_p": 0.4, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.5,
+        "seed": 7, "stop": ("a",), "stop_token_ids": (4,), "ignore_eos": True, "min_tokens": 2,
+        "presence_penalty": 0.5, "frequency_penalty": 0.25, "logit_bias": ((5, 1.5),),
+    }  # fmt: skip
+    options = SamplingOptions(max_new_tokens=9, **asked)
+    assert set(asked) == {one.name for one in dataclasses.fields(options)} - {"max_new_tokens"}
+    asked |= {"logit_bias": {"5": 1.5}, "max_tokens": 30, "prompt": "x"}
+    raw = json.dumps(asked).encode()
+    body = read_body(CompletionRequest, raw, is_strict=True).body
+    assert body.request([1, 2], room=9).options == options
 
 
 def test_nulls_are_absent_and_unknown_fields_are_logged_once(server: RunningServer) -> None:

@@ -9,7 +9,16 @@ import pytest
 
 from tests.server.browser import Page, browser_page, find_chromium, import_modules
 from tests.server.cable import cable_to
-from tests.server.page_talk import DONE, TEXT, drawn, script_answers, serious, set_field
+from tests.server.page_talk import (
+    DONE,
+    TEXT,
+    drawn,
+    open_page,
+    say,
+    script_answers,
+    serious,
+    set_field,
+)
 from tests.server.running import RunningServer
 
 pytestmark = pytest.mark.skipif(
@@ -42,16 +51,13 @@ def page(browser: Page, server: RunningServer) -> Iterator[Page]:
 def test_a_question_is_answered_as_it_streams(page: Page) -> None:
     set_field(page, "temperature", "0")
     set_field(page, "max_tokens", "40")
-    page.run("document.getElementById('prompt').focus()")
-    page.write("hello")
-    page.press("Enter")
+    say(page, "hello")
     page.wait_for(DONE)
     assert page.run("document.querySelector('.message.user .text').textContent") == "hello"
     first = page.run(TEXT)
     assert len(first) > 10
     assert "40 tokens" in page.run("document.querySelector('.about').textContent")
-    page.write("again")
-    page.press("Enter")
+    say(page, "again")
     page.wait_for("document.querySelectorAll('.about').length === 2")
     assert page.run("own.conversation.length") == 4
 
@@ -60,9 +66,7 @@ def test_escape_and_the_button_stop_an_answer(page: Page, server: RunningServer)
     set_field(page, "temperature", "0")
     set_field(page, "max_tokens", "3000")
     for stop in ("page.press", "click"):
-        page.run("document.getElementById('prompt').focus()")
-        page.write("hello")
-        page.press("Enter")
+        say(page, "hello")
         page.wait_for(f"!!document.querySelector('.busy') && {TEXT}.length > 3")
         assert page.run("document.getElementById('send').hidden")
         if stop == "click":
@@ -106,8 +110,7 @@ def test_errors_are_shown_where_the_answer_would_be(page: Page) -> None:
 
 def test_a_server_that_goes_and_comes_back_is_told(page: Page, server: RunningServer) -> None:
     with cable_to(server.port) as cable:
-        page.open(cable.address + "/")
-        import_modules(page)
+        open_page(page, cable.address)
         page.run("Object.assign(own.settings, {temperature: '0', max_tokens: '3000'})")
         page.run("own.ask('hello'); 1")
         page.wait_for(f"!!document.querySelector('.busy') && {TEXT}.length > 3")
@@ -199,8 +202,7 @@ def test_a_conversation_outlives_a_reload_until_a_new_one(
     set_field(page, "max_tokens", "5")
     page.run("own.ask('hello'); 1")
     page.wait_for(DONE)
-    page.open(server.address + "/")
-    import_modules(page)
+    open_page(page, server.address)
     assert page.run("own.conversation.map((message) => message.role)") == ["user", "assistant"]
     assert page.run("document.querySelectorAll('.message').length") == 2
     page.run("document.getElementById('clear').click()")
@@ -236,8 +238,7 @@ def test_calls_are_shown_and_their_results_given_back(page: Page, server: Runnin
         "role": "tool", "tool_call_id": "c1", "content": "blue <b>",
     }  # fmt: skip
     page.wait_for(DONE)
-    page.open(server.address + "/")
-    import_modules(page)
+    open_page(page, server.address)
     assert page.run("document.querySelectorAll('.call').length") == 2
     assert page.run("document.querySelectorAll('.result-form').length") == 0
     assert page.run("document.querySelector('.call details pre').textContent") == "blue <b>"
@@ -262,9 +263,7 @@ def test_pictures_are_attached_where_models_take_them(page: Page, server: Runnin
     assert page.run(names) == ["a.png", "a.png"]
     page.run("document.querySelector('#pictures button').click()")
     script_answers(page, [{"content": "A line."}], [{"content": "Still."}])
-    page.run("document.getElementById('prompt').focus()")
-    page.write("What is it?")
-    page.press("Enter")
+    say(page, "What is it?")
     page.wait_for(f"{TEXT} === 'A line.' && {DONE}")
     picture, text = page.run("sent[0].messages[0].content")
     assert picture["image_url"]["url"].startswith("data:image/jpeg;base64,")
@@ -275,8 +274,7 @@ def test_pictures_are_attached_where_models_take_them(page: Page, server: Runnin
     page.run("document.getElementById('send').click()")
     page.wait_for(f"{TEXT} === 'Still.' && {DONE}")
     assert len(page.run("sent[1].messages[2].content")) == 1
-    page.open(server.address + "/")
-    import_modules(page)
+    open_page(page, server.address)
     assert page.run("document.querySelectorAll('.message.user .picture').length") == 2
     assert page.run("own.conversation[0].content[0].type") == "image_url"
 
@@ -300,8 +298,7 @@ def test_several_chats_are_kept_until_they_are_deleted(page: Page, server: Runni
         list.dispatchEvent(new Event('change')); })()""")
     assert page.run(shown) == ["first question"]
     assert page.run(names) == ["first question", "second question"]
-    page.open(server.address + "/")
-    import_modules(page)
+    open_page(page, server.address)
     assert page.run(shown) == ["first question"]
     page.run("document.getElementById('forget').click()")
     assert page.run(shown) == ["second question"]
@@ -310,8 +307,7 @@ def test_several_chats_are_kept_until_they_are_deleted(page: Page, server: Runni
 
 def test_settings_outlive_a_reload(page: Page, server: RunningServer) -> None:
     set_field(page, "temperature", "0.7")
-    page.open(server.address + "/")
-    import_modules(page)
+    open_page(page, server.address)
     assert page.run("own.settings.temperature") == "0.7"
 
 
@@ -369,9 +365,7 @@ def test_axe_finds_nothing_serious(page: Page, width: int, scheme: str) -> None:
     page.resize(width, 800)
     page.prefer(scheme)
     set_field(page, "max_tokens", "8")
-    page.run("document.getElementById('prompt').focus()")
-    page.write("hello")
-    page.press("Enter")
+    say(page, "hello")
     page.wait_for(DONE)
     page.run(axe)
     assert serious(page) == []

@@ -104,18 +104,15 @@ def _refuse(constant: str) -> None:
 def type_names(schema: Mapping[str, object]) -> Iterator[str]:
     """Yield the types that a schema names, in its alternatives too."""
     named = schema.get("type")
-    yield from [named] if isinstance(named, str) else filter(_is_text, _list(named))
+    names = [named] if isinstance(named, str) else _list(named)
+    yield from (name for name in names if isinstance(name, str))
     for key in ("anyOf", "oneOf"):
         for one in _list(schema.get(key)):
             if isinstance(one, dict):
                 yield from type_names(one)
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _list(value: object) -> list[str]:
+def _list(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 

@@ -23,17 +23,13 @@ DONE = b"data: [DONE]\n\n"
 
 def event(data: Event) -> bytes:
     """Return one server-sent event."""
-    return b"data: " + json_text(data).encode() + b"\n\n"
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return b"data: " + text.encode() + b"\n\n"
 
 
 def named_event(data: Event) -> bytes:
     """Return one server-sent event that carries its type as its name, too."""
     return f"event: {data['type']}\n".encode() + event(data)
-
-
-def json_text(data: object) -> str:
-    """Return JSON without spaces."""
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
 
 
 class EventStream(Response):

@@ -1,6 +1,6 @@
 """What Prometheus reads at /metrics."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -23,28 +23,26 @@ class Metrics:
             "tandem_requests", "requests that have ended", ["endpoint", "status"],
             registry=self._registry,
         )  # fmt: skip
-        self.first_token = Histogram(
-            "tandem_time_to_first_token_seconds", "from a request to its first token",
-            buckets=_SECONDS, registry=self._registry,
+        self.first_token = self._histogram(
+            "time_to_first_token", "from a request to its first token"
+        )
+        self.per_token = self._histogram(
+            "time_per_output_token", "mean time of a request's tokens but the first",
+            _SECONDS_PER_TOKEN,
         )  # fmt: skip
-        self.per_token = Histogram(
-            "tandem_time_per_output_token_seconds", "mean time of a request's tokens but the first",
-            buckets=_SECONDS_PER_TOKEN, registry=self._registry,
-        )  # fmt: skip
-        self.duration = Histogram(
-            "tandem_request_seconds", "from a request to its end",
-            buckets=_SECONDS, registry=self._registry,
-        )  # fmt: skip
-        self.gap = Histogram(
-            "tandem_token_gap_seconds", "from one token of an answer to the next",
-            buckets=_SECONDS_PER_TOKEN, registry=self._registry,
-        )  # fmt: skip
-        waiting = Histogram(
-            "tandem_waiting_seconds", "from a request to its sequence slot",
-            buckets=_SECONDS, registry=self._registry,
-        )  # fmt: skip
+        self.duration = self._histogram("request", "from a request to its end")
+        self.gap = self._histogram(
+            "token_gap", "from one token of an answer to the next", _SECONDS_PER_TOKEN
+        )
+        waiting = self._histogram("waiting", "from a request to its sequence slot")
         engine.on_begin = waiting.observe
         self._registry.register(_EngineCollector(engine))
+
+    def _histogram(
+        self, name: str, help_line: str, buckets: Sequence[float] = _SECONDS
+    ) -> Histogram:
+        full = f"tandem_{name}_seconds"
+        return Histogram(full, help_line, buckets=buckets, registry=self._registry)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

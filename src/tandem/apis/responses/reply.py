@@ -13,9 +13,9 @@ from tandem.dialects.coming_call import AnswerPart, Call
 from tandem.generate.token_output import TokenOutput
 
 _Json = dict[str, object]
-# The kinds of items that grow: (type of the item, of its part, of the part's events).
-_TEXT = ("message", "output_text", "response.output_text")
-_REASONING = ("reasoning", "reasoning_text", "response.reasoning_text")
+# The kinds of items that grow: (type of the item, of its part).
+_TEXT = ("message", "output_text")
+_REASONING = ("reasoning", "reasoning_text")
 
 
 class ResponseReply(Reply):
@@ -32,7 +32,7 @@ class ResponseReply(Reply):
         self._answer, self._on_end = ComingAnswer(request), on_end
         self._body, self._head = body, _head(body, model)
         self._items: list[_Json] = []
-        self._open: tuple[str, str, str] | None = None  # the kind of the item that still grows
+        self._open: tuple[str, str] | None = None  # the kind of the item that still grows
         self._tools = known_tools(body.tools)
         self._call: OpenCall | None = None  # the call that still grows
         self._message = Message.model_construct(role="assistant", content="")
@@ -107,15 +107,14 @@ class ResponseReply(Reply):
         self._message.content = f"{self._message.content}{part.content}"
         return self._grow(_TEXT, part.content)
 
-    def _grow(self, kind: tuple[str, str, str], text: str) -> list[Event]:
+    def _grow(self, kind: tuple[str, str], text: str) -> list[Event]:
         """Append to the open item, or to a new one."""
         events = [] if self._open == kind else [*self._close(), *self._begin(kind)]
         part = self._open_part()
         part["text"] = f"{part['text']}{text}"
-        logprobs: _Json = {"logprobs": []} if kind == _TEXT else {}
-        return [*events, self._part_event(f"{kind[2]}.delta", delta=text, **logprobs)]
+        return [*events, self._text_event(kind, "delta", delta=text)]
 
-    def _begin(self, kind: tuple[str, str, str]) -> list[Event]:
+    def _begin(self, kind: tuple[str, str]) -> list[Event]:
         item: _Json = {"type": kind[0], "status": "in_progress", "content": []}
         if kind == _TEXT:
             item |= {"id": new_id("msg", "_"), "role": "assistant"}
@@ -136,10 +135,9 @@ class ResponseReply(Reply):
         if kind is None:
             return self._end_call()
         part, item = self._open_part(), self._items[-1]
-        logprobs: _Json = {"logprobs": []} if kind == _TEXT else {}
         item["status"] = "incomplete" if self._answer.end == "length" else "completed"
         return [
-            self._part_event(f"{kind[2]}.done", text=part["text"], **logprobs),
+            self._text_event(kind, "done", text=part["text"]),
             self._part_event("response.content_part.done", part=part),
             self._done(item),
         ]
@@ -185,6 +183,10 @@ class ResponseReply(Reply):
     def _done(self, item: _Json) -> Event:
         kind = "response.output_item.done"
         return self._event(kind, output_index=self._index, item=dict(item))
+
+    def _text_event(self, kind: tuple[str, str], what: str, **fields: object) -> Event:
+        logprobs: _Json = {"logprobs": []} if kind == _TEXT else {}
+        return self._part_event(f"response.{kind[1]}.{what}", **fields, **logprobs)
 
     def _part_event(self, kind: str, **fields: object) -> Event:
         place: _Json = {"output_index": self._index, "content_index": 0}
