@@ -18,8 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import tandem
 from tandem.cli.model_choice import ModelChoice, find_model
-from tandem.decode.attention import register_attention
-from tandem.decode.shallow_copy import ShallowCopy
+from tandem.decode.substitutions.shallow_copy import ShallowCopy
 from tandem.hf.compat import cache_argument
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.attention import Segment
@@ -60,7 +59,7 @@ CASES = tuple(
 def perplexity(model: Any, windows: Tensor, kv_dtype: str) -> float:
     """Return the perplexity over (windows, tokens) ids, each window read from its start."""
     threads = require_runtime(model).threads
-    copy = ShallowCopy(model, register_attention(), {})
+    copy = ShallowCopy(model)
     argument, total = cache_argument(model), 0.0
     for ids in windows:
         cache = KvCache(threads, 1, len(ids), kv_dtype=kv_dtype)

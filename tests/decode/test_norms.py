@@ -6,7 +6,8 @@ from torch import Tensor, nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from tandem.decode.norms import NormSwitch
+from tandem.decode.substitutions.norms import NORM
+from tandem.decode.substitutions.prompt_operations import PromptOperations
 from tests.architectures import build_tiny_model
 from tests.threads import two_threads
 
@@ -15,15 +16,12 @@ pytestmark = pytest.mark.every_isa
 SIZE = 192
 
 
-class Counting(Qwen3MoeRMSNorm):  # type: ignore[misc]
-    """Counts how often the module's own code runs."""
-
-    calls = 0
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        Counting.calls += 1
-        result: Tensor = super().forward(hidden_states)
-        return result
+def native(module: nn.Module, *args: Tensor) -> Tensor | None:
+    """Norm as a module does while a prompt runs; None: by its own code."""
+    assert NORM.matches(module)
+    with PromptOperations(two_threads()):
+        result: Tensor | None = NORM.forward(module, *args)
+    return result
 
 
 def norm(kind: type[nn.Module], dtype: torch.dtype) -> nn.Module:
@@ -40,11 +38,8 @@ def test_rows_are_the_modules(kind: type[nn.Module], dtype: torch.dtype, num_row
     module = norm(kind, dtype)
     x = torch.randn(2, num_rows, SIZE).to(dtype)
     expected = module(x)
-    switch = NormSwitch(module, two_threads())
-    switch.is_on = True
-    actual = switch.forwards[module](x)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(native(module, x), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "nemotron_h", "granitemoehybrid"])
@@ -57,33 +52,24 @@ def test_gated_rows_are_the_modules(name: str, dtype: torch.dtype, num_rows: int
     nn.init.uniform_(weight, 0.5, 1.5)
     size = len(weight)
     x, wide = torch.randn(2, num_rows, size).to(dtype), torch.randn(2, num_rows, 2 * size).to(dtype)
-    switch = NormSwitch(module, two_threads())
-    switch.is_on = True
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     for gate in (wide[..., :size].contiguous(), wide[..., size:]):  # the second is a slice
-        actual = switch.forwards[module](x, gate)
-        torch.testing.assert_close(actual, module(x, gate), rtol=tolerance, atol=tolerance)
+        actual = native(module, x, gate)
+        if actual is None:  # groups of a slice lie unevenly apart
+            assert not gate.is_contiguous()
+        else:
+            torch.testing.assert_close(actual, module(x, gate), rtol=tolerance, atol=tolerance)
 
 
 def test_a_slice_is_native_and_rows_unevenly_apart_are_the_modules() -> None:
-    module = norm(Counting, torch.float32)
-    switch = NormSwitch(module, two_threads())
-    switch.is_on = True
-    wide = torch.randn(6, 3, 2 * SIZE)
-    for x, own_calls in ((wide[..., :SIZE], 0), (wide[:, ::2, :SIZE], 1)):
-        expected = module(x)
-        Counting.calls = 0
-        torch.testing.assert_close(switch.forwards[module](x), expected)
-        assert Counting.calls == own_calls
+    module, wide = norm(Qwen3MoeRMSNorm, torch.float32), torch.randn(6, 3, 2 * SIZE)
+    rows = wide[..., :SIZE]
+    torch.testing.assert_close(native(module, rows), module(rows))
+    assert native(module, wide[:, ::2, :SIZE]) is None
 
 
-def test_norms_that_are_switched_off_are_the_modules() -> None:
-    module = norm(Counting, torch.float32)
-    switch = NormSwitch(module, two_threads())
-    x = torch.randn(3, SIZE)
-    Counting.calls = 0
-    assert torch.equal(switch.forwards[module](x), module(x))
-    assert Counting.calls == 2
+def test_norms_are_the_modules_while_no_prompt_runs() -> None:
+    assert NORM.forward(norm(Qwen3MoeRMSNorm, torch.float32), torch.randn(3, SIZE)) is None
 
 
 def test_other_modules_stay_their_own() -> None:
@@ -91,15 +77,14 @@ def test_other_modules_stay_their_own() -> None:
         def forward(self, hidden_states: Tensor) -> Tensor:
             return 2 * super().forward(hidden_states)
 
-    for module in (norm(Doubled, torch.float32), nn.LayerNorm(SIZE, bias=False), nn.Linear(4, 4)):
-        assert not NormSwitch(module, two_threads()).forwards
+    x = torch.randn(3, SIZE)
+    for module in (norm(Doubled, torch.float32), nn.LayerNorm(SIZE, bias=False)):
+        assert native(module, x) is None
+    assert not NORM.matches(nn.Linear(4, 4))
 
 
 def test_weights_may_change() -> None:
-    module = norm(Qwen3MoeRMSNorm, torch.float32)
-    switch = NormSwitch(module, two_threads())
-    switch.is_on = True
-    x = torch.randn(3, SIZE)
+    module, x = norm(Qwen3MoeRMSNorm, torch.float32), torch.randn(3, SIZE)
     with torch.no_grad():
         module.weight.mul_(3)  # type: ignore[operator]
-    torch.testing.assert_close(switch.forwards[module](x), module(x))
+    torch.testing.assert_close(native(module, x), module(x))

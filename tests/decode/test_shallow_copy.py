@@ -7,16 +7,13 @@ import torch
 from torch import nn
 from transformers import Gemma3Config
 
-from tandem.decode.attention import register_attention
-from tandem.decode.shallow_copy import ShallowCopy
+from tandem.decode.substitutions import shallow_copy
+from tandem.decode.substitutions.shallow_copy import ShallowCopy
+from tandem.decode.substitutions.substitution import Substitution
 from tandem.hf.compat import config_to_step
 from tests.architectures import build_tiny_model
 
 IDS = torch.tensor([[5, 6, 7]])
-
-
-def copied(model: Any, **forwards: Any) -> ShallowCopy:
-    return ShallowCopy(model, register_attention(), forwards.get("forwards", {}))
 
 
 @pytest.fixture
@@ -27,7 +24,7 @@ def model() -> Any:
 @pytest.mark.seam
 def test_tensors_are_shared_and_configs_are_not(model: Any) -> None:
     before = dict(vars(model.config))
-    copy = copied(model).model
+    copy = ShallowCopy(model).model
     pairs = zip(model.state_dict().values(), copy.state_dict().values(), strict=True)
     assert all(own.data_ptr() == other.data_ptr() for own, other in pairs)
     assert type(copy) is type(model)
@@ -48,14 +45,14 @@ def test_configs_within_configs_are_copied_too() -> None:
 
 
 def test_a_module_that_is_replaced_is_replaced_in_the_copy(model: Any) -> None:
-    shallow = copied(model)
+    shallow = ShallowCopy(model)
     attention = model.model.layers[1].self_attn
     attention.q_proj = nn.Linear(4, 4)
     assert shallow.model.model.layers[1].self_attn.q_proj is attention.q_proj
 
 
 def test_hooks_of_the_model_are_called(model: Any) -> None:
-    shallow, called = copied(model), []
+    shallow, called = ShallowCopy(model), []
     model.model.layers[0].register_forward_pre_hook(lambda module, args: called.append(module))
     with pytest.raises(Exception, match=r"tandem\.Generator"):
         shallow.model(IDS)
@@ -64,19 +61,24 @@ def test_hooks_of_the_model_are_called(model: Any) -> None:
 
 def test_flags_that_capture_outputs_leave_no_hooks_behind(model: Any) -> None:
     model.config.output_router_logits = True
-    copy = copied(model).model
+    copy = ShallowCopy(model).model
     assert copy.config.output_router_logits is False
     assert model.config.output_router_logits is True
 
 
 def test_a_forward_that_is_bound_to_the_model_is_not_the_copys(model: Any) -> None:
     model.forward = model.forward  # as torch.compile and accelerate assign it
-    assert copied(model).model.forward.__self__ is not model
+    assert ShallowCopy(model).model.forward.__self__ is not model
 
 
-def test_forwards_are_of_the_copies_alone(model: Any) -> None:
+def test_what_is_substituted_is_the_copys_alone(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     norm = model.model.norm
-    copy = copied(model, forwards={norm: lambda x: x * 0}).model
+    twice = Substitution(lambda module: module is norm, lambda self, x: x * 2 if x.any() else None)
+    monkeypatch.setattr(shallow_copy, "METHODS", [twice])
+    copy = ShallowCopy(model).model
     x = torch.ones(1, norm.weight.shape[0])
-    assert not copy.model.norm(x).any()
-    assert norm(x).any()
+    assert torch.equal(copy.model.norm(x), 2 * x)
+    assert torch.equal(copy.model.norm(x * 0), norm(x * 0))  # None: the model's own computes
+    assert torch.equal(norm(x), type(norm).forward(norm, x))

@@ -9,8 +9,9 @@ import torch
 from transformers.utils.logging import warning_once
 
 from tandem.decode.cpu_slots import CpuSlotPool, why_no_cpu_slots
-from tandem.decode.named_operations import OPERATIONS, forward_with_operations
 from tandem.decode.padded import PaddedBatch
+from tandem.decode.substitutions import FUNCTIONS
+from tandem.decode.substitutions.shallow_copy import with_functions
 from tandem.kernels.dense import CpuThreads
 from tests.architectures import build_tiny_model
 from tests.decode.whole_pool import WholePool, cpu_pool
@@ -209,12 +210,12 @@ def test_checkpoints_inside_a_prompt_do_not_change_its_bits(
 def test_forwards_are_the_classes_own_elsewhere() -> None:
     model: Any = build_tiny_model("qwen3_5_moe")
     kind = type(model.model.layers[0].linear_attn)
-    ours = forward_with_operations(kind)
+    ours = with_functions(kind.forward)
     assert ours is not None
-    assert ours is forward_with_operations(kind)
-    assert forward_with_operations(type(model.lm_head)) is None
+    assert ours is with_functions(kind.forward)
+    assert with_functions(type(model.lm_head).forward) is None
     names = inspect.unwrap(kind.forward).__globals__.keys()
-    assert names >= OPERATIONS.keys() & {"causal_conv1d_fn"}
+    assert names >= FUNCTIONS.keys() & {"causal_conv1d_fn"}
     # without a state of ours it is the model's own forward
     hidden = torch.randn(1, 5, 64)
     layer = model.model.layers[0].linear_attn

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import tandem
-from tandem.decode import attention
-from tandem.decode.attention import attention_forward
+from tandem.decode.substitutions import attention
+from tandem.decode.substitutions.attention import attention_forward
 from tests.architectures import build_tiny_model
 
 PROMPT = [(7 * i) % 90 + 10 for i in range(80)]  # long enough for native norms

@@ -3,7 +3,7 @@
 A step of n tokens is recorded once for each n (`tandem.recording.replay`); which slots they
 are is an input of the recorded graph. For models whose attention goes through Transformers'
 attention functions, and whose layers keep keys and values or states that Tandem's own operations
-advance (`tandem.decode.named_operations`): `why_no_cpu_slots` tries it.
+advance (`tandem.decode.substitutions.recurrences`): `why_no_cpu_slots` tries it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

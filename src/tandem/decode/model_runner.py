@@ -9,11 +9,9 @@ from torch import Tensor
 
 from tandem.checkpoint.config_values import foreign_errors
 from tandem.core.errors import TandemError
-from tandem.decode.attention import register_attention
-from tandem.decode.norms import NormSwitch
 from tandem.decode.padded import PaddedBatch
-from tandem.decode.prompt_operations import PromptOperations
-from tandem.decode.shallow_copy import ShallowCopy
+from tandem.decode.substitutions.prompt_operations import PromptOperations
+from tandem.decode.substitutions.shallow_copy import ShallowCopy
 from tandem.experts.execution.executor import Executor, unheard
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.foreign_types import PreTrainedModel
@@ -65,9 +63,8 @@ class ModelRunner:
         self._noted: Any = None
         self.model = model
         self._cache = cache
-        self._norms = NormSwitch(model, threads)
         self._operations = None if threads is None else PromptOperations(threads)
-        self._copy = ShallowCopy(model, register_attention(), self._norms.forwards)
+        self._copy = ShallowCopy(model)
         self._shell = transformers_cache(model, cache)
         masks = masks_by_layer_type(model, self._shell.layers)
         self._masks = {"attention_mask": masks} if masks else {}
@@ -113,7 +110,6 @@ class ModelRunner:
         """
         is_kept = keep is not None and self.keeps_logits
         native = self._operations if is_prompt else None
-        self._norms.is_on = native is not None
         forget_positions(self._shell)
         copy = self._copy.model
         if self._notes_hidden:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tandem.core.errors import ConfigError
-from tandem.decode.latents import attend_latents, has_latents
+from tandem.decode.substitutions.latents import attend_latents, has_latents
 from tandem.kernels.attention import AttentionForm
 from tandem.kv_cache.base import NotInSlotsError, current_cache
 from tandem.kv_cache.indexers import SeesAllBefore, SelectedPositions

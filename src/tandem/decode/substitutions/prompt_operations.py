@@ -56,6 +56,8 @@ class PromptOperations(TorchFunctionMode):
         """Small weights in bf16, by their addresses as objects; None for one that is not exact."""
         self._widened: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         """What fp32 tensors were made of that hold the values of a bf16 one."""
+        self.norm_kinds: dict[Any, Any] = {}
+        """What `norms` has found out about classes."""
 
     def __torch_function__(
         self,

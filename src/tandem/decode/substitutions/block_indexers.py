@@ -7,32 +7,23 @@ copy of a model the methods here stand in their place, for modules of exactly th
 
 import math
 import sys
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tandem.decode.substitutions.substitution import Substitution, has
 from tandem.hf.compat import takes_cache
 from tandem.kv_cache.index_keys import Selection
 from tandem.kv_cache.indexers import SelectedPositions
 
-Method = Callable[..., Any]
-
-_QWEN4 = {"index_qk_proj", "q_layernorm", "k_layernorm", "block_topk", "compress_ratio"}
-_GLM5 = {"wq_b", "wk", "k_norm", "weights_proj", "index_kpool", "index_kpool_compress_gate"}
+_is_qwen4 = has("index_qk_proj", "q_layernorm", "k_layernorm", "block_topk", "compress_ratio")
+_has_glm5 = has("wq_b", "wk", "k_norm", "weights_proj", "index_kpool", "index_kpool_compress_gate")
 
 
-def methods_for(module: nn.Module) -> Mapping[str, Method]:
-    """Return what stands in place of a module's methods, by their names."""
-    if all(hasattr(module, name) for name in _QWEN4):
-        return {"forward": _select_qwen4}
-    if all(hasattr(module, name) for name in _GLM5) and module.index_kpool_always_select_tail:
-        return {"forward": _select_glm5}
-    if hasattr(module, "build_attention_mask_from_topk"):
-        return {"build_attention_mask_from_topk": _positions_as_mask}
-    return {}
+def _is_glm5(module: nn.Module) -> bool:
+    return _has_glm5(module) and bool(module.index_kpool_always_select_tail)
 
 
 @takes_cache
@@ -96,3 +87,10 @@ def _positions_as_mask(
     self: Any, topk_indices: Tensor, query_states: Tensor, kv_length: int
 ) -> SelectedPositions:
     return SelectedPositions(topk_indices)
+
+
+QWEN4 = Substitution(_is_qwen4, _select_qwen4)
+GLM5 = Substitution(_is_glm5, _select_glm5)
+POSITIONS_AS_MASK = Substitution(
+    has("build_attention_mask_from_topk"), _positions_as_mask, "build_attention_mask_from_topk"
+)

@@ -1,30 +1,19 @@
 """Layers that keep states inside one forward: MiniMax's and ZAYA's, for tokens of any slots.
 
-Nothing that they call has a name of its own (`tandem.decode.named_operations`). In a shallow copy
-of a model the forwards here stand in their place, for modules of exactly these forms.
+Nothing that they call has a name of its own, as `recurrences` have: the whole forward is another.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from tandem.decode.substitutions.substitution import Substitution, has
 from tandem.hf.compat import takes_cache
 from tandem.kernels.recurrent import Convolution, Recurrence, RecurrenceForm
 from tandem.kv_cache.base import NotInSlotsError
 from tandem.kv_cache.states import StateHandle
-
-_LIGHTNING = {"qkv_proj", "out_proj", "output_gate", "slope_rate", "act_fn", "norm"}
-_CONVOLVED = {"q_proj", "k_proj", "v_proj_current", "v_proj_delayed"}
-_CONVOLVED |= {"conv_qk_depthwise", "conv_qk_grouped", "num_key_value_groups"}
-
-
-def forward_for(module: nn.Module) -> Callable[..., Any] | None:
-    """Return what stands in place of a module's forward, if it is of a known form."""
-    if all(hasattr(module, name) for name in _LIGHTNING):
-        return _lightning_attention
-    return _convolved_projection if all(hasattr(module, n) for n in _CONVOLVED) else None
 
 
 def _handle(cache: Any, layer: int) -> StateHandle:
@@ -122,3 +111,16 @@ def _advanced(handle: StateHandle, kind: str, x: Tensor, weight: Callable[[], Te
         handle, kind, lambda: Convolution(weight(), None, has_silu=False), x
     )
     return result
+
+
+LIGHTNING_ATTENTION = Substitution(
+    has("qkv_proj", "out_proj", "output_gate", "slope_rate", "act_fn", "norm"),
+    _lightning_attention,
+)
+CONVOLVED_PROJECTION = Substitution(
+    has(
+        *("q_proj", "k_proj", "v_proj_current", "v_proj_delayed", "num_key_value_groups"),
+        *("conv_qk_depthwise", "conv_qk_grouped"),
+    ),
+    _convolved_projection,
+)

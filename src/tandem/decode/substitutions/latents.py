@@ -7,13 +7,14 @@ attended is taken back by what would have made values; both are products by head
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from tandem.decode.substitutions.substitution import Substitution, has
 from tandem.devices.cuda.linear import DeviceLinear
 from tandem.hf.dense import PackedLinear, read_rows
 from tandem.hf.opaque_calls import GROUPS, opaque
@@ -23,17 +24,14 @@ from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, find_format
 from tandem.kv_cache.base import SlotCache, current_cache
 from tandem.kv_cache.latents import Expansion
 
-_NAMES = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+_has_names = has("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
 
 
-def latent_methods(module: nn.Module) -> Mapping[str, Callable[..., Any]]:
-    """Return what stands in place of a module's methods in a copy, by name."""
-    if not all(hasattr(module, name) for name in _NAMES):
-        return {}
-    projection: Any = module.kv_b_proj
+def _is_known(module: Any) -> bool:
+    if not _has_names(module):
+        return False
     kinds = (nn.Linear, PackedLinear, DeviceLinear)
-    is_plain = type(projection) in kinds and projection.bias is None
-    return {"expand_kv": _keep_latents} if is_plain else {}
+    return type(module.kv_b_proj) in kinds and module.kv_b_proj.bias is None
 
 
 def has_latents(module: nn.Module, cache: SlotCache) -> bool:
@@ -41,13 +39,15 @@ def has_latents(module: nn.Module, cache: SlotCache) -> bool:
     return cache.keeps_latents and "expand_kv" in vars(module)
 
 
-def _keep_latents(self: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+def _keep_latents(self: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return (b, 1, n, latent + rotary) for keys and (b, 1, n, latent) for values."""
     cache = current_cache()
     if cache is None or not cache.keeps_latents:
-        expanded: tuple[Tensor, Tensor] = type(self).expand_kv(self, latents, rotary)
-        return expanded
+        return None
     return torch.cat([latents, rotary], dim=-1), latents
+
+
+LATENTS = Substitution(_is_known, _keep_latents, "expand_kv")
 
 
 def attend_latents(

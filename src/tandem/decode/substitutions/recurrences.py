@@ -1,89 +1,47 @@
-"""Native operations in place of functions that modelling files call by the same names.
+"""Recurrences and short convolutions in place of functions that modelling files call by name.
 
 Transformers' models of linear attention and state spaces share a few functions: their names, their
-arguments, their meaning. In a shallow copy of a model a forward sees ours in their place
-(docs/decisions/0010-named-operations.md). Without a state of ours they are the model's own.
+arguments, their meaning (docs/decisions/0010-named-operations.md). Without a state of ours they are
+the model's own.
 """
 
-import functools
 from collections.abc import Callable, Mapping
-from types import CellType, FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.decode.prompt_rotary import rotate_prompt
 from tandem.kernels.recurrent import Convolution, Recurrence, RecurrenceForm
 from tandem.kv_cache.base import NotInSlotsError, current_cache
 from tandem.kv_cache.states import StateHandle
 
-Operation = Callable[..., Any]
 State = Tensor | StateHandle | None
-Prompt = Tensor | tuple[Tensor, State]  # what a prompt's operation returns, without a state or with
-
-
-def forward_with_operations(kind: type) -> Operation | None:
-    """Return a class's forward with the operations here; None if it calls none of them."""
-    return _with_operations(kind.forward)  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _with_operations(function: FunctionType) -> FunctionType | None:
-    """Copy a function so that it sees the operations here; None if it calls none of them."""
-    inner = getattr(function, "__wrapped__", None)
-    if inner is not None:
-        changed = _with_operations(inner)
-        cells = function.__closure__ or ()
-        if changed is None or all(cell.cell_contents is not inner for cell in cells):
-            return None
-        new = tuple(CellType(changed) if c.cell_contents is inner else c for c in cells)
-        return _copy_function(function, {}, new)
-    names = OPERATIONS.keys() & set(function.__code__.co_names) & function.__globals__.keys()
-    own = {n: functools.partial(OPERATIONS[n], function.__globals__[n]) for n in names}
-    return _copy_function(function, own, function.__closure__) if own else None
-
-
-def _copy_function(
-    function: FunctionType, names: Mapping[str, Operation], closure: tuple[Any, ...] | None
-) -> FunctionType:
-    scope = {**function.__globals__, **names} if names else function.__globals__
-    copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-# ---- what the names mean; the first argument is the model's own function ----
 
 
 def _convolve_prompt(
-    original: Operation,
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
     **kwargs: object,
-) -> Tensor:
+) -> Tensor | None:
     cache = current_cache()
     handle = None if cache is None else cache.states_asked_for
     if handle is None:
-        result: Tensor = original(hidden_states, weight, bias, activation=activation, **kwargs)
-        return result
+        return None
     return _convolve(handle, hidden_states, weight, bias, activation)
 
 
 def _convolve_token(
-    original: Operation,
     hidden_states: Tensor,
     conv_state: State,
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
-) -> Tensor:
+) -> Tensor | None:
     if not isinstance(conv_state, StateHandle):
-        result: Tensor = original(hidden_states, conv_state, weight, bias, activation)
-        return result
+        return None
     conv_state.cache.states_asked_for = conv_state
     return _convolve(conv_state, hidden_states, weight, bias, activation)
 
@@ -105,7 +63,6 @@ def _convolve(
 
 
 def _delta_rule(
-    original: Operation,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -114,15 +71,12 @@ def _delta_rule(
     *,
     initial_state: State = None,
     use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
     **kwargs: object,
-) -> tuple[Tensor, State]:
+) -> tuple[Tensor, State] | None:
     """The gated delta rule; decays `g` are by head, or by key as in Kimi's delta attention."""
-    if not isinstance(initial_state, StateHandle) or kwargs.get("cu_seqlens") is not None:
-        kwargs |= {"initial_state": initial_state, "g": g, "beta": beta}
-        result: tuple[Tensor, State] = original(
-            query, key, value, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **kwargs
-        )
-        return result
+    if not isinstance(initial_state, StateHandle) or cu_seqlens is not None:
+        return None
     form = RecurrenceForm(
         num_heads=value.shape[2],
         num_key_heads=key.shape[2],
@@ -145,7 +99,6 @@ def _delta_rule(
 
 
 def _scan_prompt(
-    original: Operation,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -158,15 +111,12 @@ def _scan_prompt(
     initial_states: State = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
+    z: Tensor | None = None,
     **kwargs: object,
-) -> Prompt:
+) -> tuple[Tensor, State] | None:
     """Mamba-2 over (b, n_tokens, heads, head_dim)."""
-    if not isinstance(initial_states, StateHandle) or kwargs.get("z") is not None:
-        result: Prompt = original(
-            hidden_states, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, dt_limit=dt_limit,
-            initial_states=initial_states, dt_softplus=dt_softplus, **kwargs,
-        )  # fmt: skip
-        return result
+    if not isinstance(initial_states, StateHandle) or z is not None:
+        return None
     rate = _time_steps(dt, dt_bias, has_softplus=dt_softplus, limit=dt_limit)
     x, steps, key, query = (part.flatten(0, 1) for part in (hidden_states, rate, B, C))
     out = _scan(initial_states, x, steps, key, query, A, D)
@@ -174,7 +124,6 @@ def _scan_prompt(
 
 
 def _scan_token(
-    original: Operation,
     state: State,
     hidden_states: Tensor,
     dt: Tensor,
@@ -186,14 +135,10 @@ def _scan_token(
     dt_softplus: bool = False,
     z: Tensor | None = None,
     **kwargs: object,
-) -> Tensor:
+) -> Tensor | None:
     """Mamba-2 over one token, (b, heads, head_dim): all but B and C come spread over values."""
     if not isinstance(state, StateHandle) or z is not None:
-        result: Tensor = original(
-            state, hidden_states, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
-            **kwargs,
-        )  # fmt: skip
-        return result
+        return None
     bias = None if dt_bias is None else dt_bias[:, 0]
     rate = _time_steps(dt[..., 0], bias, has_softplus=dt_softplus)
     return _scan(state, hidden_states, rate, B, C, A[:, 0, 0], D)
@@ -223,7 +168,6 @@ def _scan(
 
 
 def _selective_scan_prompt(
-    original: Operation,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -235,16 +179,12 @@ def _selective_scan_prompt(
     delta_softplus: bool = False,
     return_last_state: bool = False,
     **kwargs: object,
-) -> Prompt:
+) -> tuple[Tensor, State] | None:
     """Mamba over (b, channels, n_tokens); it is not given the state, which the convolution was."""
     cache = current_cache()
     handle = None if cache is None else cache.states_asked_for
     if handle is None or not return_last_state:
-        result: Prompt = original(
-            hidden_states, dt, A, B, C, D=D, z=z, delta_bias=delta_bias,
-            delta_softplus=delta_softplus, return_last_state=return_last_state, **kwargs,
-        )  # fmt: skip
-        return result
+        return None
     x, steps, b, c = (part.transpose(1, 2).flatten(0, 1) for part in (hidden_states, dt, B, C))
     gate = None if z is None else z.transpose(1, 2).flatten(0, 1)
     rate = _time_steps(steps, delta_bias, has_softplus=delta_softplus)
@@ -254,7 +194,6 @@ def _selective_scan_prompt(
 
 
 def _selective_scan_token(
-    original: Operation,
     state: State,
     hidden_states: Tensor,
     dt: Tensor,
@@ -266,14 +205,10 @@ def _selective_scan_token(
     dt_softplus: bool = False,
     z: Tensor | None = None,
     **kwargs: object,
-) -> Tensor:
+) -> Tensor | None:
     """Mamba over one token, (b, channels)."""
     if not isinstance(state, StateHandle):
-        result: Tensor = original(
-            state, hidden_states, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
-            **kwargs,
-        )  # fmt: skip
-        return result
+        return None
     rate = _time_steps(dt, dt_bias, has_softplus=dt_softplus)
     return _selective_scan(state, hidden_states, rate, A, B, C, D, z)
 
@@ -321,8 +256,7 @@ def _time_steps(
     return dt if low <= 0 and high == float("inf") else torch.clamp(dt, min=low, max=high)
 
 
-OPERATIONS: dict[str, Operation] = {
-    "apply_rotary_pos_emb": rotate_prompt,
+RECURRENCES: Mapping[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolve_prompt,
     "causal_conv1d_update": _convolve_token,
     "torch_chunk_gated_delta_rule": _delta_rule,

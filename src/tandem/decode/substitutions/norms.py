@@ -6,13 +6,15 @@ which are recorded.
 """
 
 import itertools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, row_stride
+from tandem.decode.substitutions.prompt_operations import PromptOperations, active_operations
+from tandem.decode.substitutions.substitution import Substitution
+from tandem.kernels import _native
+from tandem.kernels.dense import VALUE_DTYPES, row_stride
 from tandem.kernels.torch_private import without_overrides
 
 _PROBED_ROWS = 4
@@ -36,62 +38,36 @@ class _Kind(NamedTuple):
     gate: int
 
 
-class NormSwitch:
-    """Forwards for the norms of a model's copy: native while `is_on`, for one thread at a time."""
-
-    def __init__(self, model: nn.Module, threads: CpuThreads | None) -> None:
-        """Find the norms of a model on the CPU; without threads, none."""
-        kinds: dict[tuple[Any, ...], _Kind | None] = {}
-        self.forwards: dict[nn.Module, Callable[..., Tensor]] = {}
-        """What computes a norm of the model instead of its class."""
-        self.is_on = False
-        """Whether they are native now; else they are the class's."""
-        if threads is None:
-            return
-        for module in model.modules():
-            weight = _only_weight(module)
-            eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-            if weight is None or not isinstance(eps, float):
-                continue
-            found: list[_Kind | None] = []
-            for has_gate in (False, True):
-                key = (type(module), eps, weight.dtype, len(weight), has_gate)
-                if key not in kinds:
-                    kinds[key] = _find_kind(module, weight, eps, threads, has_gate=has_gate)
-                found.append(kinds[key])
-            if any(found):
-                self.forwards[module] = self._forward(module, found, threads)
-
-    def _forward(
-        self, module: nn.Module, kinds: list[_Kind | None], threads: CpuThreads
-    ) -> Callable[..., Tensor]:
-        def forward(x: Tensor, gate: Tensor | None = None) -> Tensor:
-            weight: Any = module.weight
-            kind = kinds[gate is not None]
-            if self.is_on and kind is not None and x.dtype == weight.dtype:
-                result = _norm(x, gate, weight, kind, threads)
-                if result is not None:
-                    return result
-            own: Tensor = type(module).forward(module, *((x,) if gate is None else (x, gate)))
-            return own
-
-        return forward
-
-
-def _only_weight(module: nn.Module) -> Tensor | None:
-    """Return the vector that is all a module has; None for others, and for hooked ones."""
-    is_bare = not [*module.children(), *module.buffers(recurse=False)]
+def _may_be_norm(module: nn.Module) -> bool:
+    """Tell whether a vector of weights is all that a module has, and no hook is around it."""
     parameters = dict(module.named_parameters(recurse=False))
+    is_bare = not [*module.children(), *module.buffers(recurse=False)]
     if not is_bare or list(parameters) != ["weight"] or "forward" in vars(module):
-        return None
+        return False
     weight = parameters["weight"]
     is_fit = weight.dim() == 1 and weight.device.type == "cpu" and weight.dtype in VALUE_DTYPES
-    return weight if is_fit else None
+    return is_fit and isinstance(_eps(module), float)
 
 
-def _find_kind(
-    module: nn.Module, weight: Tensor, eps: float, threads: CpuThreads, *, has_gate: bool
-) -> _Kind | None:
+def _eps(module: Any) -> Any:
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+
+def _native_norm(self: Any, x: Tensor, gate: Tensor | None = None) -> Tensor | None:
+    """Norm rows while a prompt runs, if the class does what the kernel does."""
+    ops, weight, has_gate = active_operations(), self.weight, gate is not None
+    if ops is None or x.dtype != weight.dtype:
+        return None
+    key = (type(self), _eps(self), weight.dtype, len(weight), has_gate)
+    if key not in ops.norm_kinds:
+        with without_overrides():
+            ops.norm_kinds[key] = _find_kind(self, ops, has_gate=has_gate)
+    kind = ops.norm_kinds[key]
+    return None if kind is None else _norm(ops, x, gate, weight, kind)
+
+
+def _find_kind(module: Any, ops: PromptOperations, *, has_gate: bool) -> _Kind | None:
+    weight = module.weight
     random = torch.Generator().manual_seed(0)
     shape = (_PROBED_ROWS, len(weight))
     x, gate = (
@@ -107,8 +83,8 @@ def _find_kind(
     for offset, rounds_first, kind_of_gate in itertools.product(
         (0.0, 1.0), (True, False), _GATES if has_gate else (_NO_GATE,)
     ):
-        kind = _Kind(eps, offset, rounds_first, num_groups, kind_of_gate)
-        actual = _norm(x, gate if has_gate else None, weight, kind, threads)
+        kind = _Kind(_eps(module), offset, rounds_first, num_groups, kind_of_gate)
+        actual = _norm(ops, x, gate if has_gate else None, weight, kind)
         if actual is not None:
             is_equal = torch.isclose(actual, expected, rtol=1e-6).float().mean() >= _EQUAL_SHARE
             if is_equal:
@@ -117,7 +93,7 @@ def _find_kind(
 
 
 def _norm(
-    x: Tensor, gate: Tensor | None, weight: Tensor, kind: _Kind, threads: CpuThreads
+    ops: PromptOperations, x: Tensor, gate: Tensor | None, weight: Tensor, kind: _Kind
 ) -> Tensor | None:
     """Norm the rows of x, natively; None where they, or those of the gate, lie unevenly apart."""
     cols = len(weight) // kind.num_groups
@@ -130,8 +106,12 @@ def _norm(
         return None
     out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     wide = weight.float() + kind.offset
-    program = threads.program()
-    with without_overrides():
+
+    def add(program: _native.Program) -> None:
         program.add_norm(kind.eps, kind.rounds_first, rows, wide, kind.gate, gates, out)
-    program.run()
+
+    ops.run(add)
     return out
+
+
+NORM = Substitution(_may_be_norm, _native_norm)

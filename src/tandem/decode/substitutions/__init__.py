@@ -1,0 +1,39 @@
+"""What Tandem computes in place of a model's own code: a file each, and its line here.
+
+The other ways in are Transformers' registry of attention functions (`attention`) and, for what a
+prompt computes between its layers, torch's functions (`prompt_operations`).
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from tandem.decode.substitutions import (
+    block_indexers,
+    latents,
+    norms,
+    recurrences,
+    rotary,
+    state_layers,
+)
+from tandem.decode.substitutions.substitution import Function, Substitution
+
+
+def _always(function: Function, own: Function) -> Function:
+    return function
+
+
+METHODS: tuple[Substitution, ...] = (
+    latents.LATENTS,
+    block_indexers.QWEN4,
+    block_indexers.GLM5,
+    block_indexers.POSITIONS_AS_MASK,
+    state_layers.LIGHTNING_ATTENTION,
+    state_layers.CONVOLVED_PROJECTION,
+    norms.NORM,
+)
+
+FUNCTIONS: Mapping[str, Callable[[Function], Function | None]] = {
+    "apply_rotary_pos_emb": rotary.rotary_like,
+    **{name: partial(_always, function) for name, function in recurrences.RECURRENCES.items()},
+}
+"""By the names that models' files call: what stands in place of a file's own, if anything."""
