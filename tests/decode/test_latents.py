@@ -122,10 +122,12 @@ def test_what_is_taken_out_is_put_into_another_slot(threads: CpuThreads) -> None
     pool, fresh = (CpuSlotPool(model, threads, 2) for _ in range(2))
     pool.prefill({0: LONG[:64]})
     pool.prefill({1: LONG[9:70]})  # another text, whose expanded keys are of no use then
-    data = pool.take_out(0, 0, 48)
+    moving = pool.moving
+    assert moving is not None
+    data = moving.take_out(0, 0, 48)
     assert data is not None
     pool.keep(1, 0)
-    pool.put_in(1, LONG[:48], data)
+    moving.put_in(1, LONG[:48], data)
     assert error(pool.prefill({1: LONG[48:70]}), fresh.prefill({0: LONG[:70]})) < 1e-5
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.kv_cache.moving import pieces_of
+from tandem.kv_cache.cpu_states import pieces_of
 
 
 def test_pieces_are_cut_in_their_order() -> None:

@@ -67,7 +67,7 @@ def test_reference_warnings_are_heard_only_where_the_reference_runs(
         warning_once.cache_clear()
         if fails:
             tolerances = {torch.float32: -1.0}
-            monkeypatch.setattr("tandem.decode.model_runner._TOLERANCES", tolerances)
+            monkeypatch.setattr("tandem.decode.trial._TOLERANCES", tolerances)
         with caplog.at_level(logging.WARNING, logger="transformers"):
             assert (why_no_cpu_slots(model, threads) is not None) == fails
         assert any("falling back" in record.message for record in caplog.records) == fails

@@ -184,8 +184,9 @@ def test_lost_states_are_computed_again(model_with_states: Any, lost: str, tmp_p
     scheduler = scheduler_of(model, tmp_path)
     ask(scheduler, PROMPT)
     scheduler.prefixes.close(30)
-    kept = scheduler.prefixes._files
-    assert kept is not None
+    disk = scheduler.prefixes._disk
+    assert disk is not None
+    kept = disk.files
     keys = kept.keys(PROMPT)
     again = scheduler_of(model, tmp_path, slots=2)
     again.add(request_of(2, OTHER, max_new_tokens=40, temperature=0.0))
@@ -204,7 +205,7 @@ def test_models_that_keep_them_elsewhere_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = long_model()
-    monkeypatch.setattr("tandem.decode.cpu_slots.CpuSlotPool.can_move", False)
+    monkeypatch.setattr("tandem.decode.cpu_slots.CpuSlotPool.moving", None)
     with caplog.at_level(logging.WARNING, "tandem.kv_cache"):
         scheduler = scheduler_of(model, tmp_path)
     assert "are not kept on disk" in caplog.text

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from tandem.core.errors import ExecutionError
-from tandem.decode.model_runner import ModelRunner, has_packed_weights, why_other_logits
+from tandem.decode.model_runner import ModelRunner, has_packed_weights
+from tandem.decode.moving import MovingSlots
 from tandem.decode.slots import EACH_TOKEN_SEEN, MAX_STEP_TOKENS, CachedSlotPool
+from tandem.decode.trial import why_other_logits
 from tandem.experts.execution.executor import unheard
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.lookahead.warm_up import warm_up_ids
@@ -24,7 +26,6 @@ from tandem.kernels import _native
 from tandem.kernels.attention import Segment
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.kv_cache.cpu import KvCache
-from tandem.kv_cache.moving import put_in, take_out
 from tandem.kv_cache.prefix_files import SEGMENT_TOKENS
 from tandem.recording.recorded_graph import RecordedGraph, record_step
 from tandem.recording.replay import ReplayedStep
@@ -164,49 +165,11 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         return logits
 
     @property
-    def can_move(self) -> bool:
-        """Whether `take_out` and `put_in` may be called."""
-        return self.cache.can_move(SEGMENT_TOKENS)
-
-    @property
-    def has_states(self) -> bool:
-        """Whether slots go on from states, too: `take_states` and `put_states`."""
-        return bool(self.cache.states)
-
-    @torch.inference_mode()
-    def take_out(self, slot: int, first: int, num_tokens: int) -> memoryview | None:
-        """Return a copy of all that a slot keeps of some tokens; None if a window has left them."""
-        layers, index_keys = self.cache.layers_of(slot), self.cache.index_keys
-        return take_out(layers, index_keys, slot, first, num_tokens)
-
-    def cut(self, slot: int, length: int) -> bool:
-        """Let a slot forget what it holds beyond `length` tokens, so that others are put in."""
-        is_cut = self.cache.cut(slot, length)
-        if is_cut:
-            del self._held[slot][length:]
-        return is_cut
-
-    @torch.inference_mode()
-    def put_in(self, slot: int, tokens: Sequence[int], data: memoryview) -> None:
-        """Append tokens to a slot, with what `take_out` has returned of the same ones."""
-        first = self.cache.lengths[slot]
-        self.cache.begin([Segment(slot, first, len(tokens))])  # makes room, and windows slide
-        layers, index_keys = self.cache.layers_of(slot), self.cache.index_keys
-        put_in(layers, index_keys, slot, first, len(tokens), data)
-        self.cache.commit()
-        self._held[slot] += tokens
-
-    def keep_states_every(self, num_tokens: int) -> None:
-        """Leave states that `take_states` finds at every multiple of so many tokens of prompts."""
-        self.cache.states.keep_every(num_tokens)
-
-    def take_states(self, slot: int, length: int) -> memoryview | None:
-        """Return a copy of a slot's states after so many tokens; None: they are not kept."""
-        return self.cache.states.take_out(slot, length)
-
-    def put_states(self, slot: int, data: memoryview) -> None:
-        """Give a slot whose tokens were put in the states after them."""
-        self.cache.states.put_in(slot, self.cache.lengths[slot], data)
+    def moving(self) -> MovingSlots | None:
+        """What takes out of slots what they keep of tokens, and puts it in; not before a prompt."""
+        if not self.cache.can_move(SEGMENT_TOKENS):
+            return None
+        return MovingSlots(self.cache, self._held)
 
     def record_ahead(self, *, has_passed: bool) -> bool:
         """Record the step of one slot before there is a prompt; return whether it is replayed.

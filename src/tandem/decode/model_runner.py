@@ -1,44 +1,29 @@
-"""A model on a KV cache of Tandem's: its forward, its executor, and whether that serves it."""
+"""A model on a KV cache of Tandem's: its forward, and its executor."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tandem.checkpoint.config_values import foreign_errors
-from tandem.core.errors import TandemError
-from tandem.decode.padded import PaddedBatch
 from tandem.decode.substitutions.prompt_operations import PromptOperations
 from tandem.decode.substitutions.shallow_copy import ShallowCopy
-from tandem.experts.execution.executor import Executor, unheard
+from tandem.experts.execution.executor import Executor
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import (
     cache_argument,
     forget_positions,
     given_features,
-    reference_warnings_held,
-    repeat_warnings,
     takes_logits_to_keep,
 )
 from tandem.hf.dense import PackedLinear
-from tandem.hf.lookahead.warm_up import warm_up_ids
 from tandem.hf.runtime import runtime_of
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.torch_private import own_forward_hooks
-from tandem.kv_cache.base import NotInSlotsError, SlotCache, stepping, transformers_cache
+from tandem.kv_cache.base import SlotCache, stepping, transformers_cache
 from tandem.kv_cache.indexers import masks_by_layer_type
-
-# How far logits may be from those of Transformers' own caches, relative to their size. Mistakes
-# show as an error of about one, whatever the tokens; low precision rounds differently, and so do
-# integers for packed weights: the last digit of an fp32 value decides to which they round.
-_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
-_PACKED_TOLERANCE = 0.15
-_TRIAL_TOKENS = 6
-_TRIAL_FIRST_IDS = (11, 12, 13)  # near ties of the router may flip, but not with other tokens too
-_OTHER_LOGITS = "its logits differ"
 
 
 class ModelRunner:
@@ -75,7 +60,7 @@ class ModelRunner:
     @property
     def executor(self) -> Executor | None:
         """What computes the model's experts now; None for a model that Tandem did not load."""
-        return _executor_of(self.model)
+        return executor_of(self.model)
 
     def why_not_replayed(
         self, tolerances: Mapping[torch.dtype, float], *, has_replay: bool
@@ -153,7 +138,8 @@ class ModelRunner:
         self._noted = decoder
 
 
-def _executor_of(model: PreTrainedModel) -> Executor | None:
+def executor_of(model: PreTrainedModel) -> Executor | None:
+    """Return what computes a model's experts now; None for one that Tandem did not load."""
     runtime = runtime_of(model)
     return None if runtime is None else runtime.executor
 
@@ -165,69 +151,3 @@ def has_packed_weights(model: PreTrainedModel) -> bool:
     return any(isinstance(layer, PackedLayer) for layer in experts) or any(
         isinstance(module, PackedLinear) for module in model.modules()
     )
-
-
-# What the code of a model raises that slots do not serve.
-NOT_IN_SLOTS = (NotInSlotsError, RuntimeError, ValueError, TypeError, AttributeError, IndexError)
-
-
-class Steppable(Protocol):
-    """Slots of which a trial fills all."""
-
-    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
-        """As of `SlotPool`."""
-
-    def decode(self, tokens: Mapping[int, int]) -> Tensor:
-        """As of `SlotPool`."""
-
-
-def why_other_logits(model: PreTrainedModel, new_pool: Callable[[int], Steppable]) -> str | None:
-    """Step a few tokens in slots and padded; return why slots do not serve a model, or None.
-
-    `new_pool` returns so many slots. Raises the `TandemError` of a model that cannot be run at all.
-    """
-    tolerance = _TOLERANCES.get(model.dtype)
-    if tolerance is None:
-        return f"the model is {model.dtype}"
-    if has_packed_weights(model):
-        tolerance = max(tolerance, _PACKED_TOLERANCE)
-    with unheard(_executor_of(model)), reference_warnings_held() as held:
-        why = _why_other_logits(model, new_pool, tolerance)
-    if why is not None:
-        repeat_warnings(held)
-    return why
-
-
-def _why_other_logits(
-    model: PreTrainedModel, new_pool: Callable[[int], Steppable], tolerance: float
-) -> str | None:
-    why = None
-    for first in _TRIAL_FIRST_IDS:
-        trial: list[int] = warm_up_ids(model, _TRIAL_TOKENS, first=first).tolist()
-        why = _why_other_logits_of(trial, model, new_pool, tolerance)
-        if why != _OTHER_LOGITS:
-            return why
-    return why
-
-
-def _why_other_logits_of(
-    trial: list[int],
-    model: PreTrainedModel,
-    new_pool: Callable[[int], Steppable],
-    tolerance: float,
-) -> str | None:
-    prompts = [trial, trial[:2]]
-    try:
-        pool = new_pool(len(prompts))
-        ours = [pool.prefill(dict(enumerate(prompts))), pool.decode(dict(enumerate(trial[:2])))]
-    except TandemError:
-        raise
-    except NOT_IN_SLOTS as error:
-        return str(error).partition("\n")[0] or type(error).__name__
-    with foreign_errors(f"{type(model).__name__} cannot run a prompt with this config.json"):
-        padded = PaddedBatch(model, prompts, 0)
-        theirs = [padded.prefill(), padded.decode(trial[:2])]
-    for a, b in zip(ours, theirs, strict=True):
-        if not (a.float() - b.float()).norm() <= tolerance * b.float().norm():
-            return _OTHER_LOGITS
-    return None

@@ -13,7 +13,6 @@ from transformers import DynamicCache
 
 from tandem.core.errors import ConfigError
 from tandem.decode.images import ImagePrompt
-from tandem.decode.unmovable_slots import UnmovableSlots
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import (
     cache_argument,
@@ -87,10 +86,11 @@ class PaddedBatch:
         return logits
 
 
-class PaddedSlotPool(UnmovableSlots):
+class PaddedSlotPool:
     """Slots that begin together, on the model's own caches: for models that nothing else steps."""
 
     can_prefill_in_chunks = False
+    moving = None
     why_no_drafts = "steps run padded, on Transformers' own caches"
     num_bytes = None
     step = None

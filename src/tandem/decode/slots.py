@@ -14,7 +14,7 @@ from torch import Tensor
 from tandem.core.errors import ExecutionError, UnsupportedModelError
 from tandem.decode.images import ImagePrompt, SlotImages, why_no_slot_images
 from tandem.decode.model_runner import ModelRunner
-from tandem.decode.unmovable_slots import UnmovableSlots
+from tandem.decode.moving import MovingSlots
 from tandem.hf.finite import require_finite_logits
 from tandem.kv_cache.base import SlotCache
 from tandem.recording.replay import ReplayedStep
@@ -76,36 +76,11 @@ class SlotPool(Protocol):
         """
 
     @property
-    def can_move(self) -> bool:
-        """Whether `take_out` and `put_in` may be called; not before the first prompt."""
+    def moving(self) -> MovingSlots | None:
+        """What takes out of slots what they keep of tokens, and puts it in; not before a prompt.
 
-    def take_out(self, slot: int, first: int, num_tokens: int) -> memoryview | None:
-        """Return a copy of all that a slot keeps of some tokens; None if it forgot a part of it."""
-
-    def put_in(self, slot: int, tokens: Sequence[int], data: memoryview) -> None:
-        """Append tokens to a slot, with what `take_out` has returned of the same ones.
-
-        Where slots have states, the slot is of no use before `put_states`.
+        None: it stays where it is.
         """
-
-    def cut(self, slot: int, length: int) -> bool:
-        """Let a slot forget what it holds beyond `length` tokens, so that others are put in.
-
-        False: it has forgotten a part of what is before them.
-        """
-
-    @property
-    def has_states(self) -> bool:
-        """Whether slots that can move go on from states, too."""
-
-    def keep_states_every(self, num_tokens: int) -> None:
-        """Leave states that `take_states` finds at every multiple of so many tokens of prompts."""
-
-    def take_states(self, slot: int, length: int) -> memoryview | None:
-        """Return a copy of a slot's states after so many tokens; None: they are not kept."""
-
-    def put_states(self, slot: int, data: memoryview) -> None:
-        """Give a slot whose tokens were put in the states after them."""
 
     @property
     def why_no_drafts(self) -> str | None:
@@ -121,7 +96,7 @@ class SlotPool(Protocol):
         """
 
 
-class CachedSlotPool(UnmovableSlots, ABC, Generic[_Cache]):
+class CachedSlotPool(ABC, Generic[_Cache]):
     """Keeps the books of slots on a KV cache of Tandem's. One call at a time."""
 
     can_prefill_in_chunks = True
@@ -141,6 +116,11 @@ class CachedSlotPool(UnmovableSlots, ABC, Generic[_Cache]):
     def num_bytes(self) -> int:
         """Bytes that the KV cache takes now: room for the longest slot so far, for every slot."""
         return self.cache.num_bytes
+
+    @property
+    def moving(self) -> MovingSlots | None:
+        """What takes out of slots what they keep of tokens; None: it stays where it is."""
+        return None
 
     @property
     @abstractmethod
@@ -184,6 +164,10 @@ class CachedSlotPool(UnmovableSlots, ABC, Generic[_Cache]):
         self.cache.reserve(depth + room)
         self.cache.pretend(depth)
         self._held = [[-1] * depth for _ in self._held]
+
+    @abstractmethod
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
+        """Append tokens to some slots; return the logits after each: (slots, vocabulary)."""
 
     @abstractmethod
     def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:

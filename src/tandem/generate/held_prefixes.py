@@ -6,7 +6,9 @@ to disk between steps, and a prompt finds there what no slot holds any more, aft
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from tandem.decode.moving import MovingSlots
 from tandem.decode.slots import SlotPool, num_shared
 from tandem.generate.request import Request
 from tandem.generate.running import Running
@@ -17,13 +19,21 @@ _READ_BESIDE_OTHERS = 4
 _PAUSE_SECONDS = 0.01
 
 
+class _Disk(NamedTuple):
+    """Files, and what moves slots' contents there and back."""
+
+    files: PrefixFiles
+    slots: MovingSlots
+
+
 class HeldPrefixes:
     """What the slots of a pool hold. One thread calls it."""
 
     def __init__(self, pool: SlotPool, files: PrefixFiles | None = None) -> None:
         """Look at a pool, whose slots nobody else changes but by requests."""
         self._pool = pool
-        self._files = files if pool.can_move else None
+        moving = None if files is None else pool.moving
+        self._disk = None if files is None or moving is None else _Disk(files, moving)
         self._keys: list[list[bytes]] = [[] for _ in range(pool.num_slots)]
         self._num_written = [0] * pool.num_slots
         self._owners = [b""] * pool.num_slots
@@ -87,15 +97,16 @@ class HeldPrefixes:
 
     def find(self, running: Running) -> None:
         """Note which segments of a prompt, beyond what its slot holds, are on disk."""
-        files = self._files
-        if files is None or running.request.has_prompt_logprobs:
+        disk = self._disk
+        if disk is None or running.request.has_prompt_logprobs:
             return
+        files = disk.files
         keys = files.keys(running.request.keys[:-1], owner=running.request.owner)
         first = running.num_done // SEGMENT_TOKENS
         end = first
         while end < len(keys) and files.has(keys[end]):
             end += 1
-        if self._pool.has_states:  # what is beyond the last states is computed
+        if disk.slots.states:  # what is beyond the last states is computed
             while end > first and not files.has(files.states_key(keys[end - 1])):
                 end -= 1
         running.on_disk = [(number * SEGMENT_TOKENS, keys[number]) for number in range(first, end)]
@@ -105,38 +116,38 @@ class HeldPrefixes:
 
         Alone a prompt is read at once, else a few segments in a step.
         """
-        files, before = self._files, running.num_done
-        if files is None:
+        disk, before = self._disk, running.num_done
+        if disk is None:
             return 0
         for _ in range(len(running.on_disk) if is_alone else _READ_BESIDE_OTHERS):
-            if not running.on_disk or not self._read_one(files, running):
+            if not running.on_disk or not self._read_one(disk, running):
                 break
         return running.num_done - before
 
-    def _read_one(self, files: PrefixFiles, running: Running) -> bool:
+    def _read_one(self, disk: _Disk, running: Running) -> bool:
         """Read the next segment; False, and no more is read, if it is not there any more."""
         first, key = running.on_disk.pop(0)
         if first + SEGMENT_TOKENS <= running.num_done:  # another slot had it meanwhile
             return True
+        files, slots, slot = disk.files, disk.slots, running.slot
         data = files.read(key)
-        if data is None or not self._pool.cut(running.slot, first):
-            return self._give_up(running)
-        tokens = running.request.keys[first : first + SEGMENT_TOKENS]
-        self._pool.put_in(running.slot, tokens, data)
+        if data is None or not slots.cut(slot, first):
+            return self._give_up(disk, running)
+        slots.put_in(slot, running.request.keys[first : first + SEGMENT_TOKENS], data)
         running.num_done = first + SEGMENT_TOKENS
-        if self._pool.has_states and not running.on_disk:
+        if slots.states and not running.on_disk:
             states = files.read(files.states_key(key))
             if states is None:
-                return self._give_up(running)
-            self._pool.put_states(running.slot, states)
+                return self._give_up(disk, running)
+            slots.states.put_in(slot, running.num_done, states)
         self.num_read_tokens += SEGMENT_TOKENS
         return True
 
-    def _give_up(self, running: Running) -> bool:
+    def _give_up(self, disk: _Disk, running: Running) -> bool:
         """Read no more; go back to where the slot has states, if it needs them. Returns False."""
         pool, slot = self._pool, running.slot
         running.on_disk.clear()
-        if pool.has_states:
+        if disk.slots.states:
             usable = pool.usable(slot, min(running.num_done, len(pool.held(slot))))
             pool.keep(slot, usable)
             running.num_done = usable
@@ -145,51 +156,51 @@ class HeldPrefixes:
     @property
     def has_unwritten(self) -> bool:
         """Whether slots hold segments that `write_some` has not looked at."""
-        if self._files is None:
+        if self._disk is None:
             return False
         held = (len(self._pool.held(slot)) for slot in range(self._pool.num_slots))
         return any(n // SEGMENT_TOKENS > m for n, m in zip(held, self._num_written, strict=True))
 
     def close(self, seconds: float) -> None:
         """Write what slots hold, for some seconds at most, and end the writing."""
-        if self._files is None:
+        if self._disk is None:
             return
         end = time.monotonic() + seconds
         while self.has_unwritten and time.monotonic() < end:
             if not self.write_some():
                 time.sleep(_PAUSE_SECONDS)
-        self._files.close(max(0.0, end - time.monotonic()))
+        self._disk.files.close(max(0.0, end - time.monotonic()))
 
     @property
     def num_bytes_on_disk(self) -> int:
         """Bytes of all files; 0: none are written."""
-        return 0 if self._files is None else self._files.num_bytes
+        return 0 if self._disk is None else self._disk.files.num_bytes
 
     def write_some(self) -> bool:
         """Hand one segment that is not on disk to be written; return whether there was one."""
-        files = self._files
-        if files is None or not files.takes_more:
+        disk = self._disk
+        if disk is None or not disk.files.takes_more:
             return False
         for slot in range(self._pool.num_slots):
             held = self._pool.held(slot)
             if len(held) // SEGMENT_TOKENS <= self._num_written[slot]:
                 continue
-            self._keys[slot] = files.keys(held, self._keys[slot], owner=self._owners[slot])
+            self._keys[slot] = disk.files.keys(held, self._keys[slot], owner=self._owners[slot])
             while (number := self._num_written[slot]) < len(self._keys[slot]):
                 self._num_written[slot] += 1
-                if self._write_one(files, slot, number):
+                if self._write_one(disk, slot, number):
                     return True
         return False
 
-    def _write_one(self, files: PrefixFiles, slot: int, number: int) -> bool:
+    def _write_one(self, disk: _Disk, slot: int, number: int) -> bool:
         """Hand a slot's segment to be written, and the states at its end; False: all is there."""
-        key, first = self._keys[slot][number], number * SEGMENT_TOKENS
+        files, key, first = disk.files, self._keys[slot][number], number * SEGMENT_TOKENS
         found = {}
         if not files.has(key):
-            found[key] = self._pool.take_out(slot, first, SEGMENT_TOKENS)
+            found[key] = disk.slots.take_out(slot, first, SEGMENT_TOKENS)
         states_key = files.states_key(key)
         if (number + 1) % SEGMENTS_BETWEEN_STATES == 0 and not files.has(states_key):
-            found[states_key] = self._pool.take_states(slot, first + SEGMENT_TOKENS)
+            found[states_key] = disk.slots.states.take_out(slot, first + SEGMENT_TOKENS)
         for one, data in found.items():
             if data is not None:
                 files.offer(one, data)

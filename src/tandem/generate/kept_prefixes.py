@@ -39,15 +39,16 @@ class KeptPrefixes:
 
         tokens = warm_up_ids(model, _PROBE_TOKENS).tolist()
         pool.prefill({0: tokens})
-        if not pool.can_move:
+        moving = pool.moving
+        if moving is None:
             pool.keep(0, 0)
             _log.warning(
                 "beginnings of prompts are not kept on disk: this model keeps its keys and values "
                 "on a GPU, in Transformers' own caches or in other blocks"
             )
             return None
-        probe = pool.take_out(0, 0, _PROBE_TOKENS)
+        probe = moving.take_out(0, 0, _PROBE_TOKENS)
         assert probe is not None
         pool.keep(0, 0)
-        pool.keep_states_every(SEGMENT_TOKENS * SEGMENTS_BETWEEN_STATES)
+        moving.states.keep_every(SEGMENT_TOKENS * SEGMENTS_BETWEEN_STATES)
         return PrefixFiles(self.directory, self.limit_bytes, model_identity(model).encode() + probe)

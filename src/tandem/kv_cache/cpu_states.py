@@ -10,7 +10,6 @@ from torch import Tensor
 from tandem.kernels.attention import Segment
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.recurrent import LayerState, StateOperation, StateTokens, new_layer_state
-from tandem.kv_cache.moving import pieces_of
 from tandem.kv_cache.states import KeptStates, StateKey
 
 
@@ -109,3 +108,11 @@ def _part(
 ) -> Tensor:
     some = StateTokens(tokens.slots[part], tokens.positions[part])
     return layer(threads, some, [x[part] for x in inputs])
+
+
+def pieces_of(data: memoryview, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Cut bytes that came from a file or another slot; raises `ValueError` if not all fit."""
+    if len(data) != sum(sizes):
+        raise ValueError(f"{len(data)} bytes of keys, values or states, expected {sum(sizes)}")
+    pieces: Sequence[Tensor] = torch.frombuffer(data, dtype=torch.uint8).split(list(sizes))
+    return pieces

@@ -25,8 +25,9 @@ from tandem.decode.cuda.graphs import (
 from tandem.decode.cuda.handed_graph import handed_graph
 from tandem.decode.cuda.resident_layers import GraphedLayers, graphed_layers
 from tandem.decode.cuda.step_inputs import StepInputs
-from tandem.decode.model_runner import NOT_IN_SLOTS, ModelRunner, why_other_logits
+from tandem.decode.model_runner import ModelRunner
 from tandem.decode.slots import EACH_TOKEN_SEEN, MAX_STEP_TOKENS, CachedSlotPool
+from tandem.decode.trial import NOT_IN_SLOTS, why_other_logits
 from tandem.devices.cuda.captures import Capture, CudaCapture
 from tandem.devices.cuda.embedding import StepRows, given_rows
 from tandem.experts.cache.expert_cache import SHRINK

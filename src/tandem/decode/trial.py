@@ -1,0 +1,81 @@
+"""A trial of sequence slots: a few tokens there and padded, whose logits are compared."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tandem.checkpoint.config_values import foreign_errors
+from tandem.core.errors import TandemError
+from tandem.decode.model_runner import executor_of, has_packed_weights
+from tandem.decode.padded import PaddedBatch
+from tandem.decode.slots import CachedSlotPool
+from tandem.experts.tracing.events import unheard
+from tandem.foreign_types import PreTrainedModel
+from tandem.hf.compat import reference_warnings_held, repeat_warnings
+from tandem.hf.lookahead.warm_up import warm_up_ids
+from tandem.kv_cache.base import NotInSlotsError
+
+# How far logits may be from those of Transformers' own caches, relative to their size. Mistakes
+# show as an error of about one, whatever the tokens; low precision rounds differently, and so do
+# integers for packed weights: the last digit of an fp32 value decides to which they round.
+_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+_PACKED_TOLERANCE = 0.15
+_TRIAL_TOKENS = 6
+_TRIAL_FIRST_IDS = (11, 12, 13)  # near ties of the router may flip, but not with other tokens too
+_OTHER_LOGITS = "its logits differ"
+# What the code of a model raises that slots do not serve.
+NOT_IN_SLOTS = (NotInSlotsError, RuntimeError, ValueError, TypeError, AttributeError, IndexError)
+
+# Returns so many slots.
+NewPool = Callable[[int], CachedSlotPool[Any]]
+
+
+def why_other_logits(model: PreTrainedModel, new_pool: NewPool) -> str | None:
+    """Step a few tokens in slots and padded; return why slots do not serve a model, or None.
+
+    `new_pool` returns so many slots. Raises the `TandemError` of a model that cannot be run at all.
+    """
+    tolerance = _TOLERANCES.get(model.dtype)
+    if tolerance is None:
+        return f"the model is {model.dtype}"
+    if has_packed_weights(model):
+        tolerance = max(tolerance, _PACKED_TOLERANCE)
+    with unheard(executor_of(model)), reference_warnings_held() as held:
+        why = _why_other_logits(model, new_pool, tolerance)
+    if why is not None:
+        repeat_warnings(held)
+    return why
+
+
+def _why_other_logits(model: PreTrainedModel, new_pool: NewPool, tolerance: float) -> str | None:
+    why = None
+    for first in _TRIAL_FIRST_IDS:
+        trial: list[int] = warm_up_ids(model, _TRIAL_TOKENS, first=first).tolist()
+        why = _why_other_logits_of(trial, model, new_pool, tolerance)
+        if why != _OTHER_LOGITS:
+            return why
+    return why
+
+
+def _why_other_logits_of(
+    trial: list[int],
+    model: PreTrainedModel,
+    new_pool: NewPool,
+    tolerance: float,
+) -> str | None:
+    prompts = [trial, trial[:2]]
+    try:
+        pool = new_pool(len(prompts))
+        ours = [pool.prefill(dict(enumerate(prompts))), pool.decode(dict(enumerate(trial[:2])))]
+    except TandemError:
+        raise
+    except NOT_IN_SLOTS as error:
+        return str(error).partition("\n")[0] or type(error).__name__
+    with foreign_errors(f"{type(model).__name__} cannot run a prompt with this config.json"):
+        padded = PaddedBatch(model, prompts, 0)
+        theirs = [padded.prefill(), padded.decode(trial[:2])]
+    for a, b in zip(ours, theirs, strict=True):
+        if not (a.float() - b.float()).norm() <= tolerance * b.float().norm():
+            return _OTHER_LOGITS
+    return None
