@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tandem.decode.cuda.slots import CudaSlotPool, why_no_cuda_slots
-from tandem.kv_cache import cuda_index
+from tandem.kv_cache.cuda import index_keys
 from tandem.kv_cache.index_keys import Selection
 from tests.architectures import build_tiny_model
 from tests.decode.test_indexed import NAMES, Own, require_near, tokens_of
@@ -71,14 +71,14 @@ def test_scores_of_a_prompt_are_never_in_memory_as_a_whole(
     whole, parts = CudaSlotPool(model, 1), CudaSlotPool(model, 1)
     text = tokens_of(1, 60)
     expected = whole.prefill({0: text})
-    monkeypatch.setattr(cuda_index, "_MOST_SCORES", 1)  # token by token
+    monkeypatch.setattr(index_keys, "_MOST_SCORES", 1)  # token by token
     require_near(parts.prefill({0: text}), expected)
 
 
 def test_of_equal_scores_the_first_positions_are_seen() -> None:
     scores, places = torch.zeros(3, 9), torch.tensor([2, 5, 8])
     scores[2, 7] = float("nan")
-    seen = cuda_index._seen(scores, places, Selection(1.0, 4), 9)
+    seen = index_keys._seen(scores, places, Selection(1.0, 4), 9)
     assert [row.nonzero().flatten().tolist() for row in seen] == [
         [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 7]
     ]  # fmt: skip

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tandem.kernels.attention import AttentionForm, Segment
-from tandem.kv_cache import cuda_attention
-from tandem.kv_cache.cuda import StaticKvCache
+from tandem.kv_cache.cuda import attention
+from tandem.kv_cache.cuda.cache import StaticKvCache
 
 NUM_TOKENS, MOST_BYTES = 200, 1 << 17
 
@@ -63,7 +63,7 @@ def test_scores_of_a_prompt_are_never_in_memory_as_a_whole(
 ) -> None:
     sinks = torch.linspace(-2, 3, 8) if has_sinks else None
     whole, _ = read_prompt(window, softcap, sinks)
-    monkeypatch.setattr(cuda_attention, "_MOST_SCORE_BYTES", MOST_BYTES)
+    monkeypatch.setattr(attention, "_MOST_SCORE_BYTES", MOST_BYTES)
     found, most_bytes = read_prompt(window, softcap, sinks)
     torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
     scores = 4 * 8 * NUM_TOKENS * NUM_TOKENS

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.attention import AttentionForm, Segment
-from tandem.kv_cache.cuda import StaticKvCache
-from tandem.kv_cache.cuda_layers import DecodeKernels
+from tandem.kv_cache.cuda.cache import StaticKvCache
+from tandem.kv_cache.cuda.layers import DecodeKernels
 
 
 def form_of(heads: int, kv_heads: int, key_dim: int, value_dim: int, **more: Any) -> AttentionForm:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.attention import AttentionForm, Segment
-from tandem.kv_cache.cuda import StaticKvCache
-from tandem.kv_cache.cuda_layers import DecodeKernels
+from tandem.kv_cache.cuda.cache import StaticKvCache
+from tandem.kv_cache.cuda.layers import DecodeKernels
 from tests.kernels.attention_cases import attend_both, form_of
 from tests.kernels.interpreter import interpreted
 from tests.kernels.test_triton import SHARED_KIB, compiler_says

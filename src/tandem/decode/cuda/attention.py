@@ -11,7 +11,7 @@ from tandem.devices.cuda.checks import TRITON_ATTENTION_CAPABILITY, TRITON_MATRI
 from tandem.kernels.attention import AttentionForm
 from tandem.kernels.device_states import Run, SlotTokens, StateKernels, StateMemory
 from tandem.kernels.recurrent import Convolution
-from tandem.kv_cache.cuda_layers import DecodeKernels, LayerMemory
+from tandem.kv_cache.cuda.layers import DecodeKernels, LayerMemory
 
 _TRIED = AttentionForm(num_heads=2, num_kv_heads=1, key_dim=64, value_dim=64, scale=1.0)
 

@@ -11,7 +11,7 @@ from tandem.decode.cuda.slots import CudaSlotPool
 from tandem.experts.execution.captured_steps import MAX_ROWS
 from tandem.foreign_types import PreTrainedModel
 from tandem.kv_cache.base import NotInSlotsError
-from tandem.kv_cache.cuda_layers import DecodeKernels
+from tandem.kv_cache.cuda.layers import DecodeKernels
 
 STEP_ROWS = tuple(1 << power for power in range(MAX_ROWS.bit_length()))
 

@@ -35,8 +35,8 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.hf.opaque_calls import intercepted
 from tandem.kernels.attention import Segment
 from tandem.kv_cache.base import has_indexers
-from tandem.kv_cache.cuda import StaticKvCache
-from tandem.kv_cache.cuda_layers import DecodeKernels, on_its_way
+from tandem.kv_cache.cuda.cache import StaticKvCache
+from tandem.kv_cache.cuda.layers import DecodeKernels, on_its_way
 from tandem.recording.replay import ReplayedStep
 
 MakeCapture = Callable[[], Capture]

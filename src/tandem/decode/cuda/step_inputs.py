@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.devices.cuda.embedding import StepRows
-from tandem.kv_cache.cuda_layers import on_its_way
+from tandem.kv_cache.cuda.layers import on_its_way
 
 
 class StepInputs:

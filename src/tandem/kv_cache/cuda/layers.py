@@ -13,7 +13,7 @@ from torch import Tensor
 from tandem.core.errors import ConfigError
 from tandem.kernels.attention import AttentionForm
 from tandem.kernels.device_states import Run
-from tandem.kv_cache.cuda_attention import visible
+from tandem.kv_cache.cuda.attention import visible
 
 # Returns zeros of a shape and dtype on the device; raises `CapacityError`.
 Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]

@@ -19,15 +19,15 @@ from tandem.kernels.attention import AttentionForm, Segment
 from tandem.kernels.device_states import StateKernels, TorchStates
 from tandem.kernels.recurrent import StateOperation
 from tandem.kv_cache.base import NotInSlotsError, SlotCache
-from tandem.kv_cache.cuda_attention import attention, attention_in_pieces, visible
-from tandem.kv_cache.cuda_index import DeviceIndexKeys
-from tandem.kv_cache.cuda_layers import (
+from tandem.kv_cache.cuda.attention import attention, attention_in_pieces, visible
+from tandem.kv_cache.cuda.index_keys import DeviceIndexKeys
+from tandem.kv_cache.cuda.layers import (
     DecodeKernels,
     LayerMemory,
     StepPlaces,
     stored_dtype,
 )
-from tandem.kv_cache.cuda_states import DeviceStates
+from tandem.kv_cache.cuda.states import DeviceStates
 from tandem.kv_cache.index_keys import NewIndexKeys, Pool, Selection
 from tandem.kv_cache.latents import Expansion
 from tandem.kv_cache.states import StateHandle, StateKey

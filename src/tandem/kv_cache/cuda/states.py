@@ -18,7 +18,7 @@ from tandem.kernels.device_states import (
     logged_values,
 )
 from tandem.kernels.recurrent import MOST_DRAFTED, Convolution, Recurrence, StateOperation
-from tandem.kv_cache.cuda_layers import Zeros, on_its_way
+from tandem.kv_cache.cuda.layers import Zeros, on_its_way
 from tandem.kv_cache.states import KeptStates, StateKey
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.attention import Segment
-from tandem.kv_cache.cuda_layers import StepPlaces, Zeros
+from tandem.kv_cache.cuda.layers import StepPlaces, Zeros
 from tandem.kv_cache.index_keys import NewIndexKeys, Selection
 
 # fp32 scores that are computed at a time: a prompt's have a value for each head, token, position.

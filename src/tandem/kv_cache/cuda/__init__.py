@@ -1,0 +1,1 @@
+"""The KV cache of sequence slots on a GPU."""
