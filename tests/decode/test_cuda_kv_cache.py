@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tandem.kernels.attention import AttentionForm, Segment
+from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.cuda import attention
 from tandem.kv_cache.cuda.cache import StaticKvCache
 
@@ -43,7 +44,7 @@ def read_prompt(window: int, softcap: float, sinks: Tensor | None) -> tuple[Tens
         query = torch.randn(8, count, 16, generator=generator)
         key, value = torch.randn(2, 2, count, 16, generator=generator)
         cache.expect(0)
-        found = cache.attend(form, query, key, value, sinks)
+        found = cache.attend(AttentionCall(form, query, key, value, sinks))
         return found.view(count, 8 * 16).view(count, 8, 16)  # as models' code looks at it
 
     cache.begin(Segment(0, 0, NUM_TOKENS))

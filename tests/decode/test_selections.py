@@ -30,19 +30,20 @@ def natively(
 def test_native_selections(dtype: torch.dtype, has_weights: bool, lengths: list[int]) -> None:
     torch.manual_seed(len(lengths))
     store, new = IndexStore(SLOTS), NewIndexKeys(0, Selection(0.25, MOST))
+    store.reserve(CAPACITY, 0)
     for slot, length in enumerate(lengths):  # what the slots hold; some of it alike
         positions = torch.arange(length + 1)
         keys = torch.randn(length + 1, DIM).to(dtype)
         keys[1:4] = keys[:1]
         rows = torch.full_like(positions, slot)
-        store.append(new, CAPACITY, rows, positions, [Segment(slot, 0, length + 1)], keys)
+        store.append(new, rows, positions, [Segment(slot, 0, length + 1)], keys)
     key = torch.randn(SLOTS, 2, DIM).to(dtype)[:, 0]
     query = torch.randn(HEADS, SLOTS, DIM).to(dtype).transpose(0, 1)
     weights = torch.randn(SLOTS, HEADS).to(dtype) if has_weights else None
     positions = torch.tensor(lengths)
     segments = [Segment(slot, length, 1) for slot, length in enumerate(lengths)]
     actual = natively(store, positions, key, query, weights)
-    kept = store.append(new, CAPACITY, torch.arange(SLOTS), positions, segments, key)
+    kept = store.append(new, torch.arange(SLOTS), positions, segments, key)
     expected = store.select(kept, segments, new.selection, query, weights)
     assert torch.equal(actual, expected)
     store.reserve(2 * CAPACITY, max(lengths) + 1)  # to other memory
@@ -51,13 +52,14 @@ def test_native_selections(dtype: torch.dtype, has_weights: bool, lengths: list[
 
 def test_what_is_not_a_number_is_selected() -> None:
     store, new = IndexStore(SLOTS), NewIndexKeys(0, Selection(0.25, MOST))
+    store.reserve(CAPACITY, 0)
     lengths = [8, 9, 60]
     for slot, length in enumerate(lengths):
         positions = torch.arange(length)
         keys = torch.randn(length, DIM)
         keys[5] = float("nan")
         rows = torch.full_like(positions, slot)
-        store.append(new, CAPACITY, rows, positions, [Segment(slot, 0, length)], keys)
+        store.append(new, rows, positions, [Segment(slot, 0, length)], keys)
     query = torch.randn(SLOTS, HEADS, DIM)
     selected = natively(store, torch.tensor(lengths), torch.randn(SLOTS, DIM), query, None)
     assert all(5 in row for row in selected.tolist())

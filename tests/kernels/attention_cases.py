@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.attention import AttentionForm, Segment
+from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.cuda.cache import StaticKvCache
 from tandem.kv_cache.cuda.layers import DecodeKernels
 
@@ -57,14 +58,14 @@ def attend_both(
                 cache.begin(Segment(slot, 0, length))
                 cache.expect(0)
                 query, key, value = tokens(form, length, dtype, random, device)
-                cache.attend(form, query, key, value, sinks)
+                cache.attend(AttentionCall(form, query, key, value, sinks))
                 cache.commit()
         results = []
         for _ in range(steps):
             cache.begin_decode(dict.fromkeys(range(len(lengths)), 1), len(lengths))
             cache.expect(0)
             query, key, value = tokens(form, len(lengths), dtype, random, device)
-            results.append(cache.attend(form, query, key, value, sinks))
+            results.append(cache.attend(AttentionCall(form, query, key, value, sinks)))
             cache.commit()
         found.append(results)
     return found[0], found[1]

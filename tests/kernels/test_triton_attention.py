@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.attention import AttentionForm, Segment
+from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.cuda.cache import StaticKvCache
 from tandem.kv_cache.cuda.layers import DecodeKernels
 from tests.kernels.attention_cases import attend_both, form_of
@@ -152,12 +153,12 @@ def test_nothing_is_captured_again_when_a_text_or_the_cache_grows(
         cache.begin(Segment(0, cache.lengths[0], more))
         cache.expect(0)
         key, value = torch.ones(2, 2, more, 16)
-        cache.attend(form, torch.ones(4, more, 16), key, value, None)
+        cache.attend(AttentionCall(form, torch.ones(4, more, 16), key, value))
         cache.commit()
         memory = cache.num_bytes
         cache.begin_decode({0: 1}, 1)
         cache.expect(0)
-        cache.attend(form, torch.ones(4, 1, 16), key[:, :1], value[:, :1], None)
+        cache.attend(AttentionCall(form, torch.ones(4, 1, 16), key[:, :1], value[:, :1]))
     assert len(set(launches)) == 1
     assert memory > 2 * 256 * 2 * 16 * 4
     assert (cache.generation, cache.attended_length) == (0, 0)

@@ -25,10 +25,11 @@ from tandem.hf.compat import cache_layer_kinds, is_empty_cache_layer, own_cache_
 from tandem.hf.steps import SEQUENCES
 from tandem.kernels.attention import AttentionForm
 from tandem.kernels.recurrent import StateOperation
-from tandem.kv_cache.index_keys import Pool, Selection
+from tandem.kv_cache.attention_call import AttentionCall
+from tandem.kv_cache.index_keys import NewIndexKeys, Pool, Selection
 from tandem.kv_cache.indexers import IndexScores
 from tandem.kv_cache.latents import Expansion
-from tandem.kv_cache.states import KeptStates, StateHandle
+from tandem.kv_cache.states import KeptStates, StateHandle, StateKey
 
 # Transformers' layers by what they keep.
 _FULL_AND_STATES = cache_layer_kinds("LinearAttentionAndFullAttentionLayer")
@@ -69,20 +70,8 @@ class SlotCache(ABC):
         self._awaited: int | None = None
 
     @abstractmethod
-    def attend(
-        self,
-        form: AttentionForm,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        selected: Tensor | None = None,
-    ) -> Tensor:
-        """Append the new keys and values of the expected layer and attend.
-
-        All are (heads, n_tokens, dim) in the order of the step; returns (n_tokens, heads, dim).
-        `selected` (n_tokens, most) are the positions that tokens see, as of `select`.
-        """
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Append the new keys and values of the expected layer; attend: (n_tokens, heads, dim)."""
 
     def absorbs(self, kept: AttentionForm, expanded: AttentionForm) -> bool:
         """Tell whether the step's tokens attend to latents as they are kept, or to expanded ones.
@@ -91,41 +80,24 @@ class SlotCache(ABC):
         """
         return self.is_decoding
 
-    def attend_expanded(
-        self,
-        form: AttentionForm,
-        key: Tensor,
-        value: Tensor,
-        expansion: Expansion,
-        selected: Tensor | None = None,
-    ) -> Tensor:
+    def attend_expanded(self, call: AttentionCall, expansion: Expansion) -> Tensor:
         """Append new latents as of `attend`; attend to what slots keep of them, expanded.
 
-        Raises `NotInSlotsError` where latents are not kept.
+        The query is one for expanded keys. Raises `NotInSlotsError` where latents are not kept.
         """
         raise NotInSlotsError("the model keeps latents in place of keys and values")
 
     @abstractmethod
     def advance(
-        self,
-        handle: StateHandle,
-        kind: str,
-        operation: Callable[[], StateOperation],
-        *inputs: Tensor,
+        self, key: StateKey, operation: Callable[[], StateOperation], *inputs: Tensor
     ) -> Tensor:
         """Go on from a layer's states by the step's tokens; return what comes out, by token.
 
-        `operation` says what a kind of a layer's states is for, when it is first asked for.
+        `operation` says what these states are for, when they are first asked for.
         """
 
     def select(
-        self,
-        layer: int,
-        selection: Selection,
-        key: Tensor,
-        query: Tensor,
-        weights: Tensor | None,
-        pool: Pool | None = None,
+        self, new: NewIndexKeys, key: Tensor, query: Tensor, weights: Tensor | None
     ) -> Tensor:
         """Keep the step's new index keys of a layer; return the positions that its tokens see.
 
@@ -246,8 +218,9 @@ class _IndexedLayer(_Layer):
     ) -> Tensor:
         """As of `SlotCache.select`, for tensors (b, n_tokens, ...)."""
         flat = None if weights is None else weights.flatten(0, 1)
-        cache, tokens = self._cache, (key.flatten(0, 1), query.flatten(0, 1), flat)
-        return cache.select(self._layer, selection, *tokens, pool).view(*key.shape[:2], -1)
+        new = NewIndexKeys(self._layer, selection, pool)
+        selected = self._cache.select(new, key.flatten(0, 1), query.flatten(0, 1), flat)
+        return selected.view(*key.shape[:2], -1)
 
     @property
     def indexer_position_ids(self) -> None:

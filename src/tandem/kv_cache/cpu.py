@@ -11,27 +11,27 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import CapacityError
+from tandem.core.units import format_bytes
 from tandem.experts.store import host_memory
 from tandem.hf.opaque_calls import ATTENTION, SELECTION, STATES, opaque
 from tandem.kernels.attention import (
-    AttentionForm,
     CachedAttention,
     Segment,
     require_kv_dtype,
 )
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.kernels.recurrent import LayerState, StateOperation, StateTokens
+from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.base import NotInSlotsError, SlotCache
 from tandem.kv_cache.cpu_states import CpuStates
-from tandem.kv_cache.index_keys import IndexStore, NewIndexKeys, Pool, Selection
+from tandem.kv_cache.index_keys import IndexStore, NewIndexKeys
 from tandem.kv_cache.latents import ExpandedKeys, Expansion
-from tandem.kv_cache.pretended import pretend
-from tandem.kv_cache.room import no_room, require_room
-from tandem.kv_cache.states import StateHandle, StateKey
+from tandem.kv_cache.states import StateKey
 from tandem.kv_cache.windows import KeptWindow
 
 # Capacity grows in steps, so that it is copied rarely and never much too large.
 _GRANULE_TOKENS = 256
+_INVENTED_AT_ONCE = 1024  # tokens
 
 
 class KvCache(SlotCache):
@@ -57,6 +57,7 @@ class KvCache(SlotCache):
         self._windows: dict[int, KeptWindow] = {}
         self.states = CpuStates(num_slots)
         self.index_keys = IndexStore(num_slots)
+        self.index_keys.reserve(self._capacity, 0)
         """What layers with an indexer keep beside them."""
         self._expanded = ExpandedKeys()
         self._expected_bytes = 0
@@ -199,39 +200,25 @@ class KvCache(SlotCache):
             kept = self._windows.get(layer.form.window)
             for slot in range(len(self.lengths)):
                 first = 0 if kept is None else kept.first(slot)
-                pretend(layer, self.threads, slot, length - first)
+                _pretend(layer, self.threads, slot, length - first)
         self.index_keys.pretend(length)
         self.lengths[:] = [length] * len(self.lengths)
 
     def advance(
-        self,
-        handle: StateHandle,
-        kind: str,
-        operation: Callable[[], StateOperation],
-        *inputs: Tensor,
+        self, key: StateKey, operation: Callable[[], StateOperation], *inputs: Tensor
     ) -> Tensor:
-        """Go on from a layer's states by the step's tokens; return what comes out, by token.
-
-        `operation` says what is done, when it is first asked for.
-        """
-        state = self.states.layer(StateKey(handle.layer, kind, handle.number), operation)
+        """Go on from a layer's states by the step's tokens; see `SlotCache.advance`."""
+        state = self.states.layer(key, operation)
         result: Tensor = opaque(STATES, _advance, self, state, *inputs)
         return result
 
     def select(
-        self,
-        layer: int,
-        selection: Selection,
-        key: Tensor,
-        query: Tensor,
-        weights: Tensor | None,
-        pool: Pool | None = None,
+        self, new: NewIndexKeys, key: Tensor, query: Tensor, weights: Tensor | None
     ) -> Tensor:
         """Keep the step's new index keys of a layer; return the positions that its tokens see.
 
         As of `IndexStore.select`, in the order of `begin`.
         """
-        new = NewIndexKeys(layer, selection, pool)
         result: Tensor = opaque(SELECTION, KvCache.select_of_layer, self, new, key, query, weights)
         return result
 
@@ -240,28 +227,16 @@ class KvCache(SlotCache):
     ) -> Tensor:
         """The same for a layer that is known."""
         tokens = (self.slots, self.positions, self._segments)
-        kept = self.index_keys.append(new, self._capacity, *tokens, key)
+        kept = self.index_keys.append(new, *tokens, key)
         return self.index_keys.select(kept, self._segments, new.selection, query, weights)
 
-    def attend(
-        self,
-        form: AttentionForm,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        selected: Tensor | None = None,
-    ) -> Tensor:
-        """Append the new keys and values of the expected layer and attend.
-
-        All are (heads, n_tokens, dim) in the order of `begin`; returns (n_tokens, heads, dim).
-        `selected` (n_tokens, most) are the positions that tokens see, as of `select`.
-        """
-        attention = self._layer_for(form, key, sinks)
-        if selected is not None and form.window:
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Append the new keys and values of the expected layer; attend: (n_tokens, heads, dim)."""
+        attention = self._layer_for(call)
+        if call.selected is not None and call.form.window:
             raise NotInSlotsError("positions are selected within a window")
-        more = [] if selected is None else [selected]
-        tensors = (query, key, value, *more)
+        more = [] if call.selected is None else [call.selected]
+        tensors = (call.query, call.key, call.value, *more)
         result: Tensor = opaque(ATTENTION, KvCache.attend_layer, self, attention, *tensors)
         return result
 
@@ -278,27 +253,20 @@ class KvCache(SlotCache):
         attention.append(self.threads, slots, positions, key, value)
         return attention.attend(self.threads, slots, positions, query, selected)
 
-    def attend_expanded(
-        self,
-        form: AttentionForm,
-        key: Tensor,
-        value: Tensor,
-        expansion: Expansion,
-        selected: Tensor | None = None,
-    ) -> Tensor:
+    def attend_expanded(self, call: AttentionCall, expansion: Expansion) -> Tensor:
         """Append new latents as of `attend`; attend to what slots keep of them, expanded."""
-        attention = self._layer_for(form, key, expansion.sinks)
+        attention = self._layer_for(call)
         positions = self.positions_of(attention)
-        attention.append(self.threads, self.slots, positions, key, value)
+        attention.append(self.threads, self.slots, positions, call.key, call.value)
         tokens = (self._segments, positions)
-        return self._expanded.attend(self.threads, attention, *tokens, expansion, selected)
+        return self._expanded.attend(self.threads, attention, *tokens, call, expansion)
 
-    def _layer_for(self, form: AttentionForm, key: Tensor, sinks: Tensor | None) -> CachedAttention:
-        """Return the expected layer, for new keys (KV heads, n_tokens, dim)."""
-        number = self._expected_layer()
+    def _layer_for(self, call: AttentionCall) -> CachedAttention:
+        """Return the expected layer."""
+        number, key = self._expected_layer(), call.key
         if key.dtype not in VALUE_DTYPES or key.shape[1] != len(self.positions):
             raise NotInSlotsError(f"keys are {key.dtype} of shape {tuple(key.shape)}")
-        return self._layers.get(number) or self._add_layer(number, form, key.dtype, sinks)
+        return self._layers.get(number) or self._add_layer(number, call)
 
     def positions_of(self, attention: CachedAttention) -> Tensor:
         """Return the places (n_tokens,) of the step's tokens in a layer's slots.
@@ -312,11 +280,10 @@ class KvCache(SlotCache):
         for window in self._windows.values():
             window.place(self._segments, self.positions, is_kept=is_kept)
 
-    def _add_layer(
-        self, layer: int, form: AttentionForm, dtype: torch.dtype, sinks: Tensor | None
-    ) -> CachedAttention:
+    def _add_layer(self, layer: int, call: AttentionCall) -> CachedAttention:
+        form, dtype = call.form, call.key.dtype
         attention = CachedAttention(
-            form, dtype if self._kv_dtype == "auto" else self._kv_dtype, sinks
+            form, dtype if self._kv_dtype == "auto" else self._kv_dtype, call.sinks
         )
         window = self._window_of(form.window)
         if all(known.form.window != form.window for known in self._layers.values()):
@@ -374,19 +341,42 @@ class KvCache(SlotCache):
         """Raise `CapacityError` unless there is room for so many bytes, of which some are held."""
         if needed - held > host_memory.available_bytes():
             self._expanded.clear()  # it can be made again
-        require_room(needed, held, len(self.lengths), self._capacity)
+        if needed - held > host_memory.available_bytes():
+            raise self._no_room(needed, held)
+
+    def _no_room(self, num_bytes: int, held: int = 0) -> CapacityError:
+        available = host_memory.available_bytes() + held
+        return CapacityError(
+            f"a KV cache of {len(self.lengths)} slots of {self._capacity} tokens takes "
+            f"{format_bytes(num_bytes)} and {format_bytes(available)} of host memory are free; "
+            "use fewer prompts at once, shorter ones, a smaller max_new_tokens or kv_dtype='int8'"
+        )
 
     def _grow(self, layer: CachedAttention, capacity: int, used: int) -> None:
         try:
             layer.reserve(len(self.lengths), capacity, used)
         except RuntimeError as error:  # torch's own words for "no memory" name a C++ file
             size = layer.bytes_of(capacity) * len(self.lengths) * self.num_layers
-            raise no_room(size, 0, len(self.lengths), self._capacity) from error
+            raise self._no_room(size) from error
 
 
 def _advance(cache: KvCache, state: LayerState, *inputs: Tensor) -> Tensor:
     tokens = StateTokens(cache.slots, cache.positions, cache.is_decoding)
     return cache.states.advance(cache.threads, state, tokens, inputs)
+
+
+def _pretend(layer: CachedAttention, threads: CpuThreads, slot: int, length: int) -> None:
+    """Let a slot of a layer hold `length` tokens that nobody said; there is room for them."""
+    count = min(length, _INVENTED_AT_ONCE)
+    key, value = (
+        torch.randn(layer.form.num_kv_heads, count, dim, device="cpu") * 0.1
+        for dim in (layer.form.key_dim, layer.form.value_dim)
+    )
+    for first in range(0, length, _INVENTED_AT_ONCE):
+        positions = torch.arange(first, min(first + count, length), device="cpu")
+        part = slice(0, len(positions))
+        slots = torch.full_like(positions, slot)
+        layer.append(threads, slots, positions, key[:, part], value[:, part])
 
 
 def _rounded(tokens: int) -> int:

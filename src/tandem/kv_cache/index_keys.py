@@ -19,6 +19,10 @@ from tandem.kernels.attention import Segment
 _MOST_SCORES = 1 << 24
 
 
+# Returns zeros of a shape and dtype; raises `CapacityError`.
+Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
+
+
 class Selection(NamedTuple):
     """Which positions are selected: of the greatest sum of weight * relu(scale * query . key)."""
 
@@ -47,22 +51,61 @@ class NewIndexKeys(NamedTuple):
     """None: blocks are single positions."""
 
 
-class IndexStore:
+class KeptIndexKeys:
     """The index keys of a model's layers by slot, in fp32: indexers score in it."""
 
-    def __init__(self, num_slots: int) -> None:
-        """Hold nothing for so many slots; layers come as the model asks for them."""
-        self._num_slots = num_slots
+    def __init__(self, num_slots: int, zeros: Zeros) -> None:
+        """Hold nothing for so many slots, in memory that `zeros` takes."""
+        self._num_slots, self._zeros, self._capacity = num_slots, zeros, 0
         self._layers: dict[tuple[int, int], Tensor] = {}
         """(slots, capacity / block, dim), by a layer's number and the block that a key is of"""
-        self._native: dict[int, _native.IndexLayer] = {}
-        """By a layer's number: its tokens' keys as native steps find them."""
-        self._most = 0
 
     @property
     def num_bytes(self) -> int:
         """Bytes that all index keys take."""
         return sum(keys.nbytes for keys in self._layers.values())
+
+    def reserve(self, capacity: int, used: int) -> None:
+        """Make room for `capacity` tokens in each slot, of which the first `used` are kept."""
+        self._capacity = capacity
+        for (layer, block), keys in self._layers.items():
+            count = -(-used // block)
+            self._layers[layer, block] = new = self._room(block, keys.shape[2])
+            new[:, :count] = keys[:, :count]
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Let a slot begin with the first `length` tokens of another one."""
+        for (_, block), keys in self._layers.items():
+            count = -(-length // block)
+            keys[target, :count] = keys[source, :count]
+
+    def pretend(self, length: int) -> None:
+        """Let every slot hold `length` invented tokens."""
+        for (_, block), keys in self._layers.items():
+            keys[:, : -(-length // block)].normal_()
+
+    def _kept(self, layer: int, block: int, dim: int) -> Tensor:
+        """Return a layer's keys, which are made on first use."""
+        if (layer, block) not in self._layers:
+            with torch.inference_mode(False):
+                self._layers[layer, block] = self._room(block, dim)
+        return self._layers[layer, block]
+
+    def _room(self, block: int, dim: int) -> Tensor:
+        return self._zeros((self._num_slots, -(-self._capacity // block), dim), torch.float32)
+
+
+class IndexStore(KeptIndexKeys):
+    """Index keys on the CPU."""
+
+    def __init__(self, num_slots: int) -> None:
+        """Hold nothing for so many slots; layers come as the model asks for them."""
+        super().__init__(
+            num_slots, lambda shape, dtype: torch.zeros(shape, dtype=dtype, device="cpu")
+        )
+        self._native: dict[int, _native.IndexLayer] = {}
+        """By a layer's number: its tokens' keys as native steps find them."""
+        self._most = 0
 
     def bytes_of(self, num_tokens: int) -> int:
         """Return the bytes of so many tokens of one slot, in all layers."""
@@ -85,23 +128,9 @@ class IndexStore:
 
     def reserve(self, capacity: int, used: int) -> None:
         """Make room for `capacity` tokens in each slot, of which the first `used` are kept."""
-        for (layer, block), keys in self._layers.items():
-            count = -(-used // block)
-            self._layers[layer, block] = new = self._room(capacity, block, keys.shape[2])
-            new[:, :count] = keys[:, :count]
+        super().reserve(capacity, used)
         for number in self._native:
             self.native(number)
-
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Let a slot begin with the first `length` tokens of another one."""
-        for (_, block), keys in self._layers.items():
-            count = -(-length // block)
-            keys[target, :count] = keys[source, :count]
-
-    def pretend(self, length: int) -> None:
-        """Let every slot hold `length` invented tokens."""
-        for (_, block), keys in self._layers.items():
-            keys[:, : -(-length // block)].normal_()
 
     def native(self, layer: int) -> _native.IndexLayer:
         """Return a layer whose keys were given, as native steps take it: also when it has grown."""
@@ -113,17 +142,13 @@ class IndexStore:
     def append(
         self,
         new: NewIndexKeys,
-        capacity: int,
         slots: Tensor,
         positions: Tensor,
         segments: Sequence[Segment],
         keys: Tensor,
     ) -> Tensor:
-        """Keep (n_tokens, any) of a layer; return what its blocks are scored by, of all slots.
-
-        `capacity` is the room of a layer that is new.
-        """
-        tokens = self._kept(new.layer, 1, capacity, keys.shape[1])
+        """Keep (n_tokens, any) of a layer; return what its blocks are scored by, of all slots."""
+        tokens = self._kept(new.layer, 1, keys.shape[1])
         tokens[slots, positions] = keys.float()
         if new.pool is None:
             return tokens
@@ -134,7 +159,7 @@ class IndexStore:
                 continue
             whole = tokens[slot, begin * block : end * block].unflatten(0, (end - begin, block))
             pooled = new.pool(whole)
-            blocks = self._kept(new.layer, block, capacity, pooled.shape[1])
+            blocks = self._kept(new.layer, block, pooled.shape[1])
             blocks[slot, begin:end] = pooled.float()
         return self._layers[new.layer, block]
 
@@ -160,19 +185,15 @@ class IndexStore:
             parts = range(first + some, first + count)
             for part in _cut(parts, _MOST_SCORES // max(1, len(keys) * query.shape[1])):
                 part_weights = None if weights is None else weights[part]
-                scores = _scores(keys, selection.scale, query[part], part_weights)
+                scores = scores_of(keys, selection.scale, query[part], part_weights)
                 own = torch.arange(part.start, part.stop, device="cpu") + (position - first)
                 selected[part] = _positions(scores, selection, own)
             first += count
         return selected
 
-    def _kept(self, layer: int, block: int, capacity: int, dim: int) -> Tensor:
-        if (layer, block) not in self._layers:
-            self._layers[layer, block] = self._room(capacity, block, dim)
-        return self._layers[layer, block]
 
-    def _room(self, capacity: int, block: int, dim: int) -> Tensor:
-        return torch.zeros((self._num_slots, -(-capacity // block), dim), device="cpu")
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device="cpu")
 
 
 def _cut(tokens: range, count: int) -> Iterator[slice]:
@@ -181,9 +202,9 @@ def _cut(tokens: range, count: int) -> Iterator[slice]:
         yield slice(first, min(first + count, tokens.stop))
 
 
-def _scores(keys: Tensor, scale: float, query: Tensor, weights: Tensor | None) -> Tensor:
-    """Score (n_blocks, dim) for some tokens: (n_tokens, n_blocks)."""
-    by_head = torch.relu(torch.matmul(query.float(), keys.T) * scale)
+def scores_of(keys: Tensor, scale: float, query: Tensor, weights: Tensor | None) -> Tensor:
+    """Score (n_blocks, dim), or (n_tokens, n_blocks, dim), for tokens: (n_tokens, n_blocks)."""
+    by_head = torch.relu(torch.matmul(query.float(), keys.transpose(-1, -2)) * scale)
     if weights is None:
         return by_head.sum(dim=1)
     return torch.matmul(weights.float()[:, None], by_head)[:, 0]
@@ -192,32 +213,26 @@ def _scores(keys: Tensor, scale: float, query: Tensor, weights: Tensor | None) -
 def _positions(scores: Tensor, selection: Selection, own: Tensor) -> Tensor:
     """Return the positions (n_tokens, most) of the best blocks before each token's `own`."""
     block = selection.block
-    _hide_later(scores, (own + 1) // block)
-    best = _greatest(scores, (selection.most + 1) // block - 1)
+    most = (selection.most + 1) // block - 1
+    is_best = greatest(scores, (own + 1) // block, most)
+    best = is_best.nonzero()[:, 1].view(len(scores), most)
     selected = best[..., None] * block + torch.arange(block, device="cpu")
     tail = ((own + 1) // block * block)[:, None] + torch.arange(block - 1, device="cpu")
     tail = tail.masked_fill(tail > own[:, None], -1)
     return torch.cat([selected.flatten(1), tail], dim=1)
 
 
-def _greatest(scores: Tensor, most: int) -> Tensor:
-    """Return the places (n, most) of the greatest of (n, count); of equal ones the first.
+def greatest(scores: Tensor, counts: Tensor, most: int) -> Tensor:
+    """Tell which are the greatest `most` of the first `counts` (n,) of scores (n, blocks).
 
-    What `topk` does with equal ones depends on the places that are hidden, so on how prompts are
-    cut into steps.
+    Of equal ones the first: what `topk` does with them depends on the places that are hidden, so on
+    how prompts are cut into steps. What is no number is among the greatest: attention sees it too,
+    and the logits tell.
     """
+    later = torch.arange(scores.shape[1], device=scores.device) >= counts[:, None]
+    scores = scores.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
+    scores = scores.masked_fill(later, float("-inf"))
     least = scores.topk(most, dim=-1).values[:, -1:]
     is_greater, is_least = scores > least, scores == least
     missing = most - is_greater.sum(dim=-1, keepdim=True)
-    is_selected = is_greater | (is_least & (is_least.cumsum(dim=-1) <= missing))
-    return is_selected.nonzero()[:, 1].view(len(scores), most)
-
-
-def _hide_later(scores: Tensor, counts: Tensor) -> None:
-    """Give all but the first `counts` (n_tokens,) blocks the least score.
-
-    What is no number gets the greatest: attention sees it too, and the logits tell.
-    """
-    scores.nan_to_num_(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
-    later = torch.arange(scores.shape[1], device="cpu")[None] >= counts[:, None]
-    scores.masked_fill_(later, float("-inf"))
+    return is_greater | (is_least & (is_least.cumsum(dim=-1) <= missing))

@@ -17,6 +17,7 @@ from torch import Tensor
 from tandem.experts.store import host_memory
 from tandem.kernels.attention import BLOCK_TOKENS, AttentionForm, CachedAttention, Segment
 from tandem.kernels.dense import CpuThreads
+from tandem.kv_cache.attention_call import AttentionCall
 
 # Latents that are expanded at once, before the kernels' own layout takes them; whole blocks.
 _AT_ONCE = 1024
@@ -32,9 +33,8 @@ class Expansion(NamedTuple):
 
     form: AttentionForm
     """Of attention with keys and values for each head."""
-    query: Tensor
-    """(heads, n_tokens, key dim)"""
-    sinks: Tensor | None
+    dtype: torch.dtype
+    """Of what is expanded."""
     expand: Callable[[Tensor], tuple[Tensor, Tensor]]
     """Of what is kept (n, latent + rotary): keys (heads, n, key dim), values (heads, n, dim)."""
 
@@ -83,21 +83,21 @@ class ExpandedKeys:
         kept: CachedAttention,
         segments: Sequence[Segment],
         positions: Tensor,
+        call: AttentionCall,
         expansion: Expansion,
-        selected: Tensor | None,
     ) -> Tensor:
         """Attend to what slots keep, (n_tokens, heads, value dim), slot by slot.
 
         `positions` (n_tokens,) are places in the slots' memory; the tokens have been appended.
-        `selected` is as of `CachedAttention.attend`.
         """
-        form, query = expansion.form, expansion.query
+        form, query, selected = expansion.form, call.query, call.selected
         out = query.new_empty((query.shape[1], form.num_heads, form.value_dim))
         begin = 0
         for segment in segments:
             part = slice(begin, begin + segment.num_tokens)
             begin, places = part.stop, positions[part]
             layer = self._filled(threads, kept, segment.slot, int(places[-1]) + 1, expansion)
+            layer = layer if call.sinks is None else layer.with_sinks(call.sinks)
             own = None if selected is None else selected[part]
             out[part] = layer.attend(threads, torch.zeros_like(places), places, query[:, part], own)
         return out
@@ -110,12 +110,12 @@ class ExpandedKeys:
         layer, filled = self._room(kept, slot, length, by)
         for first in range(filled // BLOCK_TOKENS * BLOCK_TOKENS, length, _AT_ONCE):
             count = min(_AT_ONCE, length - first)
-            keys, values = by.expand(kept_keys(kept, slot, first, count).to(by.query.dtype))
+            keys, values = by.expand(kept_keys(kept, slot, first, count).to(by.dtype))
             places = torch.arange(first, first + count, device="cpu")
             layer.append(threads, torch.zeros_like(places), places, keys, values)
         if layer is not self._shared:
             self._rows[slot][kept] = _Rows(layer, length)
-        return layer if by.sinks is None else layer.with_sinks(by.sinks)
+        return layer
 
     def _forget_written(self, slot: int) -> None:
         end = self._written.pop(slot, None)
@@ -129,7 +129,7 @@ class ExpandedKeys:
         """Return memory for a layer's expanded positions, and how many are there already."""
         layers = self._rows.setdefault(slot, {})
         self._rows.move_to_end(slot)
-        layer, filled = layers.get(kept) or (CachedAttention(by.form, by.query.dtype), 0)
+        layer, filled = layers.get(kept) or (CachedAttention(by.form, by.dtype), 0)
         capacity = layer.keys.shape[2] * BLOCK_TOKENS
         if by.form.window:
             filled = 0  # slots slide
@@ -158,7 +158,7 @@ class ExpandedKeys:
         shared = self._shared
         fits = shared is not None and length <= shared.keys.shape[2] * BLOCK_TOKENS
         if shared is None or not fits or shared.form != by.form:
-            shared = self._shared = CachedAttention(by.form, by.query.dtype)
+            shared = self._shared = CachedAttention(by.form, by.dtype)
             shared.reserve(1, length)
         return shared
 

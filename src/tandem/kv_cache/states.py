@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tandem.experts.store import host_memory
 from tandem.kernels.attention import Segment
+from tandem.kernels.recurrent import StateOperation
 from tandem.kv_cache.checkpoints import KeptCheckpoints, cut_lengths
 
 _MOST_BYTES = 1 << 30  # of the checkpoints of all slots
@@ -35,6 +36,14 @@ class StateHandle(NamedTuple):
     cache: Any
     layer: int
     number: int
+
+    def advance(
+        self, kind: str, operation: Callable[[], StateOperation], *inputs: Tensor
+    ) -> Tensor:
+        """Go on from a kind of the layer's states, as of `SlotCache.advance`."""
+        key = StateKey(self.layer, kind, self.number)
+        result: Tensor = self.cache.advance(key, operation, *inputs)
+        return result
 
     def to(self, *args: object, **kwargs: object) -> "StateHandle":
         """Return itself: what a model does to the tensor that it takes this for."""

@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tandem.core.errors import ConfigError
 from tandem.decode.substitutions.latents import attend_latents, has_latents
 from tandem.kernels.attention import AttentionForm
+from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.base import NotInSlotsError, current_cache
 from tandem.kv_cache.indexers import SeesAllBefore, SelectedPositions
 
@@ -69,10 +70,9 @@ def attention_forward(
     # (heads, all tokens, dim), a view in either case
     query, key, value = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))
     selected = None if indices is None else indices.flatten(0, 1)
-    if has_latents(module, cache):
-        out = attend_latents(module, cache, form, query, key, value, s_aux, selected)
-    else:
-        out = cache.attend(form, query, key, value, s_aux, selected)
+    call = AttentionCall(form, query, key, value, s_aux, selected)
+    is_latent = has_latents(module, cache)
+    out = attend_latents(module, cache, call) if is_latent else cache.attend(call)
     return out.view(batch, num_tokens, *out.shape[1:]), None
 
 

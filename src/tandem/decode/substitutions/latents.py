@@ -18,9 +18,9 @@ from tandem.decode.substitutions.substitution import Substitution, has
 from tandem.devices.cuda.linear import DeviceLinear
 from tandem.hf.dense import PackedLinear, read_rows
 from tandem.hf.opaque_calls import GROUPS, opaque
-from tandem.kernels.attention import AttentionForm
 from tandem.kernels.dense import CpuThreads, DenseWeight, multiply_groups, pack_dense
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, find_format
+from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.base import SlotCache, current_cache
 from tandem.kv_cache.latents import Expansion
 
@@ -50,35 +50,28 @@ def _keep_latents(self: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, T
 LATENTS = Substitution(_is_known, _keep_latents, "expand_kv")
 
 
-def attend_latents(
-    module: Any,
-    cache: SlotCache,
-    form: AttentionForm,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    selected: Tensor | None,
-) -> Tensor:
+def attend_latents(module: Any, cache: SlotCache, call: AttentionCall) -> Tensor:
     """Attend as of `SlotCache.attend`, with what `_keep_latents` has returned.
 
-    `query` (heads, n_tokens, key dim) is that of expanded keys, `form` that of the one latent key;
-    returns (n_tokens, heads, value dim) of expanded values.
+    The query is one for expanded keys, the form that of the one latent key; returns (n_tokens,
+    heads, value dim) of expanded values.
     """
     if cache.shares_values:
-        value = value[..., :0]
+        call = call._replace(value=call.value[..., :0])
+    form, query = call.form, call.query
     expanded = dataclasses.replace(
         form, num_kv_heads=form.num_heads, key_dim=query.shape[-1], value_dim=module.v_head_dim
     )
     if not cache.absorbs(form, expanded):
-        expansion = Expansion(expanded, query, sinks, partial(_expand, module))
-        return cache.attend_expanded(form, key, value, expansion, selected)
+        return cache.attend_expanded(
+            call, Expansion(expanded, query.dtype, partial(_expand, module))
+        )
     num_plain = module.qk_nope_head_dim
     by_head = _products(module, form.num_heads)
     of_tokens = query.transpose(0, 1)  # (n_tokens, heads, key dim)
     absorbed = by_head.of_keys(of_tokens[..., :num_plain])
     query = torch.cat([absorbed, of_tokens[..., num_plain:]], dim=-1).transpose(0, 1)
-    return by_head.of_values(cache.attend(form, query, key, value, sinks, selected))
+    return by_head.of_values(cache.attend(call._replace(query=query)))
 
 
 def _expand(module: Any, kept: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,8 +53,7 @@ def _convolve(
     if activation not in (None, "silu", "swish"):
         raise NotInSlotsError(f"a short convolution with the activation {activation}")
     batch, channels, num_tokens = x.shape
-    result: Tensor = handle.cache.advance(
-        handle,
+    result = handle.advance(
         "convolution",
         lambda: Convolution(weight, bias, has_silu=activation is not None),
         x.transpose(1, 2).reshape(batch * num_tokens, channels),
@@ -87,8 +86,7 @@ def _delta_rule(
         is_normalised=use_qk_l2norm_in_kernel,
         scale=key.shape[3] ** -0.5,
     )
-    out = initial_state.cache.advance(
-        initial_state,
+    out = initial_state.advance(
         "recurrence",
         lambda: Recurrence(form),
         *(x.flatten(0, 1) for x in (value, query, key)),
@@ -158,13 +156,11 @@ def _scan(
     form = RecurrenceForm(num_heads, key.shape[1], key.shape[2], head_dim, "head")
     skips = None if skip is None else skip.view(num_heads, -1).expand(num_heads, head_dim)
     decay = (rate.float() * a.float()).contiguous()
-    out: Tensor = handle.cache.advance(
-        handle,
+    return handle.advance(
         "recurrence",
         lambda: Recurrence(form, skip=skips),
         x, query, key, decay, rate.contiguous(),
     )  # fmt: skip
-    return out
 
 
 def _selective_scan_prompt(
@@ -227,8 +223,7 @@ def _selective_scan(
     channels, key_dim = a.shape
     form = RecurrenceForm(1, 1, key_dim, channels, "pair")
     wide, rate = x.float(), rate.float()
-    out = handle.cache.advance(
-        handle,
+    out = handle.advance(
         "recurrence",
         lambda: Recurrence(form, factor=a.float()),
         (wide * rate)[:, None], query.float()[:, None], key.float()[:, None], rate.contiguous(),
@@ -237,8 +232,7 @@ def _selective_scan(
         out = out + wide * skip.float()
     if gate is not None:
         out = out * F.silu(gate.float())
-    result: Tensor = out.to(x.dtype)
-    return result
+    return out.to(x.dtype)
 
 
 def _time_steps(

@@ -39,12 +39,8 @@ def _lightning_attention(
     query, key, value = mixed.split(dim, dim=-1)
     decay = -self.slope_rate.float().flatten().expand(len(mixed), heads)
     form = RecurrenceForm(heads, heads, dim, dim, "head")
-    out = handle.cache.advance(
-        handle,
-        "recurrence",
-        lambda: Recurrence(form),
-        *(value, query, key, decay.contiguous()),
-    )
+    inputs = (value, query, key, decay.contiguous())
+    out = handle.advance("recurrence", lambda: Recurrence(form), *inputs)
     out = self.norm(out.view(*hidden_states.shape[:-1], heads * dim))
     return self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * out), None
 
@@ -107,10 +103,7 @@ def _delayed(handle: StateHandle, kind: str, x: Tensor) -> Tensor:
 
 
 def _advanced(handle: StateHandle, kind: str, x: Tensor, weight: Callable[[], Tensor]) -> Tensor:
-    result: Tensor = handle.cache.advance(
-        handle, kind, lambda: Convolution(weight(), None, has_silu=False), x
-    )
-    return result
+    return handle.advance(kind, lambda: Convolution(weight(), None, has_silu=False), x)
 
 
 LIGHTNING_ATTENTION = Substitution(

@@ -18,6 +18,7 @@ from tandem.core.errors import CapacityError
 from tandem.kernels.attention import AttentionForm, Segment
 from tandem.kernels.device_states import StateKernels, TorchStates
 from tandem.kernels.recurrent import StateOperation
+from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.base import NotInSlotsError, SlotCache
 from tandem.kv_cache.cuda.attention import attention, attention_in_pieces, visible
 from tandem.kv_cache.cuda.index_keys import DeviceIndexKeys
@@ -28,9 +29,9 @@ from tandem.kv_cache.cuda.layers import (
     stored_dtype,
 )
 from tandem.kv_cache.cuda.states import DeviceStates
-from tandem.kv_cache.index_keys import NewIndexKeys, Pool, Selection
+from tandem.kv_cache.index_keys import NewIndexKeys
 from tandem.kv_cache.latents import Expansion
-from tandem.kv_cache.states import StateHandle, StateKey
+from tandem.kv_cache.states import StateKey
 
 _SHORTEST_LENGTH = 256
 
@@ -157,14 +158,10 @@ class StaticKvCache(SlotCache):
         self.lengths[target] = length
 
     def advance(
-        self,
-        handle: StateHandle,
-        kind: str,
-        operation: Callable[[], StateOperation],
-        *inputs: Tensor,
+        self, key: StateKey, operation: Callable[[], StateOperation], *inputs: Tensor
     ) -> Tensor:
         """Go on from a layer's states by the step's tokens; see `SlotCache.advance`."""
-        return self.states.advance(StateKey(handle.layer, kind, handle.number), operation, inputs)
+        return self.states.advance(key, operation, inputs)
 
     @torch.inference_mode()
     def pretend(self, length: int) -> None:
@@ -172,17 +169,11 @@ class StaticKvCache(SlotCache):
         self.reserve(length + 1)
         for layer in self._layers.values():
             layer.invent(length)
-        self.index_keys.invent(length)
+        self.index_keys.pretend(length)
         self.lengths[:] = [length] * len(self.lengths)
 
     def select(
-        self,
-        layer: int,
-        selection: Selection,
-        key: Tensor,
-        query: Tensor,
-        weights: Tensor | None,
-        pool: Pool | None = None,
+        self, new: NewIndexKeys, key: Tensor, query: Tensor, weights: Tensor | None
     ) -> Tensor:
         """Keep the step's new index keys of a layer; return a mask of what its tokens see.
 
@@ -190,33 +181,19 @@ class StaticKvCache(SlotCache):
         """
         if self._kernels is not None:
             raise NotInSlotsError("kernels attend to all positions")
-        new = NewIndexKeys(layer, selection, pool)
         if self._segment is not None:
             return self.index_keys.of_prompt(new, self._segment, key, query, weights)
         length, read = self.attended_length, self._read_slots()
         return self.index_keys.of_step(new, self._step, read, length, key, query, weights)
 
-    def attend(
-        self,
-        form: AttentionForm,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        selected: Tensor | None = None,
-    ) -> Tensor:
-        """Append the new keys and values of the expected layer and attend.
-
-        All are (heads, n_tokens, dim); returns (n_tokens, heads, dim).
-        """
-        selected = _as_mask(selected)
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Append the new keys and values of the expected layer; attend: (n_tokens, heads, dim)."""
+        call = _with_mask(call)
         if self._segment is None:
-            layer = self._layer(form, key, value)
-            return self._decode(form, layer, query, key, value, sinks, selected)
-        keys, values = self._appended(form, key, value)
-        is_latent = value.shape[2] == 0
-        prefill = self._prefill_latents if is_latent else self._prefill
-        return prefill(form, query, keys, values, sinks, selected)
+            return self._decode(call, self._layer(call))
+        keys, values = self._appended(call)
+        prefill = self._prefill_latents if call.value.shape[2] == 0 else self._prefill
+        return prefill(call, keys, values)
 
     def absorbs(self, kept: AttentionForm, expanded: AttentionForm) -> bool:
         """Tell whether the step's tokens attend to latents as they are kept.
@@ -232,45 +209,29 @@ class StaticKvCache(SlotCache):
         wider = kept.key_dim + kept.value_dim - expanded.key_dim - expanded.value_dim
         return first > 0 and count * wider < expanding
 
-    def attend_expanded(
-        self,
-        form: AttentionForm,
-        key: Tensor,
-        value: Tensor,
-        expansion: Expansion,
-        selected: Tensor | None = None,
-    ) -> Tensor:
+    def attend_expanded(self, call: AttentionCall, expansion: Expansion) -> Tensor:
         """Append a prompt's new latents; attend to what its slot keeps of them, expanded."""
-        kept, _ = self._appended(form, key, value)
-        keys, values = expansion.expand(kept[0])
-        mask = _as_mask(selected)
-        return self._prefill(expansion.form, expansion.query, keys, values, expansion.sinks, mask)
+        kept, _ = self._appended(call)
+        call = _with_mask(call)._replace(form=expansion.form)
+        return self._prefill(call, *expansion.expand(kept[0]))
 
-    def _appended(self, form: AttentionForm, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _appended(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Append a prompt's next tokens to its slot; return all keys and values of this."""
         assert self._segment is not None, "a prompt's tokens were announced"
-        layer = self._layer(form, key, value)
+        layer, key, value = self._layer(call), call.key, call.value
         slot, first, count = self._segment
         if key.shape[1] != count:
             raise NotInSlotsError(f"{count} tokens were announced and {key.shape[1]} came")
         layer.store(slot, slice(first, first + count), key, value)
         return layer.read(slot, first + count, key.dtype)
 
-    def _decode(
-        self,
-        form: AttentionForm,
-        layer: LayerMemory,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        selected: Tensor | None,
-    ) -> Tensor:
+    def _decode(self, call: AttentionCall, layer: LayerMemory) -> Tensor:
+        form, query, key, value, sinks, selected = call
         slots, positions = self._step.slots, self._step.positions
         count = len(slots)
         if self._kernels is not None:
-            tokens = (query, key, value)
-            return self._kernels(form, layer.where, slots, positions, *tokens, sinks, layer.kind)
+            tokens = (query, key, value, sinks)
+            return self._kernels(form, layer.where, slots, positions, *tokens, layer.kind)
         layer.store(slots, positions, key.transpose(0, 1), value.transpose(0, 1))
         keys, values = layer.read(self._read_slots(), self.attended_length, query.dtype)
         keys, values = (x.expand(count, -1, -1, -1) for x in (keys, values))
@@ -283,15 +244,8 @@ class StaticKvCache(SlotCache):
         out = attention(form, q, keys, values, mask, sink)
         return out.reshape(count, form.num_heads, form.value_dim)
 
-    def _prefill(
-        self,
-        form: AttentionForm,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        sinks: Tensor | None,
-        selected: Tensor | None,
-    ) -> Tensor:
+    def _prefill(self, call: AttentionCall, keys: Tensor, values: Tensor) -> Tensor:
+        form, query, _, _, sinks, selected = call
         count, total = query.shape[1], keys.shape[1]
         group = form.num_heads // form.num_kv_heads
         keys = keys.repeat_interleave(group, 0)  # (heads, total, dim)
@@ -308,16 +262,9 @@ class StaticKvCache(SlotCache):
             out = attention(form, query[None], keys[None], values[None], mask, heads)
         return out[0].transpose(0, 1).contiguous()  # as models' code looks at it
 
-    def _prefill_latents(
-        self,
-        form: AttentionForm,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        sinks: Tensor | None,
-        selected: Tensor | None,
-    ) -> Tensor:
+    def _prefill_latents(self, call: AttentionCall, keys: Tensor, values: Tensor) -> Tensor:
         """Attend with a prompt's few tokens to the one key that all heads have, copied for none."""
+        form, query, _, _, sinks, selected = call
         mask = self._seen_by_last(query.shape[1], keys.shape[1], form.window, selected)[:, None]
         of_tokens = query.transpose(0, 1)[None]  # (1, n_tokens, heads, dim)
         heads = None if sinks is None else sinks.reshape(-1, 1)
@@ -329,15 +276,15 @@ class StaticKvCache(SlotCache):
         seen = visible(place, torch.arange(total, device=self._device)[None], window)
         return seen if selected is None else seen & selected
 
-    def _layer(self, form: AttentionForm, key: Tensor, value: Tensor) -> LayerMemory:
+    def _layer(self, call: AttentionCall) -> LayerMemory:
         """Return the expected layer, for keys and values of this kind."""
         number = self._expected_layer()
         if number not in self._layers:
-            stored = stored_dtype(self._kv_dtype, key.dtype)
+            stored = stored_dtype(self._kv_dtype, call.key.dtype)
             with torch.inference_mode(False):
                 self._layers[number] = LayerMemory(
-                    form, len(self.lengths), self.capacity, stored, self._zeros,
-                    has_values=value.shape[-1] > 0,
+                    call.form, len(self.lengths), self.capacity, stored, self._zeros,
+                    has_values=call.value.shape[-1] > 0,
                 )  # fmt: skip
         return self._layers[number]
 
@@ -382,9 +329,9 @@ class StaticKvCache(SlotCache):
         return slice(len(self._step.slots)) if self._is_aligned else self._step.slots
 
 
-def _as_mask(selected: Tensor | None) -> Tensor | None:
-    """Return what `select` gave; models' code makes integers of it."""
-    return None if selected is None else selected != 0
+def _with_mask(call: AttentionCall) -> AttentionCall:
+    """Return a call with the mask that `select` gave; models' code makes integers of it."""
+    return call if call.selected is None else call._replace(selected=call.selected != 0)
 
 
 def _rounded(tokens: int) -> int:

@@ -5,7 +5,7 @@ they lie: kernels of captured steps read it, so that a layer may grow under them
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,8 @@ from tandem.core.errors import ConfigError
 from tandem.kernels.attention import AttentionForm
 from tandem.kernels.device_states import Run
 from tandem.kv_cache.cuda.attention import visible
+from tandem.kv_cache.index_keys import Zeros
 
-# Returns zeros of a shape and dtype on the device; raises `CapacityError`.
-Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 KINDS = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "int8",
@@ -26,26 +25,13 @@ _LARGEST = 127.0
 _INVENTED_SPREAD = 0.1
 
 
-class DecodeKernels(Protocol):
-    """Attention of decode steps: see `triton_kernels.decode_attention.DecodeAttention`."""
-
-    def __call__(
-        self,
-        form: AttentionForm,
-        where: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        kind: str,
-    ) -> Tensor:
-        """Append tokens (heads, n_tokens, dim) to their slots, at their positions, and attend.
-
-        Returns (n_tokens, heads, value_dim). A slot may have several tokens, of which each sees
-        those before it. A `value` of no dimensions is part of the key.
-        """
+# Appends tokens to their slots and attends, in decode steps; by form, `where` of the layer, slots,
+# positions, query, key, value (heads, n_tokens, dim), sinks, and the kind of what is kept. A slot
+# may have several tokens, of which each sees those before it. A value of no dimensions is part of
+# the key. See `triton_kernels.decode_attention.DecodeAttention`.
+DecodeKernels = Callable[
+    [AttentionForm, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, str], Tensor
+]
 
 
 def stored_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:

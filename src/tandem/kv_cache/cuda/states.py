@@ -18,7 +18,8 @@ from tandem.kernels.device_states import (
     logged_values,
 )
 from tandem.kernels.recurrent import MOST_DRAFTED, Convolution, Recurrence, StateOperation
-from tandem.kv_cache.cuda.layers import Zeros, on_its_way
+from tandem.kv_cache.cuda.layers import on_its_way
+from tandem.kv_cache.index_keys import Zeros
 from tandem.kv_cache.states import KeptStates, StateKey
 
 
