@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tandem.decode.cuda.chains import find_chains
@@ -22,58 +21,6 @@ from tandem.recording.fusion.norms import norms_as
 from tandem.recording.fusion.rotary import rotaries_as
 from tandem.recording.fusion.routers import choices_as, choices_first_as
 from tandem.recording.recorder import Operation, Ref
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Norm:
-    """A norm as one launch."""
-
-    weight: Tensor | None
-    eps: float
-    rounds_first: bool
-
-    def __call__(self, x: Tensor) -> Tensor:
-        from tandem.triton_kernels import operations
-
-        result: Tensor = operations.norm(x, self.weight, self.eps, self.rounds_first)
-        return result
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _SumAndNorm:
-    norm: _Norm
-
-    def __call__(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-        from tandem.triton_kernels import operations
-
-        norm = self.norm
-        result: tuple[Tensor, Tensor] = operations.add_and_norm(
-            x, other, norm.weight, norm.eps, norm.rounds_first
-        )
-        return result
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Rotary:
-    heads: int
-
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        from tandem.triton_kernels import operations
-
-        result: Tensor = operations.rotate(x, cos, sin, self.heads)
-        return result
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _TwoRotaries:
-    heads: int
-
-    def __call__(self, x: Tensor, other: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        from tandem.triton_kernels import operations
-
-        result: tuple[Tensor, Tensor] = operations.rotate_two(x, other, cos, sin, self.heads)
-        return result
-
 
 _QUERY_AND_KEY = slice(4, 6)  # of the arguments of `tandem::recur`
 
@@ -89,22 +36,13 @@ class _RecurrenceOfFewKeys:
         return self.recur(*args[: _QUERY_AND_KEY.start], *flat, *args[_QUERY_AND_KEY.stop :])
 
 
-def _choice(
-    top_k: int, scale: float, *, is_normalised: bool, dtype: torch.dtype
-) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    from tandem.triton_kernels import operations
-
-    def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = operations.choose(logits, top_k, scale, is_normalised, dtype)
-        return found
-
-    return choose
-
-
 def _sums_with_norms(graph: Graph) -> Iterator[Found]:
     """Find the norms whose input is a sum of two tensors of the same shape."""
+    from tandem.triton_kernels import operations
+
     for norm in graph.operations:
-        if not isinstance(norm.function, _Norm):
+        settings = _settings(norm, operations.norm)
+        if settings is None:
             continue
         total = graph.made_by(norm.args[0], "add")
         if total is None or total.kwargs or len(total.args) != 2:
@@ -114,10 +52,16 @@ def _sums_with_norms(graph: Graph) -> Iterator[Found]:
             continue
         outputs = [total.outputs[0], norm.outputs[0]]
         fused = Operation(
-            _SumAndNorm(norm.function), tuple(refs), {}, outputs, "add_and_norm", list(refs),
-            returns_sequence=True,
+            partial(operations.add_and_norm, **settings), tuple(refs), {}, outputs, "add_and_norm",
+            list(refs), returns_sequence=True,
         )  # fmt: skip
         yield Found([total, norm], fused)
+
+
+def _settings(operation: Operation, function: object) -> dict[str, Any] | None:
+    """Return what an operation has beside its tensors, if it stands for a call of this function."""
+    call = operation.function
+    return call.keywords if isinstance(call, partial) and call.func is function else None
 
 
 def _are_alike(graph: Graph, *refs: Ref) -> bool:
@@ -133,19 +77,22 @@ def _are_alike(graph: Graph, *refs: Ref) -> bool:
 
 def _pairs_of_rotaries(graph: Graph) -> Iterator[Found]:
     """Find two embeddings by the same angles, as of queries and keys."""
+    from tandem.triton_kernels import operations
+
     waiting: dict[tuple[Any, ...], Operation] = {}
     for rotary in graph.operations:
-        if not isinstance(rotary.function, _Rotary):
+        settings = _settings(rotary, operations.rotate)
+        if settings is None:
             continue
         x, cos, sin = rotary.args
-        key = (cos, sin, rotary.function.heads, graph.tensor(x).shape[-1])
+        key = (cos, sin, settings["heads"], graph.tensor(x).shape[-1])
         first = waiting.pop(key, None)
         if first is None:
             waiting[key] = rotary
             continue
         args = (first.args[0], x, cos, sin)
         fused = Operation(
-            _TwoRotaries(rotary.function.heads), args, {},
+            partial(operations.rotate_two, **settings), args, {},
             [first.outputs[0], rotary.outputs[0]], "rotary", list(args), returns_sequence=True,
         )  # fmt: skip
         yield Found([first, rotary], fused)
@@ -177,24 +124,31 @@ def _repeated_keys(graph: Graph) -> Iterator[Found]:
             yield Found(group, fused)
 
 
-_FINDERS: tuple[Callable[[Graph], Iterator[Found]], ...] = (
-    partial(norms_as, make=_Norm),
-    partial(rotaries_as, make=_Rotary),
-    partial(choices_as, make=_choice),
-    partial(choices_first_as, make=_choice),
-    _sums_with_norms,
-    _pairs_of_rotaries,
-    _repeated_keys,
-    find_projections,
-    find_chains,
-)
+def _finders() -> tuple[Callable[[Graph], Iterator[Found]], ...]:
+    from tandem.triton_kernels import operations
+
+    def norm(weight: Tensor | None, eps: float, rounds_first: bool) -> Callable[..., Any]:
+        return partial(operations.norm, weight=weight, eps=eps, rounds_first=rounds_first)
+
+    choice = partial(partial, operations.choose)
+    return (
+        partial(norms_as, make=norm),
+        partial(rotaries_as, make=lambda heads: partial(operations.rotate, heads=heads)),
+        partial(choices_as, make=choice),
+        partial(choices_first_as, make=choice),
+        _sums_with_norms,
+        _pairs_of_rotaries,
+        _repeated_keys,
+        find_projections,
+        find_chains,
+    )
 
 
 def fuse_for_gpu(
     operations: list[Operation], tensors: list[Tensor], fixed: set[int]
 ) -> list[Operation]:
     """Return the operations with groups replaced; `fixed` numbers the tensors that never change."""
-    for finder in _FINDERS:
+    for finder in _finders():
         graph = Graph(operations, tensors, fixed, TOKEN_DTYPES)
         for group, fused in finder(graph):
             graph.replace(group, fused)

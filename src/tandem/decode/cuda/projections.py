@@ -1,10 +1,8 @@
 """Packed linear layers that read one input become one launch: queries, keys and values."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from tandem.recording.fusion.graph import Found, Graph
 from tandem.recording.recorder import Operation, Ref
@@ -13,18 +11,6 @@ if TYPE_CHECKING:
     from tandem.triton_kernels.dense import DeviceWeight
 
 _NAME = "packed_linear"  # of `tandem.triton_kernels.dense`
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Projections:
-    """Several layers as one launch."""
-
-    weights: "Sequence[DeviceWeight]"
-
-    def __call__(self, x: Tensor) -> list[Tensor]:
-        from tandem.triton_kernels.dense import multiply_together
-
-        return multiply_together(x, self.weights)
 
 
 def find_projections(graph: Graph) -> Iterator[Found]:
@@ -61,12 +47,14 @@ def _joined(graph: Graph, operations: list[Operation]) -> Iterator[Found]:
 
 
 def _found(graph: Graph, group: list[Operation]) -> Iterator[Found]:
+    from tandem.triton_kernels.dense import multiply_together
+
     if len(group) < 2:
         return
     rows = group[0].args[0]
     if graph.is_written_between([rows], group[0], group[-1]):
         return
-    call = _Projections([_weight(graph, each) for each in group])
+    call = partial(multiply_together, weights=[_weight(graph, each) for each in group])
     outputs = [each.outputs[0] for each in group]
     fused = Operation(call, (rows,), {}, outputs, _NAME, [rows], returns_sequence=True)
     yield Found(group[::-1], fused)  # the last one named gives the place

@@ -10,15 +10,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
-from tandem.recording.fusion.calls import (
-    find_attentions,
-    find_dense_groups,
-    find_experts,
-    find_group_products,
-    find_rows,
-    find_selections,
-    find_states,
-)
+from tandem.recording.fusion.calls import find_calls, find_dense_groups
 from tandem.recording.fusion.graph import Found, Graph
 from tandem.recording.fusion.norms import find_norms
 from tandem.recording.fusion.ranked_choices import find_ranked_choices
@@ -39,12 +31,7 @@ _FINDERS: tuple[Callable[[Graph, CpuThreads], Iterator[Found]], ...] = (
     find_choices,
     find_choices_first,
     find_ranked_choices,
-    find_attentions,
-    find_states,
-    find_selections,
-    find_rows,
-    find_group_products,
-    find_experts,
+    find_calls,
     find_small_linears,
     find_dense_groups,
     find_small,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,13 +67,9 @@ def _is_exact_in_bf16(x: Tensor) -> bool:
     return x.dtype == torch.float32 and torch.equal(x.bfloat16().float(), x)
 
 
-class MakeChoice(Protocol):
-    """What a choice becomes: a function of the logits, which returns weights and index."""
-
-    def __call__(
-        self, top_k: int, scale: float, *, is_normalised: bool, dtype: torch.dtype
-    ) -> Callable[..., Any]:
-        """Take how many are chosen, what becomes of their weights, and the dtype of these."""
+# What a choice becomes, a function of the logits that returns weights and index: by how many are
+# chosen (`top_k`), what becomes of their weights (`scale`, `is_normalised`) and their `dtype`.
+MakeChoice = Callable[..., Callable[..., Any]]
 
 
 def find_choices(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
@@ -119,7 +115,7 @@ def choices_first_as(graph: Graph, make: MakeChoice) -> Iterator[Found]:
         if weights is None or graph.tensor(weights).dtype not in graph.dtypes:
             continue
         dtype = graph.tensor(weights).dtype
-        call = make(best.args[1], 1.0, is_normalised=True, dtype=dtype)
+        call = make(top_k=best.args[1], scale=1.0, is_normalised=True, dtype=dtype)
         source, outputs = best.args[0], [weights, index]
         fused = Operation(call, (source,), {}, outputs, "topk", [source], returns_sequence=True)
         yield Found([best, softmax], fused)
@@ -153,7 +149,8 @@ def _fuse_choice(graph: Graph, softmax: Operation, best: Operation, make: MakeCh
             values = rounded
     source = softmax.args[0]
     dtype = graph.tensor(values).dtype
-    call = make(best.args[1], scale, is_normalised=quotient is not None, dtype=dtype)
+    is_normalised = quotient is not None
+    call = make(top_k=best.args[1], scale=scale, is_normalised=is_normalised, dtype=dtype)
     fused = Operation(call, (source,), {}, [values, index], "topk", [source], returns_sequence=True)
     return Found(chain, fused)
 
