@@ -1,7 +1,6 @@
 """Drafted tokens on a GPU: several of a slot in one captured step, on the CPU twin."""
 
 import random
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from tests.architectures import architectures, build_tiny_model
 from tests.decode.twin_capture import TwinCapture
 from tests.generate.test_speculation import PROMPTS, RULES, Scripted, speculating, texts
 from tests.hf.tiny import save_tiny_checkpoint
-from tests.kernels.interpreter import interpreted
 
 # Full attention; windows and sinks; latents; an indexer by positions, one by blocks; several
 # windows; the gated delta rule; Kimi's and latents; Mamba 2 and 1; convolutions.
@@ -73,15 +71,6 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_one_token_after_the_other(name: str) -> None:
     require_alike(build_tiny_model(name), 36)
-
-
-@pytest.fixture(scope="module")
-def find_kernels() -> Iterator[Callable[[torch.device], Any]]:
-    pytest.importorskip("triton")
-    with interpreted():
-        from tandem.triton_kernels.decode_attention import DecodeAttention
-
-        yield lambda device: DecodeAttention(1)
 
 
 def test_so_they_are_by_the_kernels_with_one_graph_for_each_size(find_kernels: Any) -> None:

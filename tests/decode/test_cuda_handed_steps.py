@@ -7,8 +7,9 @@ the real one, and experts move by calls of a driver without a GPU.
 import ctypes
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,7 +41,7 @@ from tandem.kernels.formats.expert import ExpertLayout
 from tandem.kernels.reference import expert_ffn
 from tandem.trace import RoutingTrace, TraceMeta
 from tests.decode.twin_capture import TwinCapture
-from tests.decode.whole_pool import WholePool, cuda_pool
+from tests.decode.whole_pool import WholePool, cuda_pool, logits_of
 from tests.experts.driver_library import DriverLibrary
 from tests.experts.lazy_streams import LazyStreams
 from tests.experts.machines import make_machine
@@ -180,8 +181,11 @@ def prompts(num_rows: int) -> list[list[int]]:
     return [[40 + row] * (3 + 2 * row) for row in range(num_rows)]
 
 
-def logits_of(rows: Any, num_rows: int, tokens: Sequence[int] = TOKENS) -> list[Tensor]:
-    return [rows.prefill().clone(), *(rows.decode([t] * num_rows).clone() for t in tokens)]
+def expected_of(model: Any, texts: list[list[int]]) -> list[Tensor]:
+    """Return the logits of prompts and `TOKENS` as the CPU computes them, padded."""
+    runtime = require_runtime(model)
+    with runtime.using(runtime.cpu_executor()):
+        return logits_of(PaddedBatch(model, texts, 0), len(texts), TOKENS)
 
 
 def assert_alike(ours: Tensor, theirs: Tensor) -> None:
@@ -217,15 +221,13 @@ def check_slots(executor: HybridExecutor) -> None:
 def test_a_step_is_one_graph_and_gives_the_cpus_logits(
     model: Any, executor: HybridExecutor, num_rows: int
 ) -> None:
-    runtime = require_runtime(model)
-    with runtime.using(runtime.cpu_executor()):
-        expected = logits_of(PaddedBatch(model, prompts(num_rows), 0), num_rows)
+    expected = expected_of(model, prompts(num_rows))
     statistics, events = CacheStatistics(), list[LayerExecuted]()
     executor.listeners += [statistics, events.append]
     for compile_one in steps_of(executor).compilations():  # nobody answers, and nothing is lost
         compile_one()
     rows = cuda_pool(model, prompts(num_rows), 30, make_capture=TwinCapture)
-    found = logits_of(rows, num_rows)
+    found = logits_of(rows, num_rows, TOKENS)
     assert rows.step.is_replaying, rows.step.why_not
     assert rows.num_segments == 1
     for ours, theirs in zip(found, expected, strict=True):
@@ -240,9 +242,7 @@ def test_a_step_is_one_graph_and_gives_the_cpus_logits(
 
 @pytest.mark.parametrize("model", [("qwen3_5_moe", "float32")], indirect=True)
 def test_drafted_tokens_are_verified_in_one_graph(model: Any, executor: HybridExecutor) -> None:
-    runtime = require_runtime(model)
-    with runtime.using(runtime.cpu_executor()):
-        expected = logits_of(PaddedBatch(model, prompts(1), 0), 1)[1:]
+    expected = expected_of(model, prompts(1))[1:]
     rows = cuda_pool(model, prompts(1), 30, make_capture=TwinCapture)
     rows.prefill()
     done = 0
@@ -260,17 +260,16 @@ def test_drafted_tokens_are_verified_in_one_graph(model: Any, executor: HybridEx
 def test_prompts_between_them_and_other_sizes_use_the_same_cache(
     model: Any, executor: HybridExecutor
 ) -> None:
-    runtime, num_rows = require_runtime(model), 2
+    num_rows = 2
     again = [[*prompt, 70, 71] for prompt in prompts(num_rows)]
-    with runtime.using(runtime.cpu_executor()):
-        expected = logits_of(PaddedBatch(model, again, 0), num_rows)
+    expected = expected_of(model, again)
     rows = cuda_pool(model, prompts(num_rows), 60, make_capture=TwinCapture)
-    logits_of(rows, num_rows)
+    logits_of(rows, num_rows, TOKENS)
     for slots in (None, 3, 9):
         if slots is not None:
             executor.resize(slots)
         rows.continue_with(again)
-        found = logits_of(rows, num_rows)
+        found = logits_of(rows, num_rows, TOKENS)
         for ours, theirs in zip(found, expected, strict=True):
             assert_alike(ours, theirs)
         assert rows.num_segments == 1
@@ -281,11 +280,9 @@ def test_prompts_between_them_and_other_sizes_use_the_same_cache(
 def test_a_lost_step_is_a_sentence_and_the_next_is_right(
     model: Any, executor: HybridExecutor
 ) -> None:
-    runtime = require_runtime(model)
-    with runtime.using(runtime.cpu_executor()):
-        expected = logits_of(PaddedBatch(model, prompts(1), 0), 1)
+    expected = expected_of(model, prompts(1))
     rows = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
-    logits_of(rows, 1)
+    logits_of(rows, 1, TOKENS)
     is_bad = True
 
     def fail(layer: int) -> None:
@@ -297,7 +294,7 @@ def test_a_lost_step_is_a_sentence_and_the_next_is_right(
         rows.decode([50])
     is_bad = False
     rows = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
-    for ours, theirs in zip(logits_of(rows, 1), expected, strict=True):
+    for ours, theirs in zip(logits_of(rows, 1, TOKENS), expected, strict=True):
         assert_alike(ours, theirs)
     check_slots(executor)
 
@@ -308,12 +305,10 @@ def test_a_step_that_the_gpu_gave_up_is_never_used(
     """The answering thread stands still, as in a process that is stopped, and goes on later."""
     from tandem.devices.cuda import handing
 
-    runtime, steps = require_runtime(model), steps_of(executor)
-    with runtime.using(runtime.cpu_executor()):
-        expected = logits_of(PaddedBatch(model, prompts(1), 0), 1)
+    steps, expected = steps_of(executor), expected_of(model, prompts(1))
     monkeypatch.setattr(steps, "_signals", KernelSignals(9.0))
     rows = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
-    logits_of(rows, 1)
+    logits_of(rows, 1, TOKENS)
 
     def stand_still(layer: int) -> None:
         end = time.perf_counter() + 60
@@ -327,7 +322,7 @@ def test_a_step_that_the_gpu_gave_up_is_never_used(
             rows.decode([50])
     steps.coordinator.set_hook(None)
     rows = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
-    for ours, theirs in zip(logits_of(rows, 1), expected, strict=True):
+    for ours, theirs in zip(logits_of(rows, 1, TOKENS), expected, strict=True):
         assert_alike(ours, theirs)
     check_slots(executor)
 
@@ -338,7 +333,7 @@ def test_what_cannot_be_captured_goes_the_way_of_segments_and_says_so(
     steps_of(executor).error = "made up"
     rows: WholePool = cuda_pool(model, prompts(1), 30, make_capture=TwinCapture)
     with pytest.warns(UserWarning, match="a break at the experts of each layer: .*made up"):
-        logits_of(rows, 1)
+        logits_of(rows, 1, TOKENS)
     assert rows.step.is_replaying, rows.step.why_not
     assert rows.num_segments == len(executor.store) + 1
     assert steps_of(executor).is_given_up
@@ -349,16 +344,12 @@ def test_a_gpu_that_does_not_end_is_a_sentence(
 ) -> None:
     from tandem.devices.cuda import handed_steps
 
-    class Never:
-        def query(self) -> bool:
-            return False
-
-    steps = steps_of(executor)
+    never, steps = SimpleNamespace(query=lambda: False), steps_of(executor)
     rows = cuda_pool(model, prompts(1), 30, make_capture=TwinCapture)
-    logits_of(rows, 1)
+    logits_of(rows, 1, TOKENS)
     with monkeypatch.context() as patch:
         patch.setattr(handed_steps, "PATIENCE_SECONDS", 0.05)
-        patch.setattr(steps._streams, "record", lambda stream, **_: Never())
+        patch.setattr(steps._streams, "record", lambda stream, **_: never)
         steps.coordinator.set_hook(lambda layer: (_ for _ in ()).throw(MemoryError("made up")))
         with pytest.raises(ExecutionError, match=r"lazy has not come to the end .*start the prog"):
             rows.decode([50])
@@ -384,7 +375,7 @@ def test_a_forced_routing_is_handed_over_in_the_same_graph(
     trace = made_trace(executor, executor.cache.geometry.top_k)
     with runtime.using(ForcedRouting(executor, trace)):
         rows = cuda_pool(model, prompts(num_rows), 30, make_capture=TwinCapture)
-        logits_of(rows, num_rows)
+        logits_of(rows, num_rows, TOKENS)
         assert rows.step.is_replaying, rows.step.why_not
         assert rows.num_segments == 1
         executor.listeners.append(events.append)

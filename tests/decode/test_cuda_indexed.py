@@ -12,26 +12,14 @@ from tandem.decode.cuda.slots import CudaSlotPool, why_no_cuda_slots
 from tandem.kv_cache.cuda import index_keys
 from tandem.kv_cache.index_keys import Selection
 from tests.architectures import build_tiny_model
-from tests.decode.test_indexed import NAMES, Own, require_near, tokens_of
+from tests.decode.test_indexed import NAMES, Own, decode_and_compare, filled, tokens_of
 from tests.decode.twin_capture import TwinCapture
+from tests.decode.whole_pool import close
 
 
-def filled(model: Any, lengths: list[int]) -> tuple[CudaSlotPool, list[Own]]:
-    """Slots that hold prompts of some lengths, each compared with Transformers' own."""
+def filled_twin(model: Any, lengths: list[int]) -> tuple[CudaSlotPool, list[Own]]:
     pool = CudaSlotPool(model, len(lengths), make_capture=TwinCapture)
-    own = [Own(model) for _ in lengths]
-    for slot, length in enumerate(lengths):
-        prompt = tokens_of(slot, length)
-        require_near(pool.prefill({slot: prompt})[0], own[slot].next(prompt))
-    return pool, own
-
-
-def decode_and_compare(pool: CudaSlotPool, own: dict[int, Own], count: int) -> None:
-    for i in range(count):
-        tokens = {slot: 32 + (7 * i + 13 * slot) % 90 for slot in own}
-        logits = pool.decode(tokens)
-        for row, (slot, token) in enumerate(tokens.items()):
-            require_near(logits[row], own[slot].next([token]))
+    return pool, filled(pool, model, lengths)
 
 
 @pytest.mark.seam
@@ -39,18 +27,18 @@ def decode_and_compare(pool: CudaSlotPool, own: dict[int, Own], count: int) -> N
 def test_prompts_and_steps_are_transformers_own(name: str) -> None:
     model: Any = build_tiny_model(name)
     assert why_no_cuda_slots(model) is None
-    pool, own = filled(model, [3, 1, 20])
+    pool, own = filled_twin(model, [3, 1, 20])
     decode_and_compare(pool, dict(enumerate(own)), 6)
     assert pool.step.is_replaying, pool.step.why_not
     decode_and_compare(pool, {1: own[1]}, 2)
     more = tokens_of(9, 12)
-    require_near(pool.prefill({2: more})[0], own[2].next(more))
+    close(pool.prefill({2: more})[0], own[2].next(more))
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "qwen4_exp"])  # by positions, by blocks
 def test_a_cache_that_grows_and_slots_that_follow_others(name: str) -> None:
     model: Any = build_tiny_model(name)
-    pool, own = filled(model, [253, 2])
+    pool, own = filled_twin(model, [253, 2])
     decode_and_compare(pool, dict(enumerate(own)), 5)  # beyond 256
     before = pool.cache.index_keys.num_bytes
     assert pool.num_bytes > before > 0
@@ -61,7 +49,7 @@ def test_a_cache_that_grows_and_slots_that_follow_others(name: str) -> None:
     pool.keep(0, shorter)
     for slot, length in ((0, shorter), (1, longer)):
         fresh.prefill({slot: held[:length]})
-    require_near(pool.decode({0: 50, 1: 60}), fresh.decode({0: 50, 1: 60}))
+    close(pool.decode({0: 50, 1: 60}), fresh.decode({0: 50, 1: 60}))
 
 
 def test_scores_of_a_prompt_are_never_in_memory_as_a_whole(
@@ -72,7 +60,7 @@ def test_scores_of_a_prompt_are_never_in_memory_as_a_whole(
     text = tokens_of(1, 60)
     expected = whole.prefill({0: text})
     monkeypatch.setattr(index_keys, "_MOST_SCORES", 1)  # token by token
-    require_near(parts.prefill({0: text}), expected)
+    close(parts.prefill({0: text}), expected)
 
 
 def test_of_equal_scores_the_first_positions_are_seen() -> None:

@@ -1,6 +1,6 @@
 """Latent attention in slots on a GPU: latents are kept once, for steps and for prompts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,35 +13,16 @@ from tandem.kernels.dense import pack_dense
 from tandem.kernels.formats.weight_format import find_format
 from tests.architectures import build_tiny_model
 from tests.decode.twin_capture import TwinCapture
-from tests.decode.whole_pool import WholePool
-from tests.kernels.interpreter import interpreted
+from tests.decode.whole_pool import close, require_alike
 
 PROMPTS = [[40, 41, 42, 43, 44], [50]]
-TOKENS = [60, 71, 82, 93]
 
 
-@pytest.fixture(scope="module")
-def triton_kernels() -> Iterator[Any]:
-    pytest.importorskip("triton")
-    with interpreted():
-        from tandem.triton_kernels.decode_attention import DecodeAttention
-
-        yield lambda device: DecodeAttention(1)
-
-
-def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((actual.float() - expected.float()).norm() / expected.float().norm())
-
-
-def require_alike(model: Any, most: float, **options: Any) -> CudaSlotPool:
+def require_latents(model: Any, most: float, **options: Any) -> CudaSlotPool:
     """Compare prompts and steps with Transformers' own caches."""
     pool = CudaSlotPool(model, 2, capacity=20, make_capture=TwinCapture, **options)
-    rows, padded = WholePool(pool, PROMPTS), PaddedBatch(model, PROMPTS, 0)
-    assert error(rows.prefill(), padded.prefill()) < most
-    for token in TOKENS:
-        assert error(rows.decode([token] * 2), padded.decode([token] * 2)) < most
-    assert rows.step.is_replaying, rows.step.why_not
-    assert error(pool.prefill({0: [7, 8]}), prefill_again(model, pool.held(0))) < most
+    require_alike(pool, model, PROMPTS, most=most)
+    close(pool.prefill({0: [7, 8]}), prefill_again(model, pool.held(0)), most)
     return pool
 
 
@@ -58,22 +39,22 @@ def kept_bytes(model: Any, itemsize: int = 4) -> int:
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"])
 def test_steps_are_transformers_own_in_torch(name: str) -> None:
     model: Any = build_tiny_model(name)
-    pool = require_alike(model, 1e-4)
+    pool = require_latents(model, 1e-4)
     assert pool.cache.num_bytes == 2 * pool.cache.capacity * kept_bytes(model)
 
 
 @pytest.mark.parametrize(("kv_dtype", "most"), [("auto", 1e-4), ("int8", 0.03)])
 def test_steps_are_transformers_own_by_the_kernels(
-    kv_dtype: str, most: float, triton_kernels: Any
+    kv_dtype: str, most: float, find_kernels: Any
 ) -> None:
     model: Any = build_tiny_model("deepseek_v3", values={"num_hidden_layers": 2})
-    pool = require_alike(model, most, find_kernels=triton_kernels, kv_dtype=kv_dtype)
+    pool = require_latents(model, most, find_kernels=find_kernels, kv_dtype=kv_dtype)
     scales = 4 * model.config.num_hidden_layers
     expected = kept_bytes(model) if kv_dtype == "auto" else kept_bytes(model, 1) + scales
     assert pool.cache.num_bytes == 2 * pool.cache.capacity * expected
 
 
-def test_a_packed_projection_is_absorbed_unpacked(triton_kernels: Any) -> None:
+def test_a_packed_projection_is_absorbed_unpacked(find_kernels: Any) -> None:
     from tandem.triton_kernels.dense import bring
 
     model: Any = build_tiny_model("deepseek_v3", values={"num_hidden_layers": 2})
@@ -82,7 +63,7 @@ def test_a_packed_projection_is_absorbed_unpacked(triton_kernels: Any) -> None:
             weight = module.kv_b_proj.weight
             packed = bring(pack_dense(weight, None, find_format("int8-g32")), torch.device("cpu"))
             module.kv_b_proj = DeviceLinear(packed, weight.dtype)
-    pool = require_alike(model, 1e-4, find_kernels=triton_kernels)
+    pool = require_latents(model, 1e-4, find_kernels=find_kernels)
     assert pool.cache.num_bytes == 2 * pool.cache.capacity * kept_bytes(model)
 
 
@@ -110,6 +91,6 @@ def test_few_tokens_behind_a_long_text_attend_to_latents_as_they_are(
     begins = [0, 60, 60 + most - 1, 60 + 2 * most - 1]
     for begin, end in zip(begins, [*begins[1:], len(text)], strict=True):
         logits = pool.prefill({0: text[begin:end]})
-        assert error(logits, prefill_again(model, text[:end])) < 1e-4
+        close(logits, prefill_again(model, text[:end]), 1e-4)
     assert len(text) - begins[-1] < most == 32
     assert calls == {"latents": 4, "expanded": 4}

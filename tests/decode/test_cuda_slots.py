@@ -18,7 +18,7 @@ from tandem.generate.generator import Generator
 from tandem.hf.experts import bind_all
 from tests.decode.scheduled import scheduled_answers
 from tests.decode.twin_capture import TwinCapture
-from tests.decode.whole_pool import cuda_pool
+from tests.decode.whole_pool import cuda_pool, logits_of
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
 
@@ -37,10 +37,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def logits_of(rows: Any) -> list[torch.Tensor]:
-    return [rows.prefill().clone(), *(rows.decode([t] * len(PROMPTS)).clone() for t in TOKENS)]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_captured_pieces_give_the_models_logits(models: dict[str, Any], name: str) -> None:
     model = models[name]
@@ -48,14 +44,16 @@ def test_captured_pieces_give_the_models_logits(models: dict[str, Any], name: st
     executor = runtime_in(model).executor
     executor.listeners.append(events.append)
     rows = cuda_pool(model, PROMPTS, 20, make_capture=TwinCapture)
-    found = logits_of(rows)
+    found = logits_of(rows, 2, TOKENS)
     executor.listeners.clear()
     assert rows.step.is_replaying, rows.step.why_not
     num_layers = len(runtime_in(model).store)
     assert rows.num_segments == num_layers + 1
     # Experts run between the pieces; what is captured and compared beside answers nobody.
     assert len(events) == num_layers * (len(PROMPTS) + len(TOKENS))
-    for ours, theirs in zip(found, logits_of(PaddedBatch(model, PROMPTS, 0)), strict=True):
+    for ours, theirs in zip(
+        found, logits_of(PaddedBatch(model, PROMPTS, 0), 2, TOKENS), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
 
 
@@ -103,7 +101,7 @@ def test_steps_that_ask_routers_ahead_are_not_captured(models: dict[str, Any]) -
     runtime.use(AsksAhead(runtime.store))
     try:
         rows = cuda_pool(models["mixtral"], PROMPTS, 20, make_capture=TwinCapture)
-        logits_of(rows)
+        logits_of(rows, 2, TOKENS)
         assert not rows.step.is_replaying
         assert rows.step.why_not == "routers are asked ahead, which a recorded step leaves out"
     finally:
@@ -139,7 +137,7 @@ def test_rows_that_nobody_has_any_more_make_room_before_experts_do(
 ) -> None:
     model, zeros = models["mixtral"], torch.zeros
     earlier = cuda_pool(model, PROMPTS, 4, make_capture=TwinCapture)
-    logits_of(earlier)
+    logits_of(earlier, 2, TOKENS)
     held = weakref.ref(earlier)
     rows = cuda_pool(model, [[40, 41, 42]], 4)
     rows.cache._make_room = lambda: pytest.fail("experts were to make room")

@@ -1,6 +1,5 @@
 """Models with states in slots on a GPU: what Transformers' own caches give, on the CPU twin."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,13 @@ import tandem
 from tandem.core.errors import CapacityError
 from tandem.decode.cuda.attention import state_kernels
 from tandem.decode.cuda.slots import CudaSlotPool, why_no_cuda_slots
-from tandem.decode.padded import PaddedBatch
 from tandem.generate.generator import Generator
 from tests.architectures import architectures, build_tiny_model
 from tests.decode.scheduled import scheduled_answers
-from tests.decode.test_states import LONG, close
+from tests.decode.test_states import LONG
 from tests.decode.twin_capture import TwinCapture
-from tests.decode.whole_pool import WholePool
+from tests.decode.whole_pool import close, require_alike
 from tests.hf.tiny import save_tiny_checkpoint
-from tests.kernels.interpreter import interpreted
 
 # The gated delta rule, Kimi's, both Mambas, convolutions alone, lightning attention, ZAYA's.
 _WITH_STATES = [
@@ -30,31 +27,11 @@ NAMES = [name for name in _WITH_STATES if name in architectures()]
 PROMPTS = [[40, 41, 42, 43, 44], [50], LONG[:20]]
 
 
-@pytest.fixture(scope="module")
-def find_kernels() -> Iterator[Any]:
-    pytest.importorskip("triton")
-    with interpreted():
-        from tandem.triton_kernels.decode_attention import DecodeAttention
-
-        yield lambda device: DecodeAttention(1)
-
-
-def require_alike(model: Any, prompts: list[list[int]], **options: Any) -> None:
-    """Compare prompts and captured steps with Transformers' own caches."""
-    pool = CudaSlotPool(model, len(prompts), make_capture=TwinCapture, **options)
-    rows, padded = WholePool(pool, prompts), PaddedBatch(model, prompts, 0)
-    close(rows.prefill(), padded.prefill())
-    for step in range(6):
-        tokens = [60 + step + 10 * slot for slot in range(len(prompts))]
-        close(rows.decode(tokens), padded.decode(tokens))
-    assert rows.step.is_replaying, rows.step.why_not
-
-
 @pytest.mark.seam
 @pytest.mark.parametrize("name", NAMES)
 def test_prompts_and_steps_are_the_models(name: str) -> None:
     model: Any = build_tiny_model(name)
-    require_alike(model, PROMPTS)
+    require_alike(CudaSlotPool(model, 3, make_capture=TwinCapture), model, PROMPTS)
     assert why_no_cuda_slots(model) is None
 
 
@@ -66,12 +43,14 @@ def test_so_they_are_by_the_kernels(
     if name == "qwen3_5_moe":
         values = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
         model: Any = build_tiny_model(name, values=values)
-        require_alike(model, [[40, 41, 42]], find_kernels=find_kernels)
+        pool = CudaSlotPool(model, 1, make_capture=TwinCapture, find_kernels=find_kernels)
+        require_alike(pool, model, [[40, 41, 42]])
         return
     model = build_tiny_model(name)
     states = state_kernels(find_kernels(model.device))
     monkeypatch.setattr("tandem.decode.cuda.slots.state_kernels", lambda kernels: states)
-    require_alike(model, [[40, 41], [50]])
+    pool = CudaSlotPool(model, 2, make_capture=TwinCapture)
+    require_alike(pool, model, [[40, 41], [50]])
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "jamba"])

@@ -19,7 +19,7 @@ from tandem.experts.tracing.events import LayerExecuted
 from tandem.hf.experts import expert_functions
 from tandem.kernels.reference import expert_ffn
 from tests.decode.twin_capture import TwinCapture
-from tests.decode.whole_pool import cuda_pool
+from tests.decode.whole_pool import cuda_pool, logits_of
 from tests.experts.lazy_streams import LazyStreams
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
@@ -33,10 +33,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tandem.load(
         save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "mixtral"), dtype="float32"
     )
-
-
-def logits_of(rows: Any) -> list[torch.Tensor]:
-    return [rows.prefill().clone(), *(rows.decode([t] * len(PROMPTS)).clone() for t in TOKENS)]
 
 
 class WholeLayers:
@@ -70,7 +66,7 @@ def test_a_model_that_fits_the_device_is_captured_whole(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = runtime_in(model)
-    expected = logits_of(PaddedBatch(model, PROMPTS, 0))
+    expected = logits_of(PaddedBatch(model, PROMPTS, 0), 2, TOKENS)
     functions = expert_functions(runtime.bound[0][0])
     busy: list[float] = []
     device = CudaDevice(LazyStreams(is_eager=True), TorchKernels(), on_busy=busy.append)
@@ -85,7 +81,7 @@ def test_a_model_that_fits_the_device_is_captured_whole(
     runtime.use(executor)
     try:
         rows = cuda_pool(model, PROMPTS, 20, make_capture=TwinCapture)
-        found = logits_of(rows)
+        found = logits_of(rows, 2, TOKENS)
         executor.listeners.append(events.append)
         for token in (70, 80):
             rows.decode([token] * len(PROMPTS))

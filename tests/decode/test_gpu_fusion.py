@@ -1,6 +1,5 @@
 """A captured step in fewer launches: the model's logits, on the twin, with interpreted kernels."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from tandem.decode.cuda.compiling import step_compilations
 from tandem.decode.cuda.fusion import fuse_for_gpu
 from tandem.decode.cuda.graphs import recorded_for_capture
 from tandem.decode.cuda.slots import CudaSlotPool
-from tandem.decode.padded import PaddedBatch
 from tandem.hf.dense import on_device, pack_for_device
 from tandem.hf.experts import bind_all
 from tandem.hf.lookahead.warm_up import NoExperts
@@ -22,12 +20,12 @@ from tandem.kernels.device_states import Run, SlotTokens, StateMemory, logged_va
 from tandem.kernels.formats.weight_format import find_format
 from tandem.kernels.recurrent import MOST_DRAFTED, Recurrence, RecurrenceForm
 from tandem.kernels.torch_private import operator_schema
+from tandem.recording.recorded_graph import RecordedGraph
 from tandem.recording.recorder import Operation
 from tests.decode.twin_capture import TwinCapture
-from tests.decode.whole_pool import WholePool
+from tests.decode.whole_pool import WholePool, require_alike
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
-from tests.kernels.interpreter import interpreted
 
 pytest.importorskip("triton")
 # While a twin captures, experts' results are whatever lies in memory.
@@ -43,20 +41,18 @@ MOST_LINEAR_LAUNCHES = 21
 _LAUNCHES = {"decode_attention": 3}
 
 
-@pytest.fixture(scope="module")
-def find_kernels() -> Iterator[Any]:
-    with interpreted():
-        from tandem.triton_kernels.decode_attention import DecodeAttention
-
-        yield lambda device: DecodeAttention(1)
-
-
 def load(directory: Path, name: str, dtype: str = "float32") -> Any:
     return tandem.load(save_tiny_checkpoint(directory / name, name), dtype=dtype)
 
 
-def logits_of(rows: Any) -> list[Tensor]:
-    return [rows.prefill().clone(), *(rows.decode([t] * len(PROMPTS)).clone() for t in TOKENS)]
+def recorded(model: Any, find_kernels: Any) -> tuple[CudaSlotPool, RecordedGraph]:
+    """Record a step of one row, in fewer launches; return it with the pool whose it is."""
+    pool = CudaSlotPool(model, 1, capacity=20, find_kernels=find_kernels)
+    pool.prefill({0: PROMPTS[0]})
+    pool.cache.begin_decode({0: 1}, 1)
+    with torch.inference_mode():
+        run: Any = pool._recorded(1)
+    return pool, run.__self__
 
 
 @pytest.mark.parametrize(
@@ -68,12 +64,8 @@ def test_a_step_in_fewer_launches_gives_the_models_logits(
 ) -> None:
     model = load(tmp_path, name, dtype)
     pool = CudaSlotPool(model, 1, capacity=20, make_capture=TwinCapture, find_kernels=find_kernels)
-    rows = WholePool(pool, PROMPTS)
-    found = logits_of(rows)
-    assert rows.step.is_replaying, rows.step.why_not
+    rows = require_alike(pool, model, PROMPTS, most=most_off)
     assert rows.num_segments == len(runtime_in(model).store) + 1
-    for ours, theirs in zip(found, logits_of(PaddedBatch(model, PROMPTS, 0)), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=most_off, atol=most_off)
 
 
 class Noted:
@@ -142,17 +134,7 @@ def layers_of(operations: Any) -> list[list[Operation]]:
 def test_a_layer_of_qwen3_moe_is_few_launches_outside_its_experts(
     tmp_path: Path, find_kernels: Any, dtype: str
 ) -> None:
-    model = load(tmp_path, "qwen3_moe", dtype)
-    pool = CudaSlotPool(model, 1, capacity=20, find_kernels=find_kernels)
-    pool.prefill({0: PROMPTS[0]})
-    pool.cache.begin_decode({0: 1}, 1)
-    ids, positions = torch.tensor([[5]]), pool.cache.places(1).positions
-
-    def step() -> Tensor:
-        return pool._model.logits(ids, positions[:, None], 1)[:, -1]
-
-    with torch.inference_mode():
-        graph = recorded_for_capture(step, (ids, positions), fuse_for_gpu, lambda index: index)
+    _, graph = recorded(load(tmp_path, "qwen3_moe", dtype), find_kernels)
     (layer, *others) = layers_of(graph.operations)
     names = [operation.name for operation in layer]
     assert sum(map(launches_of, layer)) <= MOST_LAUNCHES, names
@@ -167,17 +149,9 @@ def test_packed_projections_of_one_input_are_one_launch(
     directory = save_tiny_checkpoint(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
     model = tandem.load(directory, dtype="float32")
     pack_for_device(model, find_format("int8"), on_device(torch.device("cpu")))
-    pool = CudaSlotPool(model, 1, capacity=20, find_kernels=find_kernels)
-    pool.prefill({0: PROMPTS[0]})
-    pool.cache.begin_decode({0: 1}, 1)
-    ids, positions = torch.tensor([[5]]), pool.cache.places(1).positions
-
-    def step() -> Tensor:
-        return pool._model.logits(ids, positions[:, None], 1)[:, -1]
-
+    pool, graph = recorded(model, find_kernels)
     with torch.inference_mode():
-        graph = recorded_for_capture(step, (ids, positions), fuse_for_gpu, lambda index: index)
-        torch.testing.assert_close(graph.run(), step(), rtol=2e-4, atol=2e-4)
+        torch.testing.assert_close(graph.run(), pool._run(1), rtol=2e-4, atol=2e-4)
     (layer, *_) = layers_of(graph.operations)
     assert [operation.name for operation in layer].count("packed_linear") == 2  # and the output's
     assert sum(map(launches_of, layer)) <= MOST_LAUNCHES - 2
@@ -186,18 +160,12 @@ def test_packed_projections_of_one_input_are_one_launch(
 def test_a_layer_of_linear_attention_is_few_launches_outside_its_experts(
     tmp_path: Path, find_kernels: Any
 ) -> None:
-    model = load(tmp_path, "qwen3_5_moe", "float32")
-    pool = CudaSlotPool(model, 1, capacity=20, find_kernels=find_kernels)
-    pool.prefill({0: PROMPTS[0]})
-    pool.cache.begin_decode({0: 1}, 1)
-    with torch.inference_mode():
-        graph: Any = pool._recorded(1)
-    layers = [[op.name for op in layer] for layer in layers_of(graph.__self__.operations)]
-    number = next(number for number, names in enumerate(layers) if "recur" in names)
-    names = layers[number]
+    _, graph = recorded(load(tmp_path, "qwen3_5_moe"), find_kernels)
+    layers = layers_of(graph.operations)
+    layer = next(layer for layer in layers if "recur" in [each.name for each in layer])
+    names = [operation.name for operation in layer]
     assert {"convolve", "recur", "rms_norm", "chain", "add_and_norm"} <= set(names)
-    launches = map(launches_of, layers_of(graph.__self__.operations)[number])
-    assert sum(launches) <= MOST_LINEAR_LAUNCHES, names
+    assert sum(map(launches_of, layer)) <= MOST_LINEAR_LAUNCHES, names
 
 
 def test_a_recurrence_reads_keys_that_heads_share_without_repeating_them(find_kernels: Any) -> None:

@@ -15,7 +15,7 @@ from tandem.hf.config import OffloadConfig
 from tandem.hf.dense_place import keep_embeddings_on_host
 from tandem.hf.identity import model_identity
 from tests.decode.twin_capture import TwinCapture
-from tests.decode.whole_pool import cuda_pool
+from tests.decode.whole_pool import cuda_pool, logits_of
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.loading.gguf_files import tiny_model, write_gguf
 
@@ -29,22 +29,16 @@ def on_host(directory: Path, **options: Any) -> tuple[Any, Any]:
     return model, other
 
 
-def logits_of(rows: Any) -> torch.Tensor:
-    steps = [rows.prefill().clone(), *(rows.decode([t] * 2).clone() for t in TOKENS)]
-    return torch.stack(steps)
-
-
 @pytest.mark.parametrize("name", ["mixtral", "gemma4"])  # the latter's head is tied to them
 def test_a_captured_step_reads_the_rows_that_the_host_brings(tmp_path: Path, name: str) -> None:
     model, other = on_host(save_tiny_checkpoint(tmp_path / "tiny", name))
     is_tied = model.config.get_text_config().tie_word_embeddings
     assert isinstance(other.get_input_embeddings(), HostEmbedding) == (not is_tied)
     rows = cuda_pool(other, PROMPTS, 20, make_capture=TwinCapture)
-    found = logits_of(rows)
+    found = logits_of(rows, 2, TOKENS)
     assert rows.step.is_replaying, rows.step.why_not
-    torch.testing.assert_close(
-        found, logits_of(PaddedBatch(model, PROMPTS, 0)), rtol=2e-4, atol=2e-4
-    )
+    expected = logits_of(PaddedBatch(model, PROMPTS, 0), 2, TOKENS)
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
 
 
 def test_nothing_else_is_different(tmp_path: Path) -> None:

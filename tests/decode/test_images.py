@@ -12,6 +12,7 @@ from tandem.decode.padded import PaddedSlotPool
 from tandem.decode.slots import num_shared
 from tandem.kernels.dense import CpuThreads
 from tests.architectures import build_tiny_model
+from tests.decode.whole_pool import close
 from tests.images import MODELS, build_image_model, image_prompt, transformers_tokens
 from tests.threads import two_threads
 
@@ -33,11 +34,6 @@ def model(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(scope="module")
 def one_model() -> Any:
     return build_image_model("qwen3_5_moe")
-
-
-def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    error = (actual.float() - expected.float()).norm() / expected.float().norm()
-    assert error < 1e-5, float(error)
 
 
 def read(pool: CpuSlotPool, slot: int, prompt: ImagePrompt, first: int = 0) -> torch.Tensor:

@@ -7,14 +7,13 @@ import torch
 
 from tandem.core.errors import CapacityError
 from tandem.decode.cpu_slots import CpuSlotPool
-from tandem.decode.padded import PaddedBatch
 from tandem.hf.dense import PackedLinear
 from tandem.kernels.attention import AttentionForm, CachedAttention
 from tandem.kernels.dense import CpuThreads, pack_dense
 from tandem.kernels.formats.weight_format import find_format
 from tandem.kv_cache.latents import kept_keys
 from tests.architectures import build_tiny_model
-from tests.decode.whole_pool import cpu_pool
+from tests.decode.whole_pool import close, require_alike
 from tests.threads import two_threads
 
 pytestmark = pytest.mark.every_isa
@@ -27,10 +26,6 @@ LONG = [32 + i * 7 % 96 for i in range(90)]
 @pytest.fixture(scope="module")
 def threads(isa: str) -> CpuThreads:
     return two_threads()
-
-
-def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((actual.float() - expected.float()).norm() / expected.float().norm())
 
 
 def with_packed_latents(model: Any, fmt: str, threads: CpuThreads, *, in_order: bool = True) -> Any:
@@ -49,12 +44,7 @@ def with_packed_latents(model: Any, fmt: str, threads: CpuThreads, *, in_order: 
 def test_prompts_and_steps_are_transformers_own(name: str, threads: CpuThreads) -> None:
     model: Any = build_tiny_model(name)
     prompts = [[40, 41, 42, 43, 44], [50], LONG[:70]]
-    pool, padded = cpu_pool(model, threads, prompts), PaddedBatch(model, prompts, 0)
-    assert error(pool.prefill(), padded.prefill()) < 1e-5
-    for step in range(6):
-        tokens = [60 + step, 70 + step, 80 + step]
-        assert error(pool.decode(tokens), padded.decode(tokens)) < 1e-5
-    assert pool.step.is_replaying, pool.step.why_not
+    require_alike(CpuSlotPool(model, threads, 3), model, prompts)
 
 
 @pytest.mark.parametrize(
@@ -71,14 +61,9 @@ def test_packed_projections_are_absorbed(
 ) -> None:
     tiny: Any = build_tiny_model("deepseek_v3", values=sizes)
     model = with_packed_latents(tiny, fmt, threads, in_order=in_order)
-    prompts = [LONG[:33], [50]]
-    pool, padded = cpu_pool(model, threads, prompts), PaddedBatch(model, prompts, 0)
-    assert error(pool.prefill(), padded.prefill()) < 1e-5
-    for step in range(5):
-        tokens = [60 + step, 70 + step]
-        # Queries and what was attended are rounded, where latents were.
-        assert error(pool.decode(tokens), padded.decode(tokens)) < 0.02
-    assert pool.step.is_replaying, pool.step.why_not
+    pool = CpuSlotPool(model, threads, 2)
+    # In steps queries and what was attended are rounded, where latents were.
+    require_alike(pool, model, [LONG[:33], [50]], most_of_steps=0.02)
 
 
 def test_a_slot_keeps_latents_alone(threads: CpuThreads) -> None:
@@ -102,7 +87,7 @@ def test_a_prompt_in_parts_is_the_same_prompt(
     expected = whole.prefill({1: LONG})
     for first, end in [(0, 1), (1, 2), (2, 50), (50, 90)]:
         logits = parts.prefill({1: LONG[first:end]})
-    assert error(logits, expected) < 1e-5
+    close(logits, expected)
 
 
 def test_slots_go_back_and_begin_with_what_others_hold(threads: CpuThreads) -> None:
@@ -112,9 +97,9 @@ def test_slots_go_back_and_begin_with_what_others_hold(threads: CpuThreads) -> N
     for token in LONG[40:43]:
         pool.decode({0: token})
     pool.keep(0, 41)
-    assert error(pool.prefill({0: [90, 91]}), fresh.prefill({0: [*LONG[:41], 90, 91]})) < 1e-5
+    close(pool.prefill({0: [90, 91]}), fresh.prefill({0: [*LONG[:41], 90, 91]}))
     pool.copy(0, 1, 30)
-    assert error(pool.prefill({1: [77]}), fresh.prefill({1: [*LONG[:30], 77]})) < 1e-5
+    close(pool.prefill({1: [77]}), fresh.prefill({1: [*LONG[:30], 77]}))
 
 
 def test_what_is_taken_out_is_put_into_another_slot(threads: CpuThreads) -> None:
@@ -128,7 +113,7 @@ def test_what_is_taken_out_is_put_into_another_slot(threads: CpuThreads) -> None
     assert data is not None
     pool.keep(1, 0)
     moving.put_in(1, LONG[:48], data)
-    assert error(pool.prefill({1: LONG[48:70]}), fresh.prefill({0: LONG[:70]})) < 1e-5
+    close(pool.prefill({1: LONG[48:70]}), fresh.prefill({0: LONG[:70]}))
 
 
 def test_what_has_no_room_is_expanded_again(
@@ -146,7 +131,7 @@ def test_what_has_no_room_is_expanded_again(
     for slot in (0, 1, 1):
         found = pool.prefill({slot: [77, 78]})
         held = pool.held(slot)
-        assert error(found, fresh.prefill({0: held})) < 1e-5
+        close(found, fresh.prefill({0: held}))
         fresh.keep(0, 0)
     monkeypatch.setattr("tandem.experts.store.host_memory.available_bytes", lambda: 1)
     with pytest.raises(CapacityError):
@@ -162,7 +147,7 @@ def test_several_tokens_of_a_slot_are_verified_in_one_step(threads: CpuThreads) 
     expected = torch.cat([one.decode({0: token}).clone() for token in (60, 61, 62)])
     for _ in range(4):  # recorded, compared, replayed
         logits = several.verify({0: [60, 61, 62]})
-        assert error(logits, expected) < 1e-5
+        close(logits, expected)
         several.keep(0, 20)
 
 

@@ -9,12 +9,11 @@ import torch
 from transformers.utils.logging import warning_once
 
 from tandem.decode.cpu_slots import CpuSlotPool, why_no_cpu_slots
-from tandem.decode.padded import PaddedBatch
 from tandem.decode.substitutions import FUNCTIONS
 from tandem.decode.substitutions.shallow_copy import with_functions
 from tandem.kernels.dense import CpuThreads
 from tests.architectures import build_tiny_model
-from tests.decode.whole_pool import WholePool, cpu_pool
+from tests.decode.whole_pool import WholePool, close, cpu_pool, require_alike
 from tests.threads import two_threads
 
 pytestmark = pytest.mark.every_isa
@@ -29,23 +28,12 @@ def threads(isa: str) -> CpuThreads:
     return two_threads()
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    error = (actual.float() - expected.float()).norm() / expected.float().norm()
-    assert error < 1e-5, float(error)
-
-
 @pytest.mark.seam
 @pytest.mark.parametrize("name", [*NAMES, "granitemoehybrid"])
 def test_prompts_and_steps_of_any_lengths_are_the_models(name: str, threads: CpuThreads) -> None:
     model: Any = build_tiny_model(name)
     prompts = [[40, 41, 42, 43, 44], [50], LONG[:70]]
-    pool = cpu_pool(model, threads, prompts)
-    padded = PaddedBatch(model, prompts, 0)
-    close(pool.prefill(), padded.prefill())
-    for step in range(6):
-        tokens = [60 + step, 70 + step, 80 + step]
-        close(pool.decode(tokens), padded.decode(tokens))
-    assert pool.step.is_replaying, pool.step.why_not
+    require_alike(CpuSlotPool(model, threads, 3), model, prompts)
 
 
 @pytest.mark.parametrize("name", NAMES)

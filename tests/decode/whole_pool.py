@@ -1,11 +1,13 @@
 """Slots of which all are stepped together, as a batch of prompts does."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.cuda.slots import CudaSlotPool, MakeCapture, new_cuda_slot_pool
+from tandem.decode.padded import PaddedBatch
 from tandem.decode.slots import num_shared
 from tandem.kernels.dense import CpuThreads
 from tandem.recording.replay import ReplayedStep
@@ -79,3 +81,27 @@ def gpu_pool(
     capacity = max(map(len, prompts)) + new_tokens
     pool = new_cuda_slot_pool(model, len(prompts), capacity=capacity, has_replay=has_replay)
     return WholePool(pool, prompts)
+
+
+def logits_of(rows: Any, num_rows: int, tokens: Sequence[int]) -> list[Tensor]:
+    """Return the logits of prompts, and of the tokens after them, which all rows get."""
+    return [rows.prefill().clone(), *(rows.decode([t] * num_rows).clone() for t in tokens)]
+
+
+def close(actual: Tensor, expected: Tensor, most: float = 1e-5) -> None:
+    """Compare logits relative to their size."""
+    error = (actual.float() - expected.float()).norm() / expected.float().norm()
+    assert error < most, float(error)
+
+
+def require_alike(
+    pool: Any, model: Any, prompts: list[list[int]], *, most: float = 1e-5, most_of_steps: float = 0
+) -> WholePool:
+    """Compare prompts and replayed steps of a pool with Transformers' own caches."""
+    rows, padded = WholePool(pool, prompts), PaddedBatch(model, prompts, 0)
+    close(rows.prefill(), padded.prefill(), most)
+    for step in range(6):
+        tokens = [60 + step + 10 * slot for slot in range(len(prompts))]
+        close(rows.decode(tokens), padded.decode(tokens), most_of_steps or most)
+    assert rows.step.is_replaying, rows.step.why_not
+    return rows

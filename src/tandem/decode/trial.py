@@ -10,7 +10,7 @@ from tandem.core.errors import TandemError
 from tandem.decode.model_runner import executor_of, has_packed_weights
 from tandem.decode.padded import PaddedBatch
 from tandem.decode.slots import CachedSlotPool
-from tandem.experts.tracing.events import unheard
+from tandem.experts.execution.executor import unheard
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import reference_warnings_held, repeat_warnings
 from tandem.hf.lookahead.warm_up import warm_up_ids
