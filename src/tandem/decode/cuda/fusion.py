@@ -16,10 +16,10 @@ from tandem.decode.cuda.chains import find_chains
 from tandem.decode.cuda.projections import find_projections
 from tandem.kernels.dense import row_stride
 from tandem.kernels.native import TOKEN_DTYPES
-from tandem.recording.fusion.graph import Found, Graph
-from tandem.recording.fusion.norms import norms_as
-from tandem.recording.fusion.rotary import rotaries_as
-from tandem.recording.fusion.routers import choices_as, choices_first_as
+from tandem.recording.fusion.graph import Finder, Found, Graph, replaced
+from tandem.recording.fusion.norms import find_norms
+from tandem.recording.fusion.rotary import find_rotaries
+from tandem.recording.fusion.routers import find_choices, find_choices_first
 from tandem.recording.recorder import Operation, Ref
 
 _QUERY_AND_KEY = slice(4, 6)  # of the arguments of `tandem::recur`
@@ -124,7 +124,7 @@ def _repeated_keys(graph: Graph) -> Iterator[Found]:
             yield Found(group, fused)
 
 
-def _finders() -> tuple[Callable[[Graph], Iterator[Found]], ...]:
+def _finders() -> tuple[Finder, ...]:
     from tandem.triton_kernels import operations
 
     def norm(weight: Tensor | None, eps: float, rounds_first: bool) -> Callable[..., Any]:
@@ -132,10 +132,10 @@ def _finders() -> tuple[Callable[[Graph], Iterator[Found]], ...]:
 
     choice = partial(partial, operations.choose)
     return (
-        partial(norms_as, make=norm),
-        partial(rotaries_as, make=lambda heads: partial(operations.rotate, heads=heads)),
-        partial(choices_as, make=choice),
-        partial(choices_first_as, make=choice),
+        partial(find_norms, make=norm),
+        partial(find_rotaries, make=lambda heads: partial(operations.rotate, heads=heads)),
+        partial(find_choices, make=choice),
+        partial(find_choices_first, make=choice),
         _sums_with_norms,
         _pairs_of_rotaries,
         _repeated_keys,
@@ -148,9 +148,4 @@ def fuse_for_gpu(
     operations: list[Operation], tensors: list[Tensor], fixed: set[int]
 ) -> list[Operation]:
     """Return the operations with groups replaced; `fixed` numbers the tensors that never change."""
-    for finder in _finders():
-        graph = Graph(operations, tensors, fixed, TOKEN_DTYPES)
-        for group, fused in finder(graph):
-            graph.replace(group, fused)
-        operations = graph.result()
-    return operations
+    return replaced(_finders(), operations, tensors, fixed, TOKEN_DTYPES)

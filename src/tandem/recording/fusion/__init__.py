@@ -5,37 +5,25 @@ every detail stays as it is; the recorded graph is compared with the model's own
 trusted.
 """
 
-from collections.abc import Callable, Iterator
+from functools import partial
 
 from torch import Tensor
 
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.recording.fusion.calls import find_calls, find_dense_groups
-from tandem.recording.fusion.graph import Found, Graph
-from tandem.recording.fusion.norms import find_norms
+from tandem.recording.fusion.graph import Finder, replaced
+from tandem.recording.fusion.norms import find_norms, norm_call
 from tandem.recording.fusion.ranked_choices import find_ranked_choices
 from tandem.recording.fusion.repeats import without_repeats
-from tandem.recording.fusion.rotary import find_pair_rotaries, find_rotaries
+from tandem.recording.fusion.rotary import find_pair_rotaries, find_rotaries, rotary_call
 from tandem.recording.fusion.routers import (
+    choice_call,
     find_choices,
     find_choices_first,
     find_small_linears,
 )
 from tandem.recording.fusion.small import find_small
 from tandem.recording.recorder import Operation
-
-_FINDERS: tuple[Callable[[Graph, CpuThreads], Iterator[Found]], ...] = (
-    find_norms,
-    find_rotaries,
-    find_pair_rotaries,
-    find_choices,
-    find_choices_first,
-    find_ranked_choices,
-    find_calls,
-    find_small_linears,
-    find_dense_groups,
-    find_small,
-)
 
 
 def fuse(
@@ -45,11 +33,19 @@ def fuse(
 
     `threads` compute what had none of its own.
     """
-    for finder in _FINDERS:
-        if finder is find_small:  # patterns know operations by who reads them
-            operations = without_repeats(operations, tensors)
-        graph = Graph(operations, tensors, fixed, VALUE_DTYPES)
-        for group, fused in finder(graph, threads):
-            graph.replace(group, fused)
-        operations = graph.result()
-    return operations
+    choice = partial(choice_call, threads)
+    patterns: tuple[Finder, ...] = (
+        partial(find_norms, make=partial(norm_call, threads)),
+        partial(find_rotaries, make=partial(rotary_call, threads)),
+        partial(find_pair_rotaries, threads=threads),
+        partial(find_choices, make=choice),
+        partial(find_choices_first, make=choice),
+        partial(find_ranked_choices, threads=threads),
+        partial(find_calls, threads=threads),
+        partial(find_small_linears, threads=threads),
+        find_dense_groups,
+    )
+    operations = replaced(patterns, operations, tensors, fixed, VALUE_DTYPES)
+    operations = without_repeats(operations, tensors)  # patterns know operations by who reads them
+    small = partial(find_small, threads=threads)
+    return replaced((small,), operations, tensors, fixed, VALUE_DTYPES)

@@ -18,7 +18,7 @@ from tandem.recording.routed import routed_call
 _MAX_MATRICES = 8  # of one call
 
 
-def find_dense_groups(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
+def find_dense_groups(graph: Graph) -> Iterator[Found]:
     """Find packed matrices that read the same input: it is rounded for them once."""
     groups: dict[tuple[Any, ...], list[Operation]] = {}
     for operation in graph.operations:

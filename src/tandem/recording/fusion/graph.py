@@ -107,6 +107,26 @@ class Graph:
         return [operation for operation in found if operation is not None]
 
 
+# Finds groups in a graph.
+Finder = Callable[[Graph], Iterator[Found]]
+
+
+def replaced(
+    finders: Iterable[Finder],
+    operations: list[Operation],
+    tensors: list[Tensor],
+    fixed: set[int],
+    dtypes: Container[torch.dtype],
+) -> list[Operation]:
+    """Return operations with the groups replaced that finders find, one after the other."""
+    for finder in finders:
+        graph = Graph(operations, tensors, fixed, dtypes)
+        for group, fused in finder(graph):
+            graph.replace(group, fused)
+        operations = graph.result()
+    return operations
+
+
 def other(operation: Operation, ref: Ref) -> Any:
     """Return the other argument of a two-argument operation."""
     first, second = operation.args[:2]

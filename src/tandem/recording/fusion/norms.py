@@ -1,7 +1,6 @@
 """Root mean square norms: square, mean, root, scaling, rounding and weight as one call."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -19,13 +18,8 @@ _CASTS = ("to", "type_as", "_to_copy")
 MakeNorm = Callable[[Tensor | None, float, bool], Callable[..., Any]]
 
 
-def find_norms(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
-    """Find the norms around each reciprocal root."""
-    return norms_as(graph, partial(_norm_call, threads))
-
-
-def norms_as(graph: Graph, make: MakeNorm) -> Iterator[Found]:
-    """Find the norms; `make` returns what stands for one, a function of the rows."""
+def find_norms(graph: Graph, make: MakeNorm) -> Iterator[Found]:
+    """Find the norms around each reciprocal root; `make` returns what stands for one."""
     for name in ("rsqrt", "pow"):
         yield from graph.found_around(name, lambda root: _match_norm(graph, root, make))
 
@@ -104,9 +98,11 @@ def _is_weight(graph: Graph, ref: Any, x: Tensor) -> bool:
     )
 
 
-def _norm_call(
+def norm_call(
     threads: CpuThreads, weight: Tensor | None, eps: float, rounds_first: bool
 ) -> NativeCall:
+    """Return a norm of rows as a native call."""
+
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (x,), (out,) = inputs, outputs
         if row_stride(x) is None:

@@ -5,7 +5,6 @@ that are multiplied by the rotary frequencies, as complex numbers of length 1.
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +20,11 @@ from tandem.recording.recorder import NotRecordableError, Operation, Ref
 MakeRotary = Callable[[int], Callable[..., Any]]
 
 
-def find_rotaries(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
-    """Find the embeddings around each swap of halves."""
-    return rotaries_as(graph, partial(_rotary_call, threads))
+def find_rotaries(graph: Graph, make: MakeRotary) -> Iterator[Found]:
+    """Find the embeddings around each swap of halves.
 
-
-def rotaries_as(graph: Graph, make: MakeRotary) -> Iterator[Found]:
-    """Find them; `make` returns what stands for one, a function of x, cosines and sines."""
+    `make` returns what stands for one, a function of x, cosines and sines.
+    """
     return graph.found_around("cat", lambda turned: _match_rotary(graph, turned, make))
 
 
@@ -154,7 +151,9 @@ def _heads_of(graph: Graph, x: Tensor) -> int | None:
     return 1 if x.shape[2] == 1 else 2
 
 
-def _rotary_call(threads: CpuThreads, heads: int) -> NativeCall:
+def rotary_call(threads: CpuThreads, heads: int) -> NativeCall:
+    """Return an embedding as a native call."""
+
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (x, cos, sin), (out,) = inputs, outputs
         require_contiguous(cos, sin)

@@ -1,7 +1,6 @@
 """Routers: their small matrices, and the choice that follows the scores."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -72,13 +71,8 @@ def _is_exact_in_bf16(x: Tensor) -> bool:
 MakeChoice = Callable[..., Callable[..., Any]]
 
 
-def find_choices(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
+def find_choices(graph: Graph, make: MakeChoice) -> Iterator[Found]:
     """Softmax, the largest, perhaps divided by their sum, perhaps scaled, perhaps rounded."""
-    return choices_as(graph, partial(_choice_call, threads))
-
-
-def choices_as(graph: Graph, make: MakeChoice) -> Iterator[Found]:
-    """Find them; `make` returns what stands for one."""
     for softmax in graph.operations:
         best = graph.only_user(softmax.outputs[0], "topk") if softmax.name == "softmax" else None
         if best is None or best.kwargs or not takes_largest(best):
@@ -95,13 +89,8 @@ def choices_as(graph: Graph, make: MakeChoice) -> Iterator[Found]:
             yield _fuse_choice(graph, softmax, best, make)
 
 
-def find_choices_first(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
+def find_choices_first(graph: Graph, make: MakeChoice) -> Iterator[Found]:
     """The largest, then softmax over these: softmax over all, divided by the sum of the chosen."""
-    return choices_first_as(graph, partial(_choice_call, threads))
-
-
-def choices_first_as(graph: Graph, make: MakeChoice) -> Iterator[Found]:
-    """Find them; `make` returns what stands for one."""
     for best in graph.operations:
         if best.name != "topk" or best.kwargs or not takes_largest(best):
             continue
@@ -168,9 +157,11 @@ def _division_by_sum(graph: Graph, values: Ref) -> list[Operation] | None:
     return [total, quotient] if is_row and is_it and is_last and is_whole else None
 
 
-def _choice_call(
+def choice_call(
     threads: CpuThreads, top_k: int, scale: float, *, is_normalised: bool, dtype: torch.dtype
 ) -> NativeCall:
+    """Return a choice as a native call."""
+
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (logits,), (weights, index) = inputs, outputs
         require_contiguous(logits)
