@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import (
@@ -26,7 +27,7 @@ from tandem.hf.steps import SEQUENCES
 from tandem.kernels.attention import AttentionForm
 from tandem.kernels.recurrent import StateOperation
 from tandem.kv_cache.attention_call import AttentionCall
-from tandem.kv_cache.index_keys import NewIndexKeys, Pool, Selection
+from tandem.kv_cache.index_keys import KeptIndexKeys, NewIndexKeys, Pool, Selection
 from tandem.kv_cache.indexers import IndexScores
 from tandem.kv_cache.latents import Expansion
 from tandem.kv_cache.states import KeptStates, StateHandle, StateKey
@@ -53,6 +54,8 @@ class SlotCache(ABC):
     """Whether the tokens that are announced are a decode step's."""
     states: KeptStates[Any]
     """What layers keep beside keys and values."""
+    index_keys: KeptIndexKeys
+    """What layers with an indexer keep beside them."""
     slots: Tensor
     """The slot of each token of the step that is under way, on the host."""
 
@@ -133,13 +136,30 @@ class SlotCache(ABC):
     def reserve(self, needed: int) -> None:
         """Make room for `needed` tokens in each slot; raises `CapacityError` if there is none."""
 
-    @abstractmethod
+    @torch.inference_mode()
     def pretend(self, length: int) -> None:
         """Let every slot hold `length` tokens that nobody said; needs a forward before it."""
+        self.reserve(length + 1)
+        self._invent(length)
+        self.index_keys.pretend(length)
+        self.lengths[:] = [length] * len(self.lengths)
 
     @abstractmethod
+    def _invent(self, length: int) -> None:
+        """Fill the first positions of all slots and layers."""
+
+    @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Let a slot hold the first tokens of another one, in place of what it held."""
+        assert length == self.usable(source, length)
+        self._copy_layers(source, target, length)
+        self.index_keys.copy_prefix(source, target, length)
+        self.states.go_back(source, target, length, self.lengths[source] - length)
+        self.lengths[target] = length
+
+    @abstractmethod
+    def _copy_layers(self, source: int, target: int, length: int) -> None:
+        """Copy the first positions of a slot to another one, in all layers."""
 
     def usable(self, slot: int, length: int) -> int:
         """Return with how many of the first `length` tokens that it holds a slot can go on.

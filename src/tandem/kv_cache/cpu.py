@@ -39,7 +39,7 @@ class KvCache(SlotCache):
 
     keeps_latents = True
     states: CpuStates
-    """What layers keep in place of keys and values."""
+    index_keys: IndexStore
 
     def __init__(
         self, threads: CpuThreads, num_slots: int, capacity: int, *, kv_dtype: str = "auto"
@@ -58,7 +58,6 @@ class KvCache(SlotCache):
         self.states = CpuStates(num_slots)
         self.index_keys = IndexStore(num_slots)
         self.index_keys.reserve(self._capacity, 0)
-        """What layers with an indexer keep beside them."""
         self._expanded = ExpandedKeys()
         self._expected_bytes = 0
         self._segments: list[Segment] = []
@@ -142,20 +141,14 @@ class KvCache(SlotCache):
             self.lengths[segment.slot] = segment.first_position + segment.num_tokens
         self.states.commit()
 
-    @torch.inference_mode()
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Let a slot hold the first tokens of another one, in place of what it held."""
-        assert length == self.usable(source, length)
+    def _copy_layers(self, source: int, target: int, length: int) -> None:
         for layer in self._layers.values():
             window = self._windows.get(layer.form.window)
             kept = length if window is None else max(0, length - window.first(source))
             layer.copy_prefix(source, target, kept)
-        self.index_keys.copy_prefix(source, target, length)
         self._expanded.note_written(target, 0)
         for window in self._windows.values():
             window.follow(source, target)
-        self.states.go_back(source, target, length, self.lengths[source] - length)
-        self.lengths[target] = length
 
     def usable(self, slot: int, length: int) -> int:
         """Return with how many of its first `length` tokens a slot can go on.
@@ -186,13 +179,7 @@ class KvCache(SlotCache):
             for window in self._windows.values():
                 window.begin_anew(slot)
 
-    @torch.inference_mode()
-    def pretend(self, length: int) -> None:
-        """Let every slot hold `length` invented tokens: random keys and values, to time.
-
-        Needs a forward before it, which makes the layers.
-        """
-        self.reserve(length + 1)
+    def _invent(self, length: int) -> None:
         self._expanded.clear()
         for window in self._windows.values():
             window.pretend(length)
@@ -201,8 +188,6 @@ class KvCache(SlotCache):
             for slot in range(len(self.lengths)):
                 first = 0 if kept is None else kept.first(slot)
                 _pretend(layer, self.threads, slot, length - first)
-        self.index_keys.pretend(length)
-        self.lengths[:] = [length] * len(self.lengths)
 
     def advance(
         self, key: StateKey, operation: Callable[[], StateOperation], *inputs: Tensor

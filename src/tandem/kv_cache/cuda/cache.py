@@ -41,7 +41,7 @@ class StaticKvCache(SlotCache):
 
     keeps_latents = shares_values = True
     states: DeviceStates
-    """What layers keep beside keys and values."""
+    index_keys: DeviceIndexKeys
 
     def __init__(
         self,
@@ -77,7 +77,6 @@ class StaticKvCache(SlotCache):
         zeros = partial(self._zeros, what="states")
         self.index_keys = DeviceIndexKeys(num_slots, self._zeros)
         self.index_keys.reserve(self.capacity, 0)
-        """What layers with an indexer keep beside keys and values."""
         self.states = DeviceStates(num_slots, state_kernels or TorchStates(), zeros, device)
 
     @property
@@ -147,15 +146,9 @@ class StaticKvCache(SlotCache):
         for slot, count in self._counts.items():
             self.lengths[slot] += count
 
-    @torch.inference_mode()
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Let a slot hold the first tokens of another one, in place of what it held."""
-        assert length == self.usable(source, length)
+    def _copy_layers(self, source: int, target: int, length: int) -> None:
         for layer in self._layers.values():
             layer.copy_prefix(source, target, length)
-        self.index_keys.copy_prefix(source, target, length)
-        self.states.go_back(source, target, length, self.lengths[source] - length)
-        self.lengths[target] = length
 
     def advance(
         self, key: StateKey, operation: Callable[[], StateOperation], *inputs: Tensor
@@ -163,14 +156,9 @@ class StaticKvCache(SlotCache):
         """Go on from a layer's states by the step's tokens; see `SlotCache.advance`."""
         return self.states.advance(key, operation, inputs)
 
-    @torch.inference_mode()
-    def pretend(self, length: int) -> None:
-        """Let every slot hold `length` invented tokens, to time what follows."""
-        self.reserve(length + 1)
+    def _invent(self, length: int) -> None:
         for layer in self._layers.values():
             layer.invent(length)
-        self.index_keys.pretend(length)
-        self.lengths[:] = [length] * len(self.lengths)
 
     def select(
         self, new: NewIndexKeys, key: Tensor, query: Tensor, weights: Tensor | None
