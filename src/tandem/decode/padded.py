@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from tandem.core.errors import ConfigError
 from tandem.decode.images import ImagePrompt
+from tandem.decode.slots import SlotPool
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import (
     cache_argument,
@@ -86,14 +87,10 @@ class PaddedBatch:
         return logits
 
 
-class PaddedSlotPool:
+class PaddedSlotPool(SlotPool):
     """Slots that begin together, on the model's own caches: for models that nothing else steps."""
 
-    can_prefill_in_chunks = False
-    moving = None
     why_no_drafts = "steps run padded, on Transformers' own caches"
-    num_bytes = None
-    step = None
 
     def __init__(self, model: PreTrainedModel, num_slots: int, pad_id: int) -> None:
         """Serve `num_slots` prompts at a time; `pad_id` stands before the shorter ones."""
@@ -102,20 +99,6 @@ class PaddedSlotPool:
         self._rows: PaddedBatch | None = None
         self._images: dict[int, ImagePrompt] = {}
         self._tokens: dict[int, int] = {}  # by slot: the last one, in the order of the rows
-
-    def held(self, slot: int) -> Sequence[int]:
-        """Return nothing: Transformers' caches cannot be cut."""
-        return ()
-
-    def usable(self, slot: int, length: int) -> int:
-        """Return nothing, which is what is held."""
-        return 0
-
-    def keep(self, slot: int, length: int) -> None:
-        """No-op: what is held goes when other prompts begin."""
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        """No-op: nothing is held."""
 
     def show(self, slot: int, images: ImagePrompt | None) -> None:
         """Say which images a slot's next prompt has."""
@@ -143,17 +126,13 @@ class PaddedSlotPool:
         logits = self._model(input_ids=ids, use_cache=False, return_dict=True).logits[0]
         return torch.cat([logits[:-1], self.prefill({slot: tokens})])
 
-    def decode(self, tokens: Mapping[int, int]) -> Tensor:
+    def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
         """Append one token to each of some slots; return (slots, vocabulary) in their order.
 
         The others are stepped too, with the token that they had last.
         """
         assert self._rows is not None, "decode before prefill"
-        self._tokens |= tokens
+        self._tokens |= {slot: token for slot, (token,) in tokens.items()}
         logits = self._rows.decode(list(self._tokens.values()))
         order = list(self._tokens)
         return logits[[order.index(slot) for slot in tokens]]
-
-    def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
-        """Append one token to each of some slots; see `SlotPool`."""
-        return self.decode({slot: token for slot, (token,) in tokens.items()})

@@ -7,7 +7,7 @@ that the next turn of a conversation finds its beginning there.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -31,49 +31,21 @@ OnHidden = Callable[[int, int, Tensor], None]
 EACH_TOKEN_SEEN = "what records or forces routing sees one token of each sequence in a step"
 
 
-class SlotPool(Protocol):
-    """What a scheduler needs of a model whose requests come and go."""
+class SlotPool(ABC):
+    """What a scheduler needs of a model whose requests come and go; here slots hold nothing."""
 
     num_slots: int
-    can_prefill_in_chunks: bool
+    can_prefill_in_chunks = False
 
     @property
     def num_bytes(self) -> int | None:
         """Bytes that the KV cache takes now; None where it is not ours to count."""
+        return None
 
     @property
     def step(self) -> ReplayedStep | None:
         """The decode step that was done last, or else that of all slots; None: never replayed."""
-
-    def held(self, slot: int) -> Sequence[int]:
-        """Return the tokens whose keys and values a slot holds."""
-
-    def usable(self, slot: int, length: int) -> int:
-        """Return with how many of the first `length` tokens that it holds a slot can go on."""
-
-    def keep(self, slot: int, length: int) -> None:
-        """Let a slot forget what it holds beyond `length` tokens, which are usable."""
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Let `target` hold the first tokens that `source` holds, which are usable."""
-
-    def show(self, slot: int, images: ImagePrompt | None) -> None:
-        """Say which images the tokens that a slot gets next are of, before a prompt begins.
-
-        The tokens are then the prompt's keys. Raises `UnsupportedModelError`.
-        """
-
-    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
-        """Append tokens to some slots; return the logits after each: (slots, vocabulary)."""
-
-    def prefill_with_logits(self, slot: int, tokens: Sequence[int]) -> Tensor:
-        """Append tokens to a slot; return the logits after each token: (n_tokens, vocabulary)."""
-
-    def decode(self, tokens: Mapping[int, int]) -> Tensor:
-        """Append one token to each of some slots; return (slots, vocabulary) in their order.
-
-        Valid until the next call.
-        """
+        return None
 
     @property
     def moving(self) -> MovingSlots | None:
@@ -81,22 +53,58 @@ class SlotPool(Protocol):
 
         None: it stays where it is.
         """
+        return None
 
     @property
+    @abstractmethod
     def why_no_drafts(self) -> str | None:
         """Why `verify` takes one token of a slot; None: it takes several, which may be taken back.
 
         One sentence.
         """
 
+    def held(self, slot: int) -> Sequence[int]:
+        """Return the tokens whose keys and values a slot holds."""
+        return ()
+
+    def usable(self, slot: int, length: int) -> int:
+        """Return with how many of the first `length` tokens that it holds a slot can go on."""
+        return 0
+
+    def keep(self, slot: int, length: int) -> None:  # noqa: B027 - nothing is held
+        """Let a slot forget what it holds beyond `length` tokens, which are usable."""
+
+    def copy(self, source: int, target: int, length: int) -> None:  # noqa: B027 - nothing is held
+        """Let `target` hold the first tokens that `source` holds, which are usable."""
+
+    @abstractmethod
+    def show(self, slot: int, images: ImagePrompt | None) -> None:
+        """Say which images the tokens that a slot gets next are of, before a prompt begins.
+
+        The tokens are then the prompt's keys. Raises `UnsupportedModelError`.
+        """
+
+    @abstractmethod
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
+        """Append tokens to some slots; return the logits after each: (slots, vocabulary)."""
+
+    @abstractmethod
+    def prefill_with_logits(self, slot: int, tokens: Sequence[int]) -> Tensor:
+        """Append tokens to a slot; return the logits after each token: (n_tokens, vocabulary)."""
+
+    @abstractmethod
     def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
         """Append tokens to slots in one decode step; return the logits after each token.
 
-        They are (n_tokens, vocabulary), slot by slot, and as of `decode`.
+        They are (n_tokens, vocabulary), slot by slot, and valid until the next call.
         """
 
+    def decode(self, tokens: Mapping[int, int]) -> Tensor:
+        """Append one token to each of some slots; return (slots, vocabulary) in their order."""
+        return self.verify({slot: (token,) for slot, token in tokens.items()})
 
-class CachedSlotPool(ABC, Generic[_Cache]):
+
+class CachedSlotPool(SlotPool, Generic[_Cache]):
     """Keeps the books of slots on a KV cache of Tandem's. One call at a time."""
 
     can_prefill_in_chunks = True
@@ -116,11 +124,6 @@ class CachedSlotPool(ABC, Generic[_Cache]):
     def num_bytes(self) -> int:
         """Bytes that the KV cache takes now: room for the longest slot so far, for every slot."""
         return self.cache.num_bytes
-
-    @property
-    def moving(self) -> MovingSlots | None:
-        """What takes out of slots what they keep of tokens; None: it stays where it is."""
-        return None
 
     @property
     @abstractmethod
@@ -164,18 +167,6 @@ class CachedSlotPool(ABC, Generic[_Cache]):
         self.cache.reserve(depth + room)
         self.cache.pretend(depth)
         self._held = [[-1] * depth for _ in self._held]
-
-    @abstractmethod
-    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
-        """Append tokens to some slots; return the logits after each: (slots, vocabulary)."""
-
-    @abstractmethod
-    def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
-        """Append tokens to slots in one decode step; see `SlotPool`."""
-
-    def decode(self, tokens: Mapping[int, int]) -> Tensor:
-        """Append one token to each of some slots; return (slots, vocabulary) in their order."""
-        return self.verify({slot: (token,) for slot, token in tokens.items()})
 
     def _tell_hidden(
         self, hidden: Tensor | None, tokens: Iterable[tuple[int, Sequence[int]]]
