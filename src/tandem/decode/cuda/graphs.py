@@ -59,16 +59,21 @@ class GraphLayers(Protocol):
         """Hear why a step with them was not captured; True: it is to be tried without them."""
 
 
-class _Padding:
-    """Meets the experts of a step that is simply done: rows without a token choose none."""
+class Announced:
+    """Meets a step that the caller has announced: to read token ids back would wait.
 
-    is_capturing = True  # the caller has announced the step
+    Rows without a token choose no experts, by `pad`.
+    """
 
-    def __init__(self, pad: Pad) -> None:
+    is_capturing = True
+
+    def __init__(self, pad: Pad = lambda index: index) -> None:
+        """Meet a step's calls."""
         self._pad = pad
 
     def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        return function(*(_padded(args, self._pad) if kind == "experts" else args))
+        """Return what a call returns; see `Interceptor`."""
+        return function(*(_padded(args, self._pad) if kind == EXPERTS else args))
 
 
 class _DryRun:
@@ -85,7 +90,7 @@ class _DryRun:
         self._capture, self._layers, self._pad = capture, layers, pad
 
     def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if kind != "experts":
+        if kind != EXPERTS:
             return function(*args)
         args = _padded(args, self._pad)
         result = None if self._layers is None else self._layers(*args)
@@ -105,7 +110,7 @@ class _GraphBreaker:
         self.segments: list[tuple[Graph, GraphBreak | None]] = []
 
     def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if kind != "experts":
+        if kind != EXPERTS:
             return function(*args)  # captured like everything else
         args = _padded(args, self._pad)
         result = None if self._layers is None else self._layers(*args)
@@ -221,7 +226,7 @@ def new_graphed_step(
     """
 
     def plain() -> Tensor:
-        with intercepted(_Padding(pad)):
+        with intercepted(Announced(pad)):
             return step()
 
     def capture(layers: GraphLayers | None) -> CapturedStep:

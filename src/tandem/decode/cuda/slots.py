@@ -18,6 +18,7 @@ from tandem.decode.cuda.attention import decode_kernels, state_kernels
 from tandem.decode.cuda.fusion import fuse_for_gpu
 from tandem.decode.cuda.graphs import (
     TOLERANCES,
+    Announced,
     GraphLayers,
     new_graphed_step,
     recorded_for_capture,
@@ -48,15 +49,6 @@ class _Step(NamedTuple):
     replayed: ReplayedStep
     resident: list[GraphedLayers]
     """What computes layers inside its segments, from its capture on; at most one."""
-
-
-class _Announced:
-    """Keeps the model from announcing a step itself: to read token ids back would wait."""
-
-    is_capturing = True
-
-    def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        return function(*args)
 
 
 class CudaSlotPool(CachedSlotPool[StaticKvCache]):
@@ -180,7 +172,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
             executor.begin_step(tokens, is_prefill=len(tokens) > 1)
         ids = on_its_way(list(tokens), self._device).to(self._device, non_blocking=True)
         positions = torch.arange(first, first + len(tokens), device=self._device)
-        with intercepted(_Announced()), given_rows(self._prompt_rows.of_prompt(tokens)):
+        with intercepted(Announced()), given_rows(self._prompt_rows.of_prompt(tokens)):
             logits = self._model.logits(ids[None], positions[None], keep)[0]
         self.cache.commit()
         return logits
@@ -245,7 +237,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
             each = dict.fromkeys(range(count), 1)
             self.cache.begin_decode(each, count)
             self._inputs_of(count).bring([0] * count)
-            with intercepted(_Announced()):
+            with intercepted(Announced()):
                 self._run(count)  # makes what is made on first use
                 self.cache.begin_decode(each, count)
                 self._recorded(count)()
