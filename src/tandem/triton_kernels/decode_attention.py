@@ -9,9 +9,6 @@ from torch import Tensor
 from tandem.kernels.attention import AttentionForm
 from tandem.triton_kernels import attention
 
-KINDS = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "int8",
-}  # fmt: skip
 _BLOCK_HEADS = 16  # the fewest rows of a matrix unit
 _MOST_PARTS = 64
 # Programs of a launch for each of the GPU's processors, where one sequence has too few heads.
@@ -55,8 +52,6 @@ class DecodeAttention:
 
     A step's part is one operation of torch, so that recordings and captures see it.
     """
-
-    num_launches = 3
 
     def __init__(self, num_processors: int, *, has_small_tiles: bool = False) -> None:
         """Launch for a GPU of so many processors; small tiles fit into 64 KiB of shared memory."""

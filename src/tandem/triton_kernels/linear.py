@@ -45,32 +45,27 @@ def few_rows(
     `image` has codes, scales and the bias of `num_biased` blocks; num_rows is at most num_tokens.
     """
     lanes = tl.program_id(0) * 32 + tl.arange(0, 32)
+    layer = out, image.to(tl.int64), num_outputs, num_blocks, num_biased, scales_offset, bias_offset
     _lanes_of_few_rows(
-        x, out, image.to(tl.int64), table, num_rows, num_cols, num_outputs, num_blocks, num_chunks,
-        num_biased, scales_offset, bias_offset, lanes, packed, num_tokens, block_chunks,
-    )  # fmt: skip
+        x, table, num_rows, num_cols, num_chunks, layer, lanes, packed, num_tokens, block_chunks
+    )
 
 
 @triton.jit
 def _lanes_of_few_rows(
     x: tensor,
-    out: tensor,
-    address: tensor,
     table: tensor,
     num_rows: tensor,
     num_cols: tensor,
-    num_outputs: tensor,
-    num_blocks: tensor,
     num_chunks: tensor,
-    num_biased: tensor,
-    scales_offset: tensor,
-    bias_offset: tensor,
+    layer: tensor,
     lanes: tensor,
     packed: constexpr,
     num_tokens: constexpr,
     block_chunks: constexpr,
 ) -> None:
-    """Write some lanes of `few_rows`; the layer's image lies at `address`."""
+    """Write some lanes of a layer, whose image lies at an address, as of `few_rows`."""
+    out, address, num_outputs, num_blocks, num_biased, scales_offset, bias_offset = layer
     block, lane = lanes // 16, lanes % 16
     data = section(address, 0, tl.int32)
     scales = scale_section(address, scales_offset, packed)
@@ -121,7 +116,10 @@ def few_rows_of_three(
     num_tokens: constexpr,
     block_chunks: constexpr,
 ) -> None:
-    """Do what `few_rows` does with up to three layers of one input; a missing one has 0 blocks."""
+    """Do what `few_rows` does with up to three layers of one input; a missing one has 0 blocks.
+
+    The layers' arguments stand one by one: Triton would compile a tuple of them for its values.
+    """
     first_b = (num_blocks + 1) // 2  # a program has 32 lanes, two blocks
     first_c = first_b + (num_blocks_b + 1) // 2
     program = tl.program_id(0)
@@ -129,15 +127,18 @@ def few_rows_of_three(
     address = _one_of(is_a, is_b, image.to(tl.int64), image_b.to(tl.int64), image_c.to(tl.int64))
     there = _one_of(is_a, is_b, out.to(tl.int64), out_b.to(tl.int64), out_c.to(tl.int64))
     lanes = (program - _one_of(is_a, is_b, 0, first_b, first_c)) * 32 + tl.arange(0, 32)
-    _lanes_of_few_rows(
-        x, there.to(tl.pointer_type(out.dtype.element_ty)), address, table, num_rows, num_cols,
+    layer = (
+        there.to(tl.pointer_type(out.dtype.element_ty)),
+        address,
         _one_of(is_a, is_b, num_outputs, num_outputs_b, num_outputs_c),
-        _one_of(is_a, is_b, num_blocks, num_blocks_b, num_blocks_c), num_chunks,
+        _one_of(is_a, is_b, num_blocks, num_blocks_b, num_blocks_c),
         _one_of(is_a, is_b, num_biased, num_biased_b, num_biased_c),
         _one_of(is_a, is_b, scales_offset, scales_offset_b, scales_offset_c),
         _one_of(is_a, is_b, bias_offset, bias_offset_b, bias_offset_c),
-        lanes, packed, num_tokens, block_chunks,
-    )  # fmt: skip
+    )
+    _lanes_of_few_rows(
+        x, table, num_rows, num_cols, num_chunks, layer, lanes, packed, num_tokens, block_chunks
+    )
 
 
 @triton.jit
