@@ -1,22 +1,17 @@
 """Models with states in slots on a GPU: what Transformers' own caches give, on the CPU twin."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import tandem
 from tandem.core.errors import CapacityError
 from tandem.decode.cuda.attention import state_kernels
 from tandem.decode.cuda.slots import CudaSlotPool, why_no_cuda_slots
-from tandem.generate.generator import Generator
 from tests.architectures import architectures, build_tiny_model
-from tests.decode.scheduled import scheduled_answers
 from tests.decode.test_states import LONG
 from tests.decode.twin_capture import TwinCapture
 from tests.decode.whole_pool import close, require_alike
-from tests.hf.tiny import save_tiny_checkpoint
 
 # The gated delta rule, Kimi's, both Mambas, convolutions alone, lightning attention, ZAYA's.
 _WITH_STATES = [
@@ -51,39 +46,6 @@ def test_so_they_are_by_the_kernels(
     monkeypatch.setattr("tandem.decode.cuda.slots.state_kernels", lambda kernels: states)
     pool = CudaSlotPool(model, 2, make_capture=TwinCapture)
     require_alike(pool, model, [[40, 41], [50]])
-
-
-@pytest.mark.parametrize("name", ["qwen3_5_moe", "jamba"])
-def test_slots_are_stepped_in_any_company(name: str) -> None:
-    """The same tokens as alone; slots without a token in a step stay where they are."""
-    model: Any = build_tiny_model(name)
-    texts = {0: [40, 41, 42], 1: [60] * 5, 3: LONG[:70]}
-    alone = {slot: CudaSlotPool(model, 1) for slot in texts}
-    pool = CudaSlotPool(model, 4, make_capture=TwinCapture)
-    for slot, text in texts.items():
-        close(pool.prefill({slot: text}), alone[slot].prefill({0: text}))
-    for turn, company in enumerate([(0,), (0, 1), (0, 1, 3), (3,), (1, 3)] * 5):
-        logits = pool.decode({slot: 40 + (turn + slot) % 50 for slot in company})
-        for slot, ours in zip(company, logits, strict=True):
-            close(ours[None], alone[slot].decode({0: 40 + (turn + slot) % 50}))
-    assert {key[0] for key, step in pool._steps.items() if step.replayed.is_replaying} == {1, 2, 4}
-
-
-def test_requests_are_answered_alike_on_both_pools(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server's loop: five requests on three slots, prompts in parts, beginnings reused."""
-    model = tandem.load(save_tiny_checkpoint(tmp_path, "qwen3_5_moe"), dtype="float32")
-    model.generation_config.eos_token_id = None
-    prompts = [LONG[:150], [*LONG[:145], 60, 61], [70] * 3, [*LONG[:100], 90], [50, 51, 52]]
-
-    expected = scheduled_answers(Generator(model, has_replay=False), prompts, chunk_tokens=40)
-    generator = Generator(model, has_replay=False)
-    pool = CudaSlotPool(model, 3, make_capture=TwinCapture)
-    monkeypatch.setattr(generator, "slot_pool", lambda num_slots: pool)
-    assert scheduled_answers(generator, prompts, chunk_tokens=40) == expected
-    assert expected[1] > 0
-    assert any(step.replayed.is_replaying for step in pool._steps.values())
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "nemotron_h", "lfm2_moe"])
