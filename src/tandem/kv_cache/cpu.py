@@ -127,7 +127,7 @@ class KvCache(SlotCache):
         self._place(is_kept=True)
         self._awaited = self.states_asked_for = None
         self.is_decoding = True
-        self.states.begin_decode(segments)
+        self.states.begin_step(segments)
 
     def _announce(self, segments: Sequence[Segment]) -> None:
         self._segments = list(segments)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.kernels.attention import Segment
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.recurrent import LayerState, StateOperation, StateTokens, new_layer_state
 from tandem.kv_cache.states import KeptStates, StateKey
@@ -31,12 +30,6 @@ class CpuStates(KeptStates[LayerState]):
             self._layers[key] = new_layer_state(self._num_slots, operation())
             self._kept.append(self._layers[key].kept.numpy())
         return self._layers[key]
-
-    def begin_decode(self, segments: Sequence[Segment]) -> None:
-        """Announce a decode step's tokens: all but the first of a slot may be taken back."""
-        self._cuts, self._announced = [], list(segments)
-        for segment in segments:
-            self._drafted[segment.slot] = 0
 
     def advance(
         self, threads: CpuThreads, layer: LayerState, tokens: StateTokens, inputs: Sequence[Tensor]

@@ -4,7 +4,7 @@ A conversation that goes on, branches or is edited begins again at the longest c
 """
 
 from abc import ABC
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -116,6 +116,12 @@ class KeptStates(ABC, Generic[_Layer]):
             for length in cut_lengths(begin, end, newest, self._every)[-self._most() :]:
                 self._cuts.append(Cut(slot, first + length - begin, length))
             first += segment.num_tokens
+
+    def begin_step(self, segments: Sequence[Segment]) -> None:
+        """Announce a decode step's tokens: all but the first of a slot may be taken back."""
+        self._cuts, self._announced = [], list(segments)
+        for segment in segments:
+            self._drafted[segment.slot] = 0
 
     def _with_cuts(
         self, layer: _Layer, num_tokens: int, compute: Callable[[slice], Tensor]

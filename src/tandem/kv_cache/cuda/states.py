@@ -78,9 +78,7 @@ class DeviceStates(KeptStates[DeviceLayer]):
                 raise ValueError(f"{segment.num_tokens} tokens of a slot, expected up to 8")
             found.append(self._run(segment, row, 1))
             row += segment.num_tokens
-        self._cuts, self._announced = [], list(segments)
-        for segment in segments:
-            self._drafted[segment.slot] = 0
+        self.begin_step(segments)
         most = max(run.num_tokens for run in found)
         self.have_log = most > 1 or any(run.num_again > 0 for run in found)
         self.have_log |= self._kernels.loops_on_device
