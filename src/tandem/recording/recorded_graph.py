@@ -22,41 +22,14 @@ from tandem.recording.program import NativeCall, Places, compile_program, memory
 from tandem.recording.recorder import Operation, Recorder, Recording, Ref
 
 # Public functions that do what an ATen overload does with the same positional arguments, and cost
-# a third of calling the overload.
+# a third of calling the overload: of what programs leave to torch.
 _DIRECT: dict[str, Callable[..., object]] = {
     "add.Tensor": torch.add,
-    "sub.Tensor": torch.sub,
     "mul.Tensor": torch.mul,
-    "div.Tensor": torch.div,
-    "neg.default": torch.neg,
-    "rsqrt.default": torch.rsqrt,
-    "pow.Tensor_Scalar": torch.pow,
-    "mean.dim": torch.mean,
-    "sum.dim_IntList": torch.sum,
-    "sigmoid.default": torch.sigmoid,
-    "silu.default": F.silu,
-    "cos.default": torch.cos,
-    "sin.default": torch.sin,
-    "cat.default": torch.cat,
     "linear.default": F.linear,
     "matmul.default": torch.matmul,
     "mm.default": torch.mm,
-    "softmax.int": torch.softmax,
-    "topk.default": torch.topk,
-    "gather.default": torch.gather,
-    "embedding.default": torch.embedding,
-    "transpose.int": torch.transpose,
-    "unsqueeze.default": torch.unsqueeze,
-    "select.int": torch.select,
-    "reshape.default": torch.reshape,
-    "view.default": Tensor.view,
-    "expand.default": Tensor.expand,
-    "to.dtype": Tensor.to,
-    "to.device": Tensor.to,
-    "chunk.default": torch.chunk,
-    "clone.default": torch.clone,
 }
-
 
 # Returns operations with groups replaced, given them, the tensors, and which of these never change.
 Fusing = Callable[[list[Operation], list[Tensor], set[int]], list[Operation]]
@@ -268,10 +241,9 @@ def _function(
 
 
 def _direct(operation: Operation) -> Callable[..., object]:
-    overload = str(operation.function).removeprefix("aten.")
-    if operation.kwargs and overload not in ("softmax.int",):
+    if operation.kwargs:
         return operation.function
-    return _DIRECT.get(overload, operation.function)
+    return _DIRECT.get(str(operation.function).removeprefix("aten."), operation.function)
 
 
 def _lines(

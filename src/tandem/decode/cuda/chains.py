@@ -4,7 +4,6 @@ Activations, gates and decays: values that nobody else reads are computed where 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,21 +14,7 @@ from tandem.recording.fusion.graph import Found, Graph
 from tandem.recording.recorder import Operation, Ref
 
 if TYPE_CHECKING:
-    from tandem.triton_kernels.chains import Chain
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _ChainCall:
-    """A chain as one launch."""
-
-    steps: "Chain"
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __call__(self, *sources: Tensor) -> Tensor:
-        from tandem.triton_kernels.chains import chain
-
-        return chain(sources, self.steps, self.shape, self.dtype)
+    pass
 
 
 def find_chains(graph: Graph) -> Iterator[Found]:
@@ -122,7 +107,7 @@ def _fit(graph: Graph, sources: list[Ref], shape: torch.Size) -> bool:
 
 
 def _fused(graph: Graph, group: list[Operation], sources: list[Ref]) -> Operation:
-    from tandem.triton_kernels.chains import KINDS, Chain, dtype_code
+    from tandem.triton_kernels.chains import KINDS, Chain, chain, dtype_code
 
     parts = [(_parts(graph, operation) or ("", [])) for operation in group]
     numbers = [float(x) for _, operands in parts for x in operands if not isinstance(x, Ref)]
@@ -140,5 +125,9 @@ def _fused(graph: Graph, group: list[Operation], sources: list[Ref]) -> Operatio
         dtypes.append(dtype_code(graph.tensor(_result(operation)).dtype) or 0)
     steps = Chain(tuple(kinds), tuple(first), tuple(second), tuple(dtypes), tuple(numbers))
     result = graph.tensor(made[-1])
-    call = _ChainCall(steps, tuple(result.shape), result.dtype)
+    shape, dtype = tuple(result.shape), result.dtype
+
+    def call(*given: Tensor) -> Tensor:
+        return chain(given, steps, shape, dtype)
+
     return Operation(call, tuple(sources), {}, [made[-1]], "chain", list(sources))

@@ -6,7 +6,6 @@ that several heads share where they are.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,15 +24,14 @@ from tandem.recording.recorder import Operation, Ref
 _QUERY_AND_KEY = slice(4, 6)  # of the arguments of `tandem::recur`
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _RecurrenceOfFewKeys:
-    """A recurrence; heads share its queries and keys, (b, tokens, key heads, key_dim)."""
+def _of_few_keys(recur: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a recurrence whose heads share queries and keys, (b, tokens, key heads, key_dim)."""
 
-    recur: Callable[..., Tensor]
-
-    def __call__(self, *args: Any) -> Tensor:
+    def call(*args: Any) -> Tensor:
         flat = [x.flatten(0, 1) for x in args[_QUERY_AND_KEY]]
-        return self.recur(*args[: _QUERY_AND_KEY.start], *flat, *args[_QUERY_AND_KEY.stop :])
+        return recur(*args[: _QUERY_AND_KEY.start], *flat, *args[_QUERY_AND_KEY.stop :])
+
+    return call
 
 
 def _sums_with_norms(graph: Graph) -> Iterator[Found]:
@@ -116,7 +114,7 @@ def _repeated_keys(graph: Graph) -> Iterator[Found]:
         whole = (repeat.args[0] for repeat in found)
         args = (*recur.args[:before], *whole, *recur.args[behind:])
         fused = Operation(
-            _RecurrenceOfFewKeys(recur.function), args, recur.kwargs, recur.outputs, "recur",
+            _of_few_keys(recur.function), args, recur.kwargs, recur.outputs, "recur",
             [ref for ref in args if isinstance(ref, Ref)], has_effects=True,
         )  # fmt: skip
         group = [*found, *(flat for flat in flats if flat is not None), recur]

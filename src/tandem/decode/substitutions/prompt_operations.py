@@ -36,8 +36,9 @@ _CAST_TO = {"float": torch.float32, "bfloat16": torch.bfloat16}
 _REDUCTIONS = {"sum": 0, "mean": 1}
 
 Arguments = tuple[Any, ...]
+Keywords = Mapping[str, Any]
 # Takes the arguments of a torch function and returns its result; None: torch must compute it.
-Native = Callable[["PromptOperations", Arguments, Mapping[str, Any]], Any]
+Native = Callable[["PromptOperations", Arguments, Keywords], object]
 
 
 class PromptOperations(TorchFunctionMode):
@@ -197,7 +198,7 @@ def _has_rows(x: Any) -> bool:
 
 
 def _elementwise(name: str, num_operands: int) -> Native:
-    def native(ops: PromptOperations, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+    def native(ops: PromptOperations, args: Arguments, kwargs: Keywords) -> object:
         if len(args) != num_operands or any(kwargs.values()):
             return None
         return ops.combine(KINDS[name], args)
@@ -206,13 +207,13 @@ def _elementwise(name: str, num_operands: int) -> Native:
 
 
 def _in_place(name: str) -> Native:
-    def native(ops: PromptOperations, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+    def native(ops: PromptOperations, args: Arguments, kwargs: Keywords) -> object:
         return None if kwargs or len(args) != 2 else ops.combine(KINDS[name], args, args[0])
 
     return native
 
 
-def _cast(ops: PromptOperations, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+def _cast(ops: PromptOperations, args: Arguments, kwargs: Keywords) -> object:
     if len(args) + len(kwargs) != 2 or kwargs.keys() - {"dtype"}:
         return None
     target = args[1] if len(args) == 2 else kwargs["dtype"]
@@ -224,7 +225,7 @@ def _cast_to(dtype: torch.dtype) -> Native:
     return lambda ops, args, kwargs: ops.cast(args[0], dtype)
 
 
-def _softmax(ops: PromptOperations, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+def _softmax(ops: PromptOperations, args: Arguments, kwargs: Keywords) -> object:
     x, *rest = args
     dim = rest[0] if rest else kwargs.get("dim")
     if not _has_rows(x) or len(rest) > 1 or not is_last(dim, x):
@@ -237,7 +238,7 @@ def _softmax(ops: PromptOperations, args: Arguments, kwargs: Mapping[str, Any]) 
     return out
 
 
-def _greatest(ops: PromptOperations, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+def _greatest(ops: PromptOperations, args: Arguments, kwargs: Keywords) -> object:
     x, *rest = args
     given = dict(zip(("k", "dim", "largest", "sorted"), rest, strict=False)) | dict(kwargs)
     if not _has_rows(x) or given.keys() - _GREATEST_KEYS:
@@ -257,7 +258,7 @@ _GREATEST_KEYS = {"k", "dim", "largest", "sorted"}
 
 
 def _reduction(name: str) -> Native:
-    def native(ops: PromptOperations, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+    def native(ops: PromptOperations, args: Arguments, kwargs: Keywords) -> object:
         x, *rest = args
         given = dict(zip(("dim", "keepdim"), rest, strict=False)) | dict(kwargs)
         dims = given.pop("dim", None)
@@ -272,13 +273,13 @@ def _reduction(name: str) -> Native:
     return native
 
 
-def _linear(ops: PromptOperations, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+def _linear(ops: PromptOperations, args: Arguments, kwargs: Keywords) -> object:
     x, weight, *rest = args
     bias = rest[0] if rest else kwargs.get("bias")
     return ops.multiply(x, weight, bias)
 
 
-def _join(ops: PromptOperations, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+def _join(ops: PromptOperations, args: Arguments, kwargs: Keywords) -> object:
     tensors, *rest = args
     dim = rest[0] if rest else kwargs.get("dim", 0)
     first = tensors[0]
@@ -299,7 +300,7 @@ def _join(ops: PromptOperations, args: Arguments, kwargs: Mapping[str, Any]) -> 
     return out
 
 
-def _rows(ops: PromptOperations, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+def _rows(ops: PromptOperations, args: Arguments, kwargs: Keywords) -> object:
     index, table = args[:2]
     is_plain = len(args) == 2 and not (kwargs.get("max_norm") or kwargs.get("sparse"))
     if not is_plain or not _is_known(table) or index.dtype != torch.int64:
