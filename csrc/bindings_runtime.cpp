@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <array>
@@ -99,15 +100,17 @@ nb::bytes bytes_of(const std::vector<std::uint32_t>& values) {
 }
 
 void bind_tables(nb::module_& m) {
+  nb::class_<RuleStart>(m, "RuleStart").def(nb::init<std::int32_t>());
   nb::class_<SuccessorTable>(m, "SuccessorTable")
       .def("__init__",
            [](SuccessorTable* self, std::int32_t num_experts, std::int32_t first_row,
               std::uint32_t first_average, const Ids& losses, double rate,
               const std::array<std::int32_t, 3>& shifts, std::int32_t predicted_shift,
-              std::int32_t max_tokens, const std::array<std::int32_t, 2>& margins) {
+              std::int32_t max_tokens, const std::array<std::int32_t, 2>& margins,
+              std::shared_ptr<RuleStart> start) {
              new (self) SuccessorTable({num_experts, first_row, first_average, losses, rate,
                                         shifts[0], shifts[1], shifts[2], predicted_shift, max_tokens,
-                                        {margins[0], margins[1]}});
+                                        {margins[0], margins[1], std::move(start)}});
            })
       .def("note", [](SuccessorTable& self, const Ids& loaded, const Ids& tokens,
                       std::int32_t divisor, const Ids& experts, const Ids& above) {

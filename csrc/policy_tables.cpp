@@ -63,7 +63,7 @@ void SuccessorTable::note(const Ids& loaded, const Ids& tokens, std::int32_t div
   ++step_;
   for (const std::int32_t expert : loaded) last_use_[expert] = step_;
   compared_ = loaded;
-  followed_ = choice_.followed();
+  followed_ = choice_.choose();
   if (*std::max_element(tokens.begin(), tokens.end()) == 1) {
     move_averages(experts, {});
     return;

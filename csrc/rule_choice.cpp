@@ -41,6 +41,17 @@ std::int32_t GhostCache::use(const Ids& experts, const std::vector<std::uint8_t>
   return hits;
 }
 
+void RuleStart::weigh(const Hits& hits) {
+  for (int rule = 0; rule < kNumRules; ++rule) {
+    const std::int64_t lead = hits[rule] - hits[kRecency];
+    leads_[rule] += lead;
+    squares_[rule] += lead * lead;
+  }
+  const auto best = std::max_element(leads_.begin(), leads_.end()) - leads_.begin();
+  if (leads_[best] * leads_[best] > deviations_ * deviations_ * squares_[best])
+    rule_ = static_cast<int>(best);
+}
+
 void RuleChoice::resize(std::int64_t capacity) {
   if (capacity == capacity_) return;
   capacity_ = capacity;
@@ -52,15 +63,29 @@ void RuleChoice::resize(std::int64_t capacity) {
 void RuleChoice::use(const Ids& experts, const std::array<Scores, kNumRules>& scores,
                      bool is_prompt) {
   for (const std::int32_t expert : experts) is_active_[expert] = 1;
-  std::array<std::int64_t, kNumRules> hits{};
+  Hits hits{};
   for (int rule = 0; rule < kNumRules; ++rule)
     hits[rule] = ghosts_[rule].use(experts, is_active_, scores[rule]);
   for (const std::int32_t expert : experts) is_active_[expert] = 0;
-  if (is_prompt) return;
+  hits_.reset();
+  if (!is_prompt) hits_ = hits;
+}
+
+int RuleChoice::choose() {
+  if (hits_ && options_.start->rule() == kRecency) {
+    options_.start->weigh(*hits_);
+  } else if (hits_) {
+    weigh(*hits_);
+  }
+  hits_.reset();
+  return followed();
+}
+
+void RuleChoice::weigh(const Hits& hits) {
   const std::int64_t margin = options_.margin;
   const std::int64_t back =
       std::min(margin, options_.back_margin * std::max<std::int64_t>(1, times_left_));
-  const std::int64_t base = hits[followed_];
+  const std::int64_t base = hits[followed()];
   int best = 0;
   std::int64_t beyond = 0;
   for (int rule = 0; rule < kNumRules; ++rule) {
@@ -69,8 +94,8 @@ void RuleChoice::use(const Ids& experts, const std::array<Scores, kNumRules>& sc
     if (rule == 0 || more > beyond) best = rule, beyond = more;
   }
   if (beyond < 0) return;
-  times_left_ += followed_ == kNextUse;
-  followed_ = best;
+  times_left_ += followed() == kNextUse;
+  own_ = best;
   leads_.fill(0);
 }
 

@@ -4,6 +4,8 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <vector>
 
 namespace tandem {
@@ -29,27 +31,48 @@ class GhostCache {
   Ids misses_, leaving_;
 };
 
+using Hits = std::array<std::int64_t, kNumRules>;  // by rule
+
+// The rule that all layers of a model start with.
+class RuleStart {
+ public:
+  explicit RuleStart(std::int32_t deviations) : deviations_(deviations) {}
+
+  int rule() const { return rule_; }
+  void weigh(const Hits& hits);
+
+ private:
+  std::int64_t deviations_;
+  int rule_ = kRecency;
+  Hits leads_{}, squares_{};
+};
+
 class RuleChoice {
  public:
   struct Options {
     std::int32_t margin, back_margin;
+    std::shared_ptr<RuleStart> start;
   };
 
   RuleChoice(std::int32_t num_experts, const Options& options)
       : options_(options), is_active_(num_experts) {}
 
-  int followed() const { return followed_; }
   bool is_open() const { return is_open_; }
   void resize(std::int64_t capacity);
   void use(const Ids& experts, const std::array<Scores, kNumRules>& scores, bool is_prompt);
+  int choose();  // the rule to follow; once a step, in the order of the layers
 
  private:
+  int followed() const { return is_open_ ? own_.value_or(options_.start->rule()) : kNextUse; }
+  void weigh(const Hits& hits);
+
   Options options_;
-  int followed_ = kNextUse;
+  std::optional<int> own_;  // the rule, once this layer has changed it
   bool is_open_ = false;
   std::int64_t capacity_ = 0, times_left_ = 0;
   std::array<GhostCache, kNumRules> ghosts_;
-  std::array<std::int64_t, kNumRules> leads_{};
+  std::optional<Hits> hits_;  // not weighed yet
+  Hits leads_{};
   std::vector<std::uint8_t> is_active_;
 };
 

@@ -4,7 +4,10 @@ Real: whole; cut into sequences of 20 to 40 tokens in random order; two tasks in
 expert ids permuted every 2,000 tokens, as if another model came; four layers merged into one, which
 makes a model of four times the experts out of real routing. Synthetic: Zipf (every layer its own
 order), uniform, a loop that just does not fit into half the slots, and phases of 300 tokens with a
-Zipf order each. Every generator is seeded; routing repeats exactly.
+Zipf order each; for large models three kinds of weak locality: tokens keep a part of the experts of
+the token before and draw the others from all, so that LRU is hard to beat; requests prefer some
+experts a little; and such requests repeat each other but for every tenth token.
+Every generator is seeded; routing repeats exactly.
 """
 
 import dataclasses
@@ -23,6 +26,11 @@ PHASE_TOKENS = 300
 MERGED_LAYERS = 4
 SYNTHETIC_EXPERTS = (32, 128, 512)
 SYNTHETIC_TOKENS, SYNTHETIC_LAYERS = 16384, 4
+LARGE_MODELS = (256, 512)  # experts
+REQUEST_TOKENS = 128
+KEPT = 0.2  # share of a token's experts that the next one keeps
+PREFERENCE = 0.5  # standard deviation of a request's preferences, beside one of 1.3 by token
+REQUESTS, CHANGED = 24, 0.1  # requests that others repeat, and the share of tokens that differ
 
 
 def made(
@@ -127,6 +135,33 @@ def synthetic(num_experts: int) -> Iterator[RoutingTrace]:
     positions = np.arange(SYNTHETIC_TOKENS)[:, None] * top_k + np.arange(top_k)
     loop = np.broadcast_to((positions % length)[:, None], (*shape, top_k))
     yield made(f"loop, {num_experts}", loop, num_experts)
+
+
+def weakly_local(num_experts: int) -> Iterator[RoutingTrace]:
+    """Yield one trace of each kind of weak locality, top-8."""
+    draw = np.random.default_rng(num_experts)
+    shape = (SYNTHETIC_TOKENS, SYNTHETIC_LAYERS, num_experts)
+    scores = draw.random(shape)
+    is_kept = draw.random((*shape[:2], 8)) < KEPT
+    experts = _best(scores[:1], 8)[0]
+    sticky = [experts]
+    for token in range(1, SYNTHETIC_TOKENS):
+        if token % REQUEST_TOKENS:
+            layers, places = np.nonzero(is_kept[token])
+            scores[token, layers, experts[layers, places]] = 1.0
+        experts = _best(scores[token], 8)
+        sticky.append(experts)
+    yield made(f"sticky, {num_experts}", np.stack(sticky), num_experts)
+    num_requests = SYNTHETIC_TOKENS // REQUEST_TOKENS
+    preferred = PREFERENCE * draw.normal(size=(num_requests, *shape[1:]))
+    scores = draw.gumbel(size=shape) + np.repeat(preferred, REQUEST_TOKENS, axis=0)
+    weak = _best(scores, 8)
+    yield made(f"weak, {num_experts}", weak, num_experts)
+    requests = weak.reshape(num_requests, REQUEST_TOKENS, SYNTHETIC_LAYERS, 8)
+    repeated = requests[draw.integers(0, REQUESTS, num_requests)].reshape(weak.shape)
+    is_changed = draw.random(SYNTHETIC_TOKENS) < CHANGED
+    repeated[is_changed] = weak[is_changed]
+    yield made(f"repeated, {num_experts}", repeated, num_experts)
 
 
 def _best(scores: npt.NDArray[np.float64], top_k: int) -> npt.NDArray[np.integer]:

@@ -128,10 +128,11 @@ class Machine {
         std::make_unique<HostCopyEngine>([this] { delay_copy(); }), routed, table_.data(),
         num_experts_, std::move(addresses));
     if (has_policy) {
+      const auto start = std::make_shared<RuleStart>(5);
       for (std::int64_t l = 0; l < num_layers(); ++l)
         tables_.push_back(std::make_unique<SuccessorTable>(SuccessorTable::Options{
             static_cast<std::int32_t>(num_experts_), 700, 20000, {13107, 10486, 8389}, 0.06, 2, 4,
-            5, 2, 64, {28, 7}}));
+            5, 2, 64, {28, 7, start}}));
       std::vector<SuccessorTable*> tables;
       for (const auto& table : tables_) tables.push_back(table.get());
       policy_ = std::make_unique<StepPolicy>(

@@ -64,34 +64,40 @@ def test_evictions_rank_alike(trace: RoutingTrace, batch: int) -> None:
 
 @pytest.mark.parametrize("batch", [1, 6])
 def test_evictions_follow_the_same_rules(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On routing whose kind changes, with margins so small that rules often change."""
+    """On routing whose kind changes, with margins so small that rules often change.
+
+    Both learn at other moments, also of layers that leave LRU together.
+    """
     monkeypatch.setattr(rule_choice, "MARGIN", 3)
     monkeypatch.setattr(rule_choice, "BACK_MARGIN", 1)
-    draw, geometry = random.Random(batch), Geometry(1, 24, 3)
+    monkeypatch.setattr(rule_choice, "START_DEVIATIONS", 2)
+    draw, geometry = random.Random(batch), Geometry(2, 24, 3)
     plain, native = NextUse(geometry), NextUse(geometry, tables=NATIVE_TABLES)
     followed: Counter[str] = Counter()
     for step in range(1600):
         if step in (0, 900):
             for policy in (plain, native):
-                policy.resized([9 + step // 300])
+                policy.resized([9 + step // 300] * 2)
         for policy in (plain, native):
             policy.begin_step(is_prefill=step % 97 == 0)
-        if step % 800 < 400:
-            routes = [[(3 * step + 5 * t + i) % 14 for i in range(3)] for t in range(batch)]
-            tokens = Counter(expert for route in routes for expert in set(route))
-            experts = tuple(sorted(tokens))
-            load = LayerLoad(0, experts, tuple(tokens[e] for e in experts), (), routes)
-        else:
-            load = random_load(draw, 0, batch, 3)
-        for policy in (plain, native):
-            policy.touch(load)
-        if draw.random() < 0.5:
-            native.learn()
-        if draw.random() < 0.3:
-            plain.learn()
-        assert native.rule(0) == plain.rule(0)
-        assert native.scores(range(24)) == plain.scores(range(24))
-        followed[plain.rule(0)] += 1
+        for layer in range(2):
+            if step % 800 < 400:
+                routes = [[(3 * step + 5 * t + i) % 14 for i in range(3)] for t in range(batch)]
+                tokens = Counter(expert for route in routes for expert in set(route))
+                experts = tuple(sorted(tokens))
+                load = LayerLoad(layer, experts, tuple(tokens[e] for e in experts), (), routes)
+            else:
+                load = random_load(draw, layer, batch, 3)
+            for policy in (plain, native):
+                policy.touch(load)
+            if draw.random() < 0.5:
+                native.learn()
+            if draw.random() < 0.3:
+                plain.learn()
+            assert native.rule(layer) == plain.rule(layer)
+            keys = range(24 * layer, 24 * layer + 24)
+            assert native.scores(keys) == plain.scores(keys)
+            followed[plain.rule(layer)] += 1
     assert set(followed) == set(rule_choice.RULES)
 
 
@@ -211,7 +217,7 @@ def test_any_integer_may_be_a_token_id() -> None:
 
 
 def test_numbers_that_do_not_exist_are_refused() -> None:
-    table = NATIVE_TABLES.next_use(Geometry(2, 8, 2), 1)
+    table = NATIVE_TABLES.next_use(Geometry(2, 8, 2))[1]
     with pytest.raises(ValueError, match="expert 8, expected 0 to 7"):
         table.note(LayerLoad(1, (3, 8), (1, 1)), 1, (3, 8), ())
     tables = NATIVE_TABLES.prediction(Geometry(2, 8, 2))

@@ -28,6 +28,7 @@ WITHOUT_MEMORY = {
     "ForesightTables", "ForesightTables.begin_step", "ForesightTables.scores",
     "ForesightTables.teach", "IndexLayer", "LoneTerms", "MailboxLayout", "Program",
     "Program.num_active", "Program.run", "ProjectionLayout", "RecurrentEngine", "RoutedExperts",
+    "RuleStart",
     "StartedBatch.finish", "StepCoordinator", "StepCoordinator.abort_step",
     "StepCoordinator.begin_copies", "StepCoordinator.begin_step", "StepCoordinator.clear_entries",
     "StepCoordinator.close", "StepCoordinator.copy_error", "StepCoordinator.drain_copies",

@@ -1,6 +1,7 @@
 """The choice among eviction rules: ghost caches are real ones, and a bad rule is soon left."""
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +9,16 @@ from hypothesis import strategies as st
 
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.eviction.next_use import NextUse
-from tandem.policy.eviction.rule_choice import MARGIN, RECENCY, RULES, GhostCache, RuleChoice
+from tandem.policy.eviction.rule_choice import (
+    DECAYED,
+    MARGIN,
+    NEXT_USE,
+    RECENCY,
+    RULES,
+    GhostCache,
+    RuleChoice,
+    Start,
+)
 from tandem.policy.plan import Geometry, LayerLoad
 from tandem.sim.hit_rate import hit_rate
 
@@ -41,11 +51,13 @@ def test_a_ghost_cache_neither_overflows_nor_evicts_what_is_in_use() -> None:
 
 
 def test_a_rule_is_left_once_another_one_is_ahead_by_the_margin() -> None:
-    choice = RuleChoice(12)
+    start = Start()
+    start.rule = NEXT_USE
+    choice = RuleChoice(12, start)
     choice.resize(3)
     worst, best = [12 - e for e in range(12)], list(range(12))
     steps = 0
-    while choice.followed != RECENCY:
+    while choice.choose() != RECENCY:
         # `best` keeps 9, 10 and 11, of which one is used in every step; `worst` keeps 0, 1 and 2.
         for expert in (0, 1, 2, 9, 10, 11) if steps == 0 else (9 + steps % 3,):
             choice.use([expert], [worst, best, worst], is_prompt=False)
@@ -54,11 +66,66 @@ def test_a_rule_is_left_once_another_one_is_ahead_by_the_margin() -> None:
     assert RULES[choice.followed] == "lru"
 
 
+def test_lru_is_left_for_hits_that_are_no_chance_in_all_layers_together() -> None:
+    start = Start()
+    for step in range(2000):
+        start.weigh([5 + (-1) ** step, 5, 5])  # as many hits more as fewer
+    assert start.rule == RECENCY
+    start = Start()
+    choices = [RuleChoice(12, start) for _ in range(8)]
+    for choice in choices:
+        choice.resize(3)
+    for _ in range(25):
+        start.weigh([5, 5, 6])
+    assert {choice.choose() for choice in choices} == {RECENCY}
+    start.weigh([5, 5, 6])
+    assert {choice.choose() for choice in choices} == {DECAYED}
+
+
+def test_the_hits_of_prompts_move_no_start() -> None:
+    start = Start()
+    choice = RuleChoice(12, start)
+    choice.resize(3)
+    worst, best = [12 - e for e in range(12)], list(range(12))
+    for step in range(200):
+        choice.use([9 + step % 3, step % 3], [best, worst, worst], is_prompt=True)
+        assert choice.choose() == RECENCY
+    for step in range(200):
+        choice.use([9 + step % 3], [best, worst, worst], is_prompt=False)
+        choice.choose()
+    assert choice.followed == NEXT_USE
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_cold_start_is_lru_where_nothing_is_to_be_learned(batch: int) -> None:
+    """Tokens keep some experts of the token before: a prediction has nothing but noise to add."""
+    geometry, draw = Geometry(num_layers=2, num_experts=64, top_k=4), random.Random(batch)
+    routes = [[draw.sample(range(64), 4) for _ in range(batch)] for _ in range(2)]
+    steps = []
+    for _ in range(400):
+        step = []
+        for layer in range(2):
+            for at, route in enumerate(routes[layer]):
+                kept = [expert for expert in route if draw.random() < 0.2]
+                others = [expert for expert in draw.sample(range(64), 8) if expert not in kept]
+                routes[layer][at] = [*kept, *others[: 4 - len(kept)]]
+            tokens = Counter(expert for route in routes[layer] for expert in route)
+            experts = tuple(sorted(tokens))
+            now = tuple(tuple(route) for route in routes[layer])
+            step.append(LayerLoad(layer, experts, tuple(tokens[e] for e in experts), (), now))
+        steps.append(step)
+    for slots in (16, 32, 48):
+        lru = EVICTIONS.factory("lru")(geometry)
+        rates = [hit_rate(iter(steps), geometry, [slots] * 2, p) for p in (NextUse(geometry), lru)]
+        assert rates[0] == rates[1]
+
+
 @pytest.mark.parametrize("capacity", [0, 12])
 def test_nothing_is_chosen_where_rules_cannot_differ(capacity: int) -> None:
-    choice = RuleChoice(12)
+    choice = RuleChoice(12, Start())
     choice.resize(capacity)
     assert not choice.is_open
+    assert choice.followed == NEXT_USE
 
 
 def test_a_loop_that_only_lru_holds_costs_little() -> None:

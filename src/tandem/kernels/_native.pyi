@@ -381,6 +381,9 @@ class StartedBatch:
     ) -> None: ...
     def finish(self) -> None: ...
 
+class RuleStart:
+    def __init__(self, deviations: int, /) -> None: ...
+
 class SuccessorTable:
     def __init__(
         self,
@@ -393,6 +396,7 @@ class SuccessorTable:
         predicted_shift: int,
         max_tokens: int,
         margins: tuple[int, int],
+        start: RuleStart,
         /,
     ) -> None: ...
     def note(

@@ -94,6 +94,6 @@ class LearnsInTables:
 class Tables(NamedTuple):
     """Makers of both kinds, and of decisions about single-token layers, which may be missing."""
 
-    next_use: Callable[[Geometry, int], NextUseTable]  # model, layer
+    next_use: Callable[[Geometry], Sequence[NextUseTable]]  # by layer
     prediction: Callable[[Geometry], PredictionTables]
     single_token: Callable[[SingleTokenTerms], DecideSingleToken] | None = None

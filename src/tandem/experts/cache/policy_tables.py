@@ -15,7 +15,7 @@ from tandem.policy.tables import DecideSingleToken, SingleTokenDecision, SingleT
 class _NextUseTable:
     """See `tandem.policy.tables.NextUseTable`."""
 
-    def __init__(self, geometry: Geometry, layer: int) -> None:
+    def __init__(self, geometry: Geometry, layer: int, start: _native.RuleStart) -> None:
         sources = 2 if layer else 1
         share = geometry.top_k / geometry.num_experts
         native = _native.SuccessorTable(
@@ -28,6 +28,7 @@ class _NextUseTable:
             next_use.PREDICTED_SHIFT,
             next_use.MAX_TOKENS,
             (rule_choice.MARGIN, rule_choice.BACK_MARGIN),
+            start,
         )
         self.native = native
         self._note, self.learn, self._read = native.note, native.learn, native.values
@@ -47,6 +48,11 @@ class _NextUseTable:
         if self._values is None:
             self._values = memoryview(self._read()).cast("I")
         return self._values
+
+
+def _next_use_tables(geometry: Geometry) -> list[_NextUseTable]:
+    start = _native.RuleStart(rule_choice.START_DEVIATIONS)
+    return [_NextUseTable(geometry, layer, start) for layer in range(geometry.num_layers)]
 
 
 class _PredictionTables:
@@ -75,7 +81,7 @@ def _decide_single_token(terms: SingleTokenTerms) -> DecideSingleToken:
     return lambda *layer: SingleTokenDecision(*native(*layer))
 
 
-NATIVE_TABLES = Tables(_NextUseTable, _PredictionTables, _decide_single_token)
+NATIVE_TABLES = Tables(_next_use_tables, _PredictionTables, _decide_single_token)
 
 
 def native_step_policy(planner: Planner) -> _native.StepPolicy | None:

@@ -8,9 +8,9 @@ is known, and a part of the error is added to each row of that sum (the delta ru
 counts steady the sum. A miss is admitted only if its score is above that of the expert that it
 would evict.
 
-Beside it each layer keeps the scores of two other rules, LRU and a slowly decayed count, and
-follows the rule that does best (`rule_choice`): on a model that is new, on loops or where the cache
-holds most experts, that may be one of those.
+Beside it each layer keeps the scores of two other rules, LRU and a slowly decayed count. It starts
+with LRU and follows the rule that does best (`rule_choice`): on loops, or where the cache holds
+most experts, that may be one of those.
 """
 
 from array import array
@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from tandem.policy.eviction.policy import Eviction
-from tandem.policy.eviction.rule_choice import NEXT_USE, RECENCY, RULES, RuleChoice
+from tandem.policy.eviction.rule_choice import NEXT_USE, RECENCY, RULES, RuleChoice, Start
 from tandem.policy.lanes import ONE, Lanes
 from tandem.policy.plan import Geometry, LayerLoad
 from tandem.policy.regression import Regression, rate_shift, sum_rows
@@ -78,11 +78,9 @@ class NextUse(Eviction, LearnsInTables):
 
     def __init__(self, geometry: Geometry, *, tables: Tables | None = None) -> None:
         """Start with all experts equally likely; None learns in tables of plain Python."""
-        make = PureTable if tables is None else tables.next_use
         self._num_experts = geometry.num_experts
-        self.tables: list[NextUseTable] = [
-            make(geometry, layer) for layer in range(geometry.num_layers)
-        ]
+        make = pure_tables if tables is None else tables.next_use
+        self.tables = make(geometry)
         """By layer."""
         self._above: Sequence[int] = ()
         self._is_prefill = False
@@ -166,10 +164,16 @@ def _lanes(num_experts: int) -> Lanes:
     return Lanes(num_experts)
 
 
+def pure_tables(geometry: Geometry) -> Sequence[NextUseTable]:
+    """Return tables in plain Python, by layer."""
+    start = Start()
+    return [PureTable(geometry, layer, start) for layer in range(geometry.num_layers)]
+
+
 class PureTable:
     """The rules of one layer; see `NextUseTable`."""
 
-    def __init__(self, geometry: Geometry, layer: int) -> None:
+    def __init__(self, geometry: Geometry, layer: int, start: Start) -> None:
         """Start with all experts equally likely."""
         lanes = _lanes(geometry.num_experts)
         share = geometry.top_k / geometry.num_experts
@@ -185,7 +189,7 @@ class PureTable:
         self._fast = self._slow = self._steady = lanes.filled(share)
         self._last_use = array("I", bytes(lanes.num_bytes))  # by expert: number of the step
         self._step = 0
-        self._choice = RuleChoice(geometry.num_experts)
+        self._choice = RuleChoice(geometry.num_experts, start)
         self._followed = NEXT_USE  # since the last note
         self._noted: _Use | None = None
         self._compared: _Use | None = None  # what the choice has not seen
@@ -197,7 +201,7 @@ class PureTable:
         """Take what is in use now in this layer and in the one above; look at it later."""
         self.learn()
         self._noted = _Use(load, divisor, experts, above)
-        self._followed = self._choice.followed
+        self._followed = self._choice.choose()
 
     def learn(self) -> None:
         """Look at what was noted, and learn from what was predicted HORIZON steps before it."""

@@ -1,7 +1,9 @@
 """Which of several rules a layer's cache follows: the one whose ghost cache has had more hits.
 
 A rule is a score per expert. For each rule a ghost cache holds what that rule would hold by now;
-all see the same loads. A rule is followed until another one has had `MARGIN` hits more than it
+all see the same loads. All layers start with LRU, and leave it together once another rule has had
+more hits than chance explains, in all layers together: one layer alone would take ten times longer
+to tell. From then on each layer follows a rule until another one has had `MARGIN` hits more than it
 since some moment, so it is never behind the best one by more. What comes on top is a refill of the
 cache at each change. The first rule learns, so it may be the worse one at the start of a run only;
 it is taken back sooner, but each time that it was left a little later.
@@ -13,6 +15,7 @@ RULES = ("next-use", "lru", "decayed")
 NEXT_USE, RECENCY, DECAYED = range(len(RULES))
 MARGIN = 28  # hits, to leave a rule
 BACK_MARGIN = 7  # to come back to the first one, times how often it was left; at most MARGIN
+START_DEVIATIONS = 5  # standard deviations of the hits' difference, to leave LRU at the start
 
 
 class GhostCache:
@@ -42,15 +45,38 @@ class GhostCache:
         return hits
 
 
+class Start:
+    """The rule that all layers of a model start with: LRU, until another one is surely better."""
+
+    def __init__(self) -> None:
+        """Start with LRU."""
+        self.rule = RECENCY
+        self._leads = [0] * len(RULES)
+        self._squares = [0] * len(RULES)
+
+    def weigh(self, hits: Sequence[int]) -> None:
+        """Take the hits of one layer at one step, by rule."""
+        for rule, num_hits in enumerate(hits):
+            lead = num_hits - hits[RECENCY]
+            self._leads[rule] += lead
+            self._squares[rule] += lead * lead
+        lead = max(self._leads)
+        best = self._leads.index(lead)
+        if lead * lead > START_DEVIATIONS**2 * self._squares[best]:
+            self.rule = best
+
+
 class RuleChoice:
     """The choice of one layer. It needs the size of the layer's cache; until then it stays put."""
 
-    def __init__(self, num_experts: int) -> None:
-        """Follow the first rule."""
-        self.followed = NEXT_USE
+    def __init__(self, num_experts: int, start: Start) -> None:
+        """Follow the rule that all layers start with."""
+        self._start = start
+        self._own: int | None = None  # the rule, once this layer has changed it
         self._num_experts = num_experts
         self._capacity = 0
         self._ghosts: list[GhostCache] = []
+        self._hits: list[int] | None = None  # by rule, not weighed yet
         self._leads = [0] * len(RULES)
         self._times_left = 0
 
@@ -67,23 +93,43 @@ class RuleChoice:
         """Tell whether there is anything to choose."""
         return bool(self._ghosts)
 
+    @property
+    def followed(self) -> int:
+        """Return the rule that is followed."""
+        if not self._ghosts:
+            return NEXT_USE
+        return self._start.rule if self._own is None else self._own
+
     def use(
         self, experts: Sequence[int], scores: Sequence[Sequence[int]], *, is_prompt: bool
     ) -> None:
-        """Take what the layer uses, with the scores by rule and expert, and choose again.
+        """Take what the layer uses, with the scores by rule and expert.
 
         The hits of a prompt do not count: they say little about the steps to come.
         """
         pairs = zip(self._ghosts, scores, strict=True)
         hits = [ghost.use(experts, by_expert) for ghost, by_expert in pairs]
-        if is_prompt:
-            return
+        self._hits = None if is_prompt else hits
+
+    def choose(self) -> int:
+        """Weigh the last hits and return the rule to follow.
+
+        Called once a step, in the order of the layers, whenever each of them has learned.
+        """
+        hits, self._hits = self._hits, None
+        if hits is not None and self._start.rule == RECENCY:
+            self._start.weigh(hits)
+        elif hits is not None:
+            self._weigh(hits)
+        return self.followed
+
+    def _weigh(self, hits: Sequence[int]) -> None:
         base = hits[self.followed]
         self._leads = [max(0, n + now - base) for n, now in zip(self._leads, hits, strict=True)]
         beyond = [n - wanted for n, wanted in zip(self._leads, self._margins(), strict=True)]
         if max(beyond) >= 0:
             self._times_left += self.followed == NEXT_USE
-            self.followed = beyond.index(max(beyond))
+            self._own = beyond.index(max(beyond))
             self._leads = [0] * len(RULES)
 
     def _margins(self) -> list[int]:
