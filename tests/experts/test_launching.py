@@ -19,7 +19,8 @@ def launched(
     plan = LayerPlan(0, tuple(experts[:gpu]), tuple(experts[gpu:]), fetch, (), (), (), 0.0, 0.0)
     cache: Any = SimpleNamespace(
         planner=SimpleNamespace(
-            num_ring=ring, residency=SimpleNamespace(slot_of=[100 + e for e in experts])
+            ring=SimpleNamespace(size=ring),
+            residency=SimpleNamespace(slot_of=[100 + e for e in experts]),
         ),
         geometry=SimpleNamespace(num_experts=1000),
         engine=SimpleNamespace(use=lambda slots, keys: (tuple(slots), tuple(keys))),

@@ -25,4 +25,4 @@ def check_integrity(found: Residency) -> None:
     assert len(resident) == sum(map(len, found.members))
     free = [slot for slots in found.free for slot in slots]
     used = [found.slot_of[key] for key in resident]
-    assert sorted(free + used) == list(range(found.num_slots))
+    assert sorted([*free, *used, *found.lent]) == list(range(found.num_slots))

@@ -9,7 +9,6 @@ Deterministic: equal calls give equal plans. Reads no clock; all times are argum
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import cycle
 
 from tandem.policy.admission import Admission
 from tandem.policy.assignment.problem import Assignment, LayerProblem, Split, all_on_cpu
@@ -21,6 +20,7 @@ from tandem.policy.prediction.policy import Prediction
 from tandem.policy.prefetch import PrefetchChoice, PrefetchTerms, Recurrence
 from tandem.policy.prompt_copies import PromptCopies
 from tandem.policy.residency import COPYING, NOWHERE, READY, Residency
+from tandem.policy.ring import Ring
 from tandem.policy.single_token_layers import SingleTokenLayers
 
 UNLIMITED = 1 << 30
@@ -40,7 +40,7 @@ class Planner:
         eviction: Eviction,
         prediction: Prediction,
         prefetch: PrefetchChoice,
-        ring_slots: Sequence[int],
+        ring: Ring,
         max_fetches: int = UNLIMITED,
         never_worse_than_cpu: bool = True,
         can_prefetch: bool = False,
@@ -49,7 +49,7 @@ class Planner:
     ) -> None:
         """Wire the policies together.
 
-        `ring_slots` take fetched experts that are not admitted to the cache, in turn; without any,
+        The `ring` takes fetched experts that are not admitted to the cache; if it has no slots,
         only admitted experts can be fetched. `max_fetches` is equation 9 for one layer.
         `copy_price_seconds` is the time that one copy costs CPU and GPU. `single_token`
         decides about single-token layers faster, and the same.
@@ -64,8 +64,8 @@ class Planner:
         self._prefetch = prefetch
         self._admission = Admission(residency, eviction)
         self.prompt = PromptCopies(geometry, residency, self.link, eviction)
-        self._ring = tuple(ring_slots)
-        self._max_fetches = max_fetches if self._ring else 0
+        self.ring = ring
+        self._max_fetches = max_fetches if ring.size else 0
         self._single_token = single_token
         self._never_worse_than_cpu = never_worse_than_cpu
         self._copy_price = copy_price_seconds
@@ -90,6 +90,7 @@ class Planner:
             self._step_tokens = num_tokens
             self._dense_seconds = self.costs.dense(num_tokens)
         self.residency.release_passed(-1, ())
+        self.ring.begin_step()
         self._has_every_expert = self.residency.has_every_expert()
         self.prompt.begin_step(num_tokens, is_prefill=is_prefill and not self._prefetch.is_staged)
         if self._has_every_expert:
@@ -102,11 +103,6 @@ class Planner:
     def stages_predictions(self) -> bool:
         """Whether predicted experts are copied to slots of their own, in decode steps too."""
         return self._can_prefetch and self._prefetch.is_staged
-
-    @property
-    def num_ring(self) -> int:
-        """Slots that experts which are fetched for one use take turns in."""
-        return len(self._ring)
 
     def copy_finished(self, layer: int, expert: int, now: float) -> None:
         """Note that a planned copy has ended at `now`."""
@@ -141,7 +137,7 @@ class Planner:
         in_use = frozenset(keys)
         split, pairs = self._decide(load, keys, states, in_use, now)
         next_plan = now + split.seconds + self._dense_seconds
-        fetch, insert = self._place(layer, split, pairs, now)
+        fetch, insert = self._place(layer, split, pairs, in_use, now)
         ahead: tuple[Copy, ...] = ()
         if layer + 1 < self.geometry.num_layers:
             ahead = self._copies_ahead(layer + 1, in_use, now, next_plan)
@@ -236,34 +232,42 @@ class Planner:
         return known._replace(spill=load.experts[count - len(known.spill) :])
 
     def _place(
-        self, layer: int, split: Split, pairs: Iterable[tuple[int, int]], now: float
+        self,
+        layer: int,
+        split: Split,
+        pairs: Iterable[tuple[int, int]],
+        in_use: frozenset[int],
+        now: float,
     ) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
         """Give slots to fetched and to admitted experts; returns (fetch, insert) copies."""
         residency, link = self.residency, self.link
         first, set_id = layer * self.geometry.num_experts, residency.set_of(layer)
         copies: dict[int, Copy] = {}
         for key, victim in pairs:
-            evicts = None
             if victim != NOWHERE:
-                evicts = self.geometry.expert_id(victim)
                 residency.remove(victim)
             if residency.slot_of[key] != NOWHERE:
                 residency.adopt(key, set_id)
             else:
                 slot = residency.insert(key, set_id)
-                copies[key] = Copy(layer, key - first, slot, evicts)
+                copies[key] = self._copy(key, slot, victim)
             self.eviction.inserted(key)
         if not split.fetch and not copies:
             return (), ()
         fetch = []
-        ring = cycle(self._ring)
+        ring = self.ring.slots(in_use)
         for expert in split.fetch:
-            link.issue(first + expert, now)
-            admitted = copies.pop(first + expert, None)
-            fetch.append(admitted or Copy(layer, expert, next(ring), None))
+            key = first + expert
+            link.issue(key, now)
+            admitted = copies.pop(key, None)
+            fetch.append(admitted or self._copy(key, *next(ring)))
         for key in copies:
             link.issue(key, now)
         return tuple(fetch), tuple(copies.values())
+
+    def _copy(self, key: int, slot: int, victim: int) -> Copy:
+        expert_id = self.geometry.expert_id
+        return Copy(*expert_id(key), slot, None if victim == NOWHERE else expert_id(victim))
 
     def _newcomers(
         self,
@@ -355,7 +359,6 @@ class Planner:
         entering = [first + expert for expert in self._prefetch.choose(forecast, terms)]
         copies = []
         for key, victim in self._admission.least_pairs(set_id, entering, in_use):
-            evicts = None
             if victim != NOWHERE:
                 if victim // experts != layer:
                     continue  # the forecast is about another layer
@@ -364,11 +367,10 @@ class Planner:
             if not is_staged and not self.chances.note_chance():
                 continue
             if victim != NOWHERE:
-                evicts = self.geometry.expert_id(victim)
                 residency.remove(victim)
             slot = residency.insert(key, set_id)
             link.issue(key, now)
-            copies.append(Copy(layer, key - first, slot, evicts))
+            copies.append(self._copy(key, slot, victim))
         return tuple(copies)
 
     def _by_processor(

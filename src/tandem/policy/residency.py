@@ -3,7 +3,8 @@
 Slots are equal and numbered through. A *set* is a number of slots that a group of layers shares:
 one set per layer is paper 2's set-associative cache (layer = index, slots = ways) and DALI's
 per-layer cache; one set for all layers is a single pool. One more set, `staging`, holds experts
-that are copied for one use or ahead of it. Slots change sets by `adopt`; a set's size is constant.
+that are copied for one use or ahead of it. Slots change sets by `adopt`; a set's size is constant
+but for slots that it has lent (`tandem.policy.ring`).
 """
 
 from collections.abc import Container, Sequence
@@ -43,6 +44,7 @@ class Residency:
         self.key_in = [NOWHERE] * self.num_slots
         self.members: list[list[int]] = [[] for _ in self.capacity]
         self.free: list[list[int]] = []
+        self.lent: dict[int, int] = {}  # set by slot
         first = 0
         for size in self.capacity:
             self.free.append(list(range(first + size - 1, first - 1, -1)))
@@ -87,6 +89,20 @@ class Residency:
         self.members[self.staging].remove(key)
         self.members[set_id].append(key)
         self.set_of_key[key] = set_id
+
+    def lend(self, set_id: int) -> int:
+        """Take a free slot from a set; returns the slot."""
+        slot = self.free[set_id].pop()
+        self.capacity[set_id] -= 1
+        self.lent[slot] = set_id
+        return slot
+
+    def take_back(self) -> None:
+        """Give the slots that are lent back to their sets."""
+        for slot, set_id in self.lent.items():
+            self.capacity[set_id] += 1
+            self.free[set_id].append(slot)
+        self.lent.clear()
 
     def finish(self, key: int) -> None:
         """Mark an expert's copy as complete."""

@@ -15,6 +15,7 @@ from tandem.policy.planner import UNLIMITED, Planner
 from tandem.policy.prediction import PREDICTIONS, Prediction
 from tandem.policy.prefetch import PREFETCHES
 from tandem.policy.residency import Residency, sets_by_layer
+from tandem.policy.ring import OWN_SLOTS, Ring
 from tandem.policy.single_token_layers import SingleTokenLayers
 from tandem.policy.tables import LearnsInTables, Tables
 
@@ -64,7 +65,7 @@ class PlannerSettings:
         return self.prefetch_count > 0 and self.prediction != "none"
 
     def set_sizes(self, geometry: Geometry, num_slots: int) -> list[int]:
-        """Return the sizes of the cache's sets; ring and staging slots are taken off first."""
+        """Return the sizes of the cache's sets; `extra_slots` are taken off first."""
         cached = num_slots - self.extra_slots(num_slots)
         return [cached] if self.pool == "shared" else sets_by_layer(cached, geometry.num_layers)
 
@@ -83,12 +84,12 @@ class PlannerSettings:
         return min(PROMPT_SLOTS, int(num_slots * PROMPT_SHARE)) if self.copies_prompts else 0
 
     def ring_slots(self, num_slots: int) -> int:
-        """Return the slots for experts that are fetched for one use."""
+        """Return the slots for experts that are fetched for one use, borrowed ones among them."""
         return min(RING_SLOTS, num_slots // 4, max(2, int(num_slots * RING_SHARE)))
 
     def extra_slots(self, num_slots: int) -> int:
         """Return the slots that are no part of the cache proper."""
-        return self.staging_slots(num_slots) + self.ring_slots(num_slots)
+        return self.staging_slots(num_slots) + min(OWN_SLOTS, self.ring_slots(num_slots))
 
 
 def make_planner(
@@ -104,18 +105,19 @@ def make_planner(
 ) -> Planner:
     """Build a planner for `num_slots` equal slots; `resident` are the keys that are there at once.
 
-    Slots 0 .. num_slots - 1: the cache's sets, then staging, then the ring. What the planner `like`
-    has learned, the new one knows. Policies learn in `tables`, if they have any.
+    Slots 0 .. num_slots - 1: the cache's sets, then staging, then the ring's own. What the planner
+    `like` has learned, the new one knows. Policies learn in `tables`, if they have any.
     """
     sizes = settings.set_sizes(geometry, num_slots)
     staging = settings.staging_slots(num_slots)
     residency = Residency(geometry, sizes, staging)
-    ring = range(residency.num_slots, num_slots)
     eviction = like.eviction if like else None
     if eviction is None:
         make = _with_tables(EVICTIONS.factory(settings.eviction), tables)
         eviction = make(geometry, **dict(settings.eviction_options))
     eviction.resized(sizes)
+    own = range(residency.num_slots, num_slots)
+    ring = Ring(residency, eviction, own, settings.ring_slots(num_slots))
     prediction = like.prediction if like else None
     planner = Planner(
         geometry,
@@ -126,13 +128,13 @@ def make_planner(
         prediction=prediction
         or _with_tables(PREDICTIONS.factory(settings.prediction), tables)(geometry),
         prefetch=PREFETCHES.factory(settings.prefetch)(count=settings.prefetch_count),
-        ring_slots=ring,
+        ring=ring,
         max_fetches=settings.max_fetches,
         never_worse_than_cpu=settings.never_worse_than_cpu,
         can_prefetch=settings.can_prefetch,
         copy_price_seconds=copy_price_seconds,
         single_token=_single_token_layers(settings, costs, residency, eviction, tables)
-        if ring
+        if ring.size
         else None,
     )
     for key in resident:

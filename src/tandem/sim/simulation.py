@@ -116,7 +116,7 @@ def hit_rates(
 ) -> dict[str, float]:
     """Return demand residency of the settings' eviction, of LRU and of Belady, at equal slots.
 
-    Every slot counts as cache for LRU and Belady; ours keeps its ring slots out, prefetch is off.
+    Every slot counts as cache for LRU and Belady; ours keeps one for fetches, prefetch is off.
     """
     replayed, _ = split_trace(trace, conditions.hold_out)
     geometry, num_slots = trace.meta.geometry, conditions.num_slots(trace)

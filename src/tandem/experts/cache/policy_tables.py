@@ -110,10 +110,11 @@ def resident_lists(
 ) -> tuple[bytes, list[int], list[list[int]], list[list[int]]]:
     """Return (state and slot by key, experts with a slot and free slots by layer).
 
-    What was staged for a prompt is given up.
+    What was staged for a prompt is given up, and slots that the ring has borrowed go back.
     """
     residency, experts = planner.residency, planner.geometry.num_experts
     residency.release_passed(-1, ())
+    residency.take_back()
     assert not residency.members[residency.staging], "a staged expert is still being copied"
     members = [[key % experts for key in keys] for keys in residency.members[: residency.staging]]
     free = residency.free[: residency.staging]

@@ -29,7 +29,7 @@ def launch(
         use = cache.engine.use(slots or [slot_of[key] for key in keys], keys)
         device.launch(call.batch(begin, end, side), use)
 
-    num_residents, most = len(plan.gpu), max(1, min(FETCHES_A_LAUNCH, cache.planner.num_ring // 2))
+    num_residents, most = len(plan.gpu), max(1, min(FETCHES_A_LAUNCH, cache.planner.ring.size // 2))
     arriving = range(num_residents, num_residents + len(plan.arriving))
     groups = list(_groups(plan.fetch, most))
     waits = -(-len(arriving) // most) + len(groups)

@@ -1,0 +1,61 @@
+"""The ring: slots in which experts take turns that are fetched for one use.
+
+One slot is the ring's own. The others belong to the expert cache: a set lends one when a fetch asks
+for it, and has it back after some steps without a fetch.
+"""
+
+from collections.abc import Container, Iterator, Sequence
+from itertools import cycle
+
+from tandem.policy.eviction.policy import Eviction
+from tandem.policy.residency import NOWHERE, READY, Residency
+
+OWN_SLOTS = 1
+QUIET_STEPS = 16  # without a fetch, until slots are given back
+
+
+class Ring:
+    """Borrows slots of the cache while experts are fetched."""
+
+    def __init__(
+        self, residency: Residency, eviction: Eviction, own: Sequence[int], size: int
+    ) -> None:
+        """Start with the `own` slots; `size` counts them and those that may be borrowed."""
+        self.size = size
+        self._residency, self._eviction, self._own = residency, eviction, own
+        self._quiet_steps = 0
+
+    def begin_step(self) -> None:
+        """Give the cache its slots back if nothing was fetched for some steps."""
+        self._quiet_steps += 1
+        if self._quiet_steps > QUIET_STEPS:
+            self._residency.take_back()
+
+    def slots(self, in_use: Container[int]) -> Iterator[tuple[int, int]]:
+        """Yield slots for fetched experts to take turns in, each with the key that leaves it.
+
+        Keys `in_use` stay. Where none leaves it is NOWHERE.
+        """
+        self._quiet_steps = 0
+        lent = self._residency.lent
+        yield from ((slot, NOWHERE) for slot in (*self._own, *lent))
+        while len(self._own) + len(lent) < self.size and (borrowed := self._borrow(in_use)):
+            yield borrowed
+        yield from cycle([(slot, NOWHERE) for slot in (*self._own, *lent)])
+
+    def _borrow(self, in_use: Container[int]) -> tuple[int, int] | None:
+        """Take a slot from the largest set that has one to give; returns it and who left it."""
+        residency = self._residency
+        for set_id in sorted(
+            range(residency.num_sets), key=lambda at: (-residency.capacity[at], -at)
+        ):
+            if residency.free[set_id]:
+                return residency.lend(set_id), NOWHERE
+            members, state = residency.members[set_id], residency.state
+            leaving = [key for key in members if state[key] == READY and key not in in_use]
+            if leaving:
+                scores = self._eviction.scores(leaving)
+                victim = leaving[scores.index(min(scores))]
+                residency.remove(victim)
+                return residency.lend(set_id), victim
+        return None
