@@ -24,7 +24,7 @@ PYTEST := $(BIN)/pytest -n 3 --dist loadgroup $(if $(ISA),--isa $(ISA))
 # that follow.
 WHEEL_PYTHONS ?= $(PYTHON)
 
-.PHONY: wheel check-wheel check-clang check-commits check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-hostile try-readme
+.PHONY: wheel check-wheel check-clang check-commits check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-hostile try-readme
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
@@ -121,6 +121,13 @@ gpu-coverage: setup  ## Which lines and branches of device cuda's host code its 
 
 seam-oldest: $(VENV)/transformers-$(OLDEST_TRANSFORMERS)/installed.stamp  ## The seam's tests on the oldest supported Transformers
 	PYTHONPATH=$(VENV)/transformers-$(OLDEST_TRANSFORMERS) $(PYTEST) -m seam
+
+# NEWEST_TORCH: as pip takes it; the index's own torch may bring gigabytes of CUDA.
+NEWEST_TORCH ?= $(TORCH)
+seam-newest: setup  ## The seam's tests on the newest Transformers that the index has, and NEWEST_TORCH: fails on lost fusions, padded models, more calls a step
+	rm -rf $(VENV)/newest
+	$(BIN)/pip install --disable-pip-version-check -q --target $(VENV)/newest transformers $(if $(filter-out $(TORCH),$(NEWEST_TORCH)),$(NEWEST_TORCH))
+	PYTHONPATH=$(VENV)/newest $(PYTEST) -m seam -W "ignore:.*is newer than:UserWarning"
 
 docs-models: setup  ## Write docs/models.md anew
 	$(BIN)/pytest tests/hf/test_architectures.py --write-docs

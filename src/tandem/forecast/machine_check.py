@@ -16,6 +16,7 @@ from tandem.forecast.gpu_check import check_gpu
 from tandem.forecast.self_check import check_model
 from tandem.forecast.windows_check import check_place, check_windows
 from tandem.hf.checkpoint import AnyCheckpoint, GgufCheckpoint
+from tandem.hf.compat import untested_version
 from tandem.hf.config import OffloadConfig
 from tandem.hf.packed_reading import verify_files
 from tandem.kernels import _native
@@ -145,6 +146,8 @@ def _versions() -> Iterator[Finding]:
                 name, "broken", f"{found}, older than {least}",
                 f"pip install --upgrade '{name}>={least}'",
             )  # fmt: skip
+        elif (why := untested_version(name)) is not None:
+            yield Finding(name, "slow", found, why)
         else:
             yield Finding(name, "good", found)
 

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -23,11 +24,24 @@ from transformers.core_model_loading import (
 
 from tandem.foreign_types import PreTrainedModel
 
+NEWEST_TESTED = {"torch": (2, 13), "transformers": (5, 24)}
 # Flags of a config for which Transformers would put hooks on modules, and again on each copy.
 _CAPTURED_OUTPUTS = {"output_hidden_states", "_output_attentions", "output_router_logits"}
 
 # Says that a model's reference implementations run, at the first call of each.
 _REFERENCE_LOGGER = "transformers.integrations.hub_kernels"
+
+
+def untested_version(name: str) -> str | None:
+    """Return what to say of torch or Transformers where it is newer than any that was tested."""
+    found, newest = version(name), NEWEST_TESTED[name]
+    if tuple(int(part) for part in found.split(".")[:2]) <= newest:
+        return None
+    tested = ".".join(map(str, newest))
+    return (
+        f"{name} {found} is newer than {tested}, the newest that Tandem is tested with: a "
+        f"model may run slower (`tandem run --explain`); pip install '{name}=={tested}.*' goes back"
+    )
 
 
 class QuantizerHooks:

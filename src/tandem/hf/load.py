@@ -23,7 +23,7 @@ from tandem.experts.store.host_memory import available_bytes
 from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
 from tandem.hf.assembly import assemble
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint, open_model
-from tandem.hf.compat import choose_no_implementation
+from tandem.hf.compat import NEWEST_TESTED, choose_no_implementation, untested_version
 from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype, parse_expert_dtype
 from tandem.hf.dense_place import dense_device
 from tandem.hf.load_job import LoadJob
@@ -83,6 +83,8 @@ def load_checkpoint(
 
     `num_layers` loads the first layers only, for checks; a `sink` takes the experts.
     """
+    for why in filter(None, map(untested_version, NEWEST_TESTED)):
+        warnings.warn(why, TandemWarning, stacklevel=3)
     if checkpoint.is_packed:
         _check_packed_dtype(checkpoint, offload)
     job = LoadJob(
