@@ -78,21 +78,24 @@ def _experts(isa: str) -> Iterator[tuple[str, Callable[[], object]]]:
     import torch
 
     from tandem.bench.random_weights import random_experts
+    from tandem.kernels.engine import start_engine
     from tandem.kernels.formats.expert import ExpertLayout
     from tandem.kernels.formats.weight_format import find_format
-    from tandem.kernels.native import ActivationKind, NativeActivation, NativeExperts
+    from tandem.kernels.native import ActivationKind, NativeActivation, compute_experts
 
-    experts, activation = NativeExperts(isa=isa), NativeActivation(ActivationKind.SWIGLU)
+    engine = start_engine(num_threads=1, isa=isa)
+    activation = NativeActivation(ActivationKind.SWIGLU)
     for name in EXPERT_FORMATS:
         layout = ExpertLayout(find_format(name), 512, 256, is_gated=True, has_bias=False)
-        store, chosen = random_experts(layout, 2), torch.arange(2)
+        store = random_experts(layout, 2)
+        addresses = torch.arange(2) * layout.num_bytes + store.data_ptr()
         for tokens in TOKENS:
             hidden = torch.randn(tokens, 512)
             begin = torch.arange(0, 2 * tokens + 1, tokens, dtype=torch.int32)
             token = torch.arange(tokens, dtype=torch.int32).repeat(2)
             out = torch.empty(2 * tokens, 512)
-            arguments = (layout, store, activation, hidden, chosen, begin, token, out)
-            yield f"experts {name}, {tokens}", partial(experts.compute, *arguments)
+            arguments = (engine, layout, addresses, activation, hidden, begin, token, out)
+            yield f"experts {name}, {tokens}", partial(compute_experts, *arguments)
 
 
 def _attention(isa: str) -> Iterator[tuple[str, Callable[[], object]]]:

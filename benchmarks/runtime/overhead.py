@@ -37,7 +37,7 @@ from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.hardware.profiles import load_profile, shape_for
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.formats.weight_format import find_format
-from tandem.kernels.native import ActivationKind, NativeActivation
+from tandem.kernels.native import ActivationKind, NativeActivation, compute_experts
 from tandem.policy.plan import Geometry
 from tandem.sim.systems import TANDEM
 from tandem.sim.timeline import Timeline
@@ -281,7 +281,7 @@ PrepareCall = Callable[[int, torch.Tensor], Callable[[], object]]
 
 def _kernel_calls(store: HostStore, executor: CpuExecutor) -> PrepareCall:
     """Return what prepares a call of the kernels, on the very threads that the executor uses."""
-    native, activation = executor._kernels.native, FUNCTIONS.native
+    engine, activation = executor._kernels.threads.engine, FUNCTIONS.native
     assert activation is not None
     hidden, out = torch.randn(1, QWEN_HIDDEN), torch.empty(QWEN_TOP_K, QWEN_HIDDEN)
     begin = torch.arange(QWEN_TOP_K + 1, dtype=torch.int32)
@@ -291,8 +291,8 @@ def _kernel_calls(store: HostStore, executor: CpuExecutor) -> PrepareCall:
         host = store[layer]
         assert isinstance(host, PackedLayer)
         addresses = experts * host.image_bytes + host.buffers.data_ptr()
-        return lambda: native.compute_at(
-            host.layout, addresses, activation, hidden, begin, token, out
+        return lambda: compute_experts(
+            engine, host.layout, addresses, activation, hidden, begin, token, out
         )
 
     return prepare

@@ -4,7 +4,7 @@ The stream is this thread; the coordinator's thread answers what publish has wri
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -16,26 +16,21 @@ from tandem.devices.cuda import hand_over_trial
 from tandem.devices.cuda.hand_over_trial import Trial, find_signals
 from tandem.devices.cuda.signals import KernelSignals, Signals
 from tandem.experts.execution.executor import CpuExecutor
-from tandem.experts.execution.routed_layers import native_layer
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.engine import best_isa
 from tandem.kernels.native import TOKEN_DTYPES
+from tests.experts.captured import native_layers
 from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN
-from tests.kernels.interpreter import interpreted
+from tests.kernels.interpreter import interpreted_module
 
 pytest.importorskip("triton")
 PATIENCE = 20.0
 
 
-@pytest.fixture(scope="module")
-def handed() -> Iterator[ModuleType]:
-    with interpreted():
-        from tandem.devices.cuda import handed_layers
-
-        yield handed_layers
+handed = interpreted_module("tandem.devices.cuda.handed_layers")
 
 
 class HostSignals:
@@ -59,9 +54,7 @@ class Machine:
     ) -> None:
         from tandem.triton_kernels.experts import TritonExperts
 
-        native = [native_layer(layer, FUNCTIONS) for layer in store]
-        layers = [layer for layer in native if layer is not None]
-        self.coordinator = _native.StepCoordinator(layers, 1, best_isa())
+        self.coordinator = _native.StepCoordinator(native_layers(store), 1, best_isa())
         box = _native.MailboxLayout(
             GEOMETRY.num_layers, num_rows, GEOMETRY.top_k, HIDDEN, TOKEN_DTYPES[torch.float32]
         )

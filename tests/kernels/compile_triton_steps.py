@@ -7,7 +7,7 @@ As `compile_triton`: prints JSON, and each case goes to one of the processors by
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -160,22 +160,32 @@ def do_chains(num_rows: int) -> None:
 SMALL = ((2048, 128, 128, 8), (2880, 64, 32, 4), (7168, 256, 512, 10), (2816, 256, 128, 8))
 
 
-def hand_over_launches(num_rows: int, top_k: int, hidden_size: int) -> list[Launch]:
-    """Return how a layer of so many rows is handed over, by kernels that ring and poll."""
-    launches = noted_launches_of(KERNELS)
+def hand_layers_over(
+    num_rows: int, dtype: torch.dtype, *, layers: Sequence[int], wait_seconds: float
+) -> None:
+    """Hand layers of so many rows over, by kernels that ring and poll if they wait."""
+    num_experts, top_k, hidden_size = 128, 8, 2048
     pairs = num_rows * top_k
     words, index = torch.zeros(pairs, dtype=torch.int32), torch.zeros(num_rows, top_k).long()
     weights, rows = torch.zeros(num_rows, top_k), torch.zeros(pairs, hidden_size)
-    hidden = torch.zeros(num_rows, hidden_size, dtype=torch.bfloat16)
+    hidden = torch.zeros(num_rows, hidden_size, dtype=dtype)
     word = words[:1]
     waits = handing.WaitWords(word, word)
     box = handing.MailboxTensors(word, word, words, words, weights, hidden, rows, waits)
-    table = torch.zeros(128, dtype=torch.int64)
-    for inside in (False, True):  # `code_of` shows the last
-        addresses = handing.publish(box, table, hidden, index, weights, rings=inside)
+    table, rings = torch.zeros(num_experts, dtype=torch.int64), wait_seconds > 0
+    addresses = handing.publish(box, table, hidden, index, weights, rings=rings)
+    for layer in layers:
         handing.combine(
-            box, rows, addresses, index, weights, 128, hidden, layer=1, wait_seconds=9.0 * inside
-        )
+            box, rows, addresses, index, weights, num_experts, hidden,
+            layer=layer, wait_seconds=wait_seconds,
+        )  # fmt: skip
+
+
+def hand_over_launches(num_rows: int) -> list[Launch]:
+    """Return how a layer of so many rows is handed over; `code_of` shows the last."""
+    launches = noted_launches_of(KERNELS)
+    for wait_seconds in (0.0, 9.0):
+        hand_layers_over(num_rows, torch.bfloat16, layers=[1], wait_seconds=wait_seconds)
     return [on_gpu(launch) for launch in launches]
 
 
@@ -227,7 +237,7 @@ def main() -> None:
     ]
     steps += [(str(form), launches_of(advance, form)) for form in STATES]
     steps += [(f"{rows} rows", launches_of(do_chains, rows)) for rows in (1, 8)]
-    steps += [(f"{rows} rows", hand_over_launches(rows, 8, 2048)) for rows in (1, 8)]
+    steps += [(f"{rows} rows", hand_over_launches(rows)) for rows in (1, 8)]
     found: list[dict[str, Any]] = [
         result_of(case, launch, capabilities[number % len(capabilities)])
         for number, (case, launches) in enumerate(steps)

@@ -1,8 +1,10 @@
 """Triton's interpreter, in which kernels run on the CPU: it decides when a kernel is decorated."""
 
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,3 +26,14 @@ def interpreted() -> Iterator[pytest.MonkeyPatch]:
 
         patch.setattr(interpreter, "_patch_lang_tensor", patched)
         yield patch
+
+
+def interpreted_module(name: str) -> Any:
+    """Return a fixture: a module of kernels, interpreted while a test module runs."""
+
+    @pytest.fixture(scope="module")
+    def module() -> Iterator[ModuleType]:
+        with interpreted():
+            yield importlib.import_module(name)
+
+    return module

@@ -23,7 +23,6 @@ from triton.runtime.driver import driver as active
 from triton.runtime.jit import JITFunction
 
 from tandem import triton_kernels
-from tandem.devices.cuda import handing
 from tandem.kernels.formats import FORMATS, ExpertLayout, find_format
 from tandem.kernels.native import ActivationKind, NativeActivation
 from tandem.triton_kernels import variants
@@ -31,7 +30,7 @@ from tandem.triton_kernels.experts import TritonExperts
 from tests.kernels import compile_triton_steps as steps
 
 CPU = torch.device("cpu")
-HIDDEN, INTERMEDIATE, TOP_K, EXPERTS = 2048, 768, 8, 128
+HIDDEN, INTERMEDIATE, TOP_K = 2048, 768, 8
 SWIGLU = NativeActivation(ActivationKind.SWIGLU)
 _FEWEST_MATRIX = 80
 _LAYERS = 0, 1, 15  # whose numbers, 1 more, Triton would tell apart: 1, a multiple of 16, others
@@ -114,9 +113,8 @@ def cases(capability: int, *, is_short: bool) -> Iterator[tuple[str, Callable[[]
         for number, work in enumerate(works):
             yield f"experts in {fmt.name}, {number}", work
     for rows in (1, 2, 4, 8):  # of several sequences, or of one's drafts
-        for inside in (False, True):
-            hand = partial(_hand, rows, dtype, is_inside=inside)
-            yield f"a hand-over of {rows}", hand
+        for wait_seconds in (0.0, 1.0):
+            yield f"a hand-over of {rows}", partial(_hand, rows, dtype, wait_seconds)
     for name in ("int8",) if is_short else [fmt.name for fmt in FORMATS]:
         for rows in (1, 8, 40):
             yield f"{rows} rows by a linear layer in {name}", partial(steps.multiply, name, rows)
@@ -141,25 +139,11 @@ def never_launched() -> set[str]:
     return set(found) - inside - set(launched)
 
 
-def _hand(rows: int, dtype: torch.dtype, *, is_inside: bool) -> None:
-    pairs = rows * TOP_K
-    words, index = torch.zeros(pairs, dtype=torch.int32), torch.zeros(rows, TOP_K).long()
-    weights, hidden = torch.zeros(rows, TOP_K), torch.zeros(rows, HIDDEN, dtype=dtype)
-    results = torch.zeros(pairs, HIDDEN)
-    waits = handing.WaitWords(words[:1], words[:1])
-    box = handing.MailboxTensors(
-        words[:1], words[:1], words, words, weights, hidden, results, waits
-    )
-    table = torch.zeros(EXPERTS, dtype=torch.int64)
+def _hand(rows: int, dtype: torch.dtype, wait_seconds: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # Barriers, pauses and clocks are a GPU's own, and left out for tensors of the host.
         patch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
-        addresses = handing.publish(box, table, hidden, index, weights, rings=is_inside)
-        for layer in _LAYERS:
-            handing.combine(
-                box, results, addresses, index, weights, EXPERTS, hidden,
-                layer=layer, wait_seconds=1.0 * is_inside,
-            )  # fmt: skip
+        steps.hand_layers_over(rows, dtype, layers=_LAYERS, wait_seconds=wait_seconds)
 
 
 def main(capabilities: list[int], *, is_short: bool) -> int:

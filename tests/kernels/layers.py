@@ -4,15 +4,18 @@ Two references: one rounds activations as the kernels do (what is left is the or
 one is fp32 on the unpacked weights (what is left is the rounding of activations).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from tandem.kernels._native import ExpertEngine
 from tandem.kernels.activations import apply_activation
 from tandem.kernels.formats.expert import ExpertLayout, unpack_expert
 from tandem.kernels.formats.weight_format import WeightFormat
-from tandem.kernels.native import ActivationKind, NativeActivation, NativeExperts
+from tandem.kernels.native import ActivationKind, NativeActivation, compute_experts
 from tandem.kernels.reference import expert_ffn
 from tests.kernels.formats.sources import pack_expert
 
@@ -33,26 +36,35 @@ class Layer:
         begin = torch.tensor([0, *(len(tokens) for tokens in self.rows)]).cumsum(0).int()
         return begin, torch.tensor([t for tokens in self.rows for t in tokens], dtype=torch.int32)
 
-    def compute(self, engine: NativeExperts) -> list[Tensor]:
-        out = engine.compute(
-            self.layout, self.store, self.activation, self.hidden,
-            torch.arange(len(self.rows)), *self.begins_and_tokens(),
-        )  # fmt: skip
+    def addresses(self) -> Tensor:
+        return torch.arange(len(self.rows)) * self.layout.num_bytes + self.store.data_ptr()
+
+    def compute(self, engine: ExpertEngine) -> list[Tensor]:
+        begin, token = self.begins_and_tokens()
+        out = torch.empty(len(token), self.layout.hidden_size)
+        compute_experts(
+            engine, self.layout, self.addresses(), self.activation, self.hidden, begin, token, out
+        )
         return list(out.split([len(tokens) for tokens in self.rows]))
 
-    def expected(self, *, is_rounded: bool) -> list[Tensor]:
+    def expected(
+        self, *, is_rounded: bool, activate: Callable[[Tensor], Tensor] | None = None
+    ) -> list[Tensor]:
+        """Return each expert's rows; `activate` is in the place of the layer's activation."""
+        apply = activate or partial(apply_activation, self.activation)
+
         def rounded(rows: Tensor, fmt: WeightFormat) -> Tensor:
             return round_for(rows, fmt) if is_rounded else rows
 
-        def activate(rows: Tensor) -> Tensor:
-            inner = apply_activation(self.activation, rows.float())
+        def between(rows: Tensor) -> Tensor:
+            inner = apply(rows.float())
             return rounded(inner, self.layout.down_format).double()
 
         outputs = []
         for expert, tokens in enumerate(self.rows):
             weights = unpack_expert(self.layout, self.store[expert])
             rows = rounded(self.hidden[tokens], self.layout.format).double()
-            outputs.append(expert_ffn(rows, weights, activate))
+            outputs.append(expert_ffn(rows, weights, between))
         return outputs
 
 

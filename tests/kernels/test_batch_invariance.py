@@ -10,11 +10,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tandem.kernels._native import available_isas
+from tandem.kernels._native import ExpertEngine, available_isas
 from tandem.kernels.attention import KV_DTYPES
 from tandem.kernels.dense import CpuThreads, DenseWeight, multiply, pack_dense
+from tandem.kernels.engine import start_engine
 from tandem.kernels.formats.weight_format import FORMATS, WeightFormat, find_format
-from tandem.kernels.native import NativeExperts
 from tests.kernels.layers import Layer, make_layer
 from tests.kernels.test_attention import CAPACITY, FORMS, filled
 
@@ -83,8 +83,8 @@ def test_routed_tokens_of_an_expert(
 
 
 @functools.cache
-def experts_of(isa: str) -> NativeExperts:
-    return NativeExperts(num_threads=2, isa=isa)
+def experts_of(isa: str) -> ExpertEngine:
+    return start_engine(num_threads=2, isa=isa)
 
 
 def of_rows(layer: Layer, rows: list[list[int]]) -> Layer:

@@ -8,6 +8,7 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tandem.kernels.activations import apply_activation
 from tandem.kernels.cpu import usable_topology
 from tandem.kernels.engine import start_engine
 from tandem.kernels.formats.weight_format import find_format
-from tandem.kernels.native import ActivationKind, NativeActivation, NativeExperts
+from tandem.kernels.native import ActivationKind, NativeActivation, compute_experts_with
 from tests.kernels.layers import SILU, Layer, make_layer, relative_error
 
 FORMATS = ["bf16", "fp16", "fp8", "int8-g128", "int8-g32", "int4-g32", "int4-g64", "int4-g128",
@@ -56,7 +57,7 @@ def check(
     layer = make_layer(
         find_format(fmt), hidden, inner, rows, activation=ACTIVATIONS[activation], has_bias=has_bias
     )
-    found = layer.compute(NativeExperts(num_threads=2, isa=isa))
+    found = layer.compute(start_engine(num_threads=2, isa=isa))
     expected = layer.expected(is_rounded=False)
     name = find_format(fmt).name
     tolerance = TOLERANCE.get(name, TOLERANCE.get(name.rpartition("-")[2], SMALL_GROUPS))
@@ -98,7 +99,7 @@ def test_sizes_that_are_not_whole_blocks_or_groups(fmt: str, hidden: int, inner:
 
 def test_no_rows_is_no_work() -> None:
     layer = make_layer(find_format("int4-g32"), 32, 32, [[], []])
-    found = layer.compute(NativeExperts(num_threads=2))
+    found = layer.compute(start_engine(num_threads=2))
     assert [rows.shape for rows in found] == [(0, 32), (0, 32)]
 
 
@@ -106,8 +107,8 @@ def test_no_rows_is_no_work() -> None:
 @pytest.mark.parametrize("fmt", ["int4-g32", "int8-g128", "int4z-g128", "bf16", "fp16", "fp8"])
 def test_a_row_does_not_depend_on_its_company_or_on_threads(fmt: str, isa: str) -> None:
     layer = make_layer(find_format(fmt), 640, 64, route(11, 11, 11, 11))
-    together = layer.compute(NativeExperts(num_threads=3, isa=isa))
-    alone = NativeExperts(num_threads=1, isa=isa)
+    together = layer.compute(start_engine(num_threads=3, isa=isa))
+    alone = start_engine(num_threads=1, isa=isa)
     for expert, row in (divmod(row, 11) for row in range(0, 44, 5)):
         rows: list[list[int]] = [[] for _ in layer.rows]
         rows[expert] = [0]
@@ -121,13 +122,12 @@ def test_a_row_does_not_depend_on_its_company_or_on_threads(fmt: str, isa: str) 
 def test_an_activation_in_torch_gives_what_the_native_one_gives(fmt: str, is_gated: bool) -> None:
     activation, rows = ACTIVATIONS["silu" if is_gated else "relu2"], route(9, 0, 5, 1)
     layer = make_layer(find_format(fmt), 96, 100, rows, activation=activation, has_bias=True)
-    engine = NativeExperts(num_threads=2)
+    engine = start_engine(num_threads=2)
     expected = torch.cat(layer.compute(engine))
     out = torch.empty_like(expected)
-    addresses = layer.store.data_ptr() + torch.arange(len(rows)) * layer.layout.num_bytes
-    engine.compute_with(
-        layer.layout, addresses, lambda rows: apply_activation(activation, rows), layer.hidden,
-        *layer.begins_and_tokens(), out,
+    compute_experts_with(
+        engine, layer.layout, layer.addresses(), partial(apply_activation, activation),
+        layer.hidden, *layer.begins_and_tokens(), out,
     )  # fmt: skip
     assert (out - expected).norm() <= 2e-3 * expected.norm()
 
@@ -145,7 +145,7 @@ def test_rows_add_up_in_the_routers_order() -> None:
 
 def test_many_calls_from_a_pool_that_sleeps_in_between() -> None:
     layer = make_layer(find_format("int8-g32"), 64, 32, route(6, 2, 4, 1))
-    engine = NativeExperts(num_threads=4)
+    engine = start_engine(num_threads=4)
     expected = torch.cat(layer.compute(engine))
     for _ in range(500):
         assert torch.equal(torch.cat(layer.compute(engine)), expected)
@@ -154,20 +154,20 @@ def test_many_calls_from_a_pool_that_sleeps_in_between() -> None:
 def test_extreme_activations_stay_finite() -> None:
     layer = make_layer(find_format("int4-g32"), 64, 32, route(4, 4, 4, 4))
     layer.hidden.mul_(torch.tensor([[0.0], [1e-30], [1e4], [1.0]]))
-    rows = torch.cat(layer.compute(NativeExperts(num_threads=1)))
+    rows = torch.cat(layer.compute(start_engine(num_threads=1)))
     assert torch.isfinite(rows).all()
     assert torch.equal(rows[0], torch.zeros(64))
 
 
 def test_unknown_instruction_set_names_those_that_are_there() -> None:
     with pytest.raises(ConfigError, match="'avx513' is not on this processor"):
-        NativeExperts(num_threads=1, isa="avx513")
+        start_engine(num_threads=1, isa="avx513")
 
 
 def test_several_python_threads_take_turns() -> None:
     layer, engine = (
         make_layer(find_format("int4-g32"), 640, 64, [[0]]),
-        NativeExperts(num_threads=2),
+        start_engine(num_threads=2),
     )
     calls = [
         replace(layer, rows=[list(range(n))], hidden=torch.randn(n, 640)) for n in (1, 3, 11, 40)
@@ -186,7 +186,7 @@ def test_several_python_threads_take_turns() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are bound on Linux only")
 def test_workers_are_bound_and_the_caller_is_not() -> None:
     before, mine = set(os.listdir("/proc/self/task")), os.sched_getaffinity(0)
-    engine = NativeExperts(num_threads=3)
+    engine = start_engine(num_threads=3)
     workers = [int(task) for task in set(os.listdir("/proc/self/task")) - before]
     assert len(workers) == engine.num_threads - 1
     assert all(

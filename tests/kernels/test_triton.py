@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from tandem.kernels.formats import FORMATS, find_format
 from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.kernels.native import NativeActivation
+from tests.kernels.interpreter import interpreted_module
 from tests.kernels.triton_cases import ACTIVATIONS, SWIGLU, relative_error, sum_error
 
 pytest.importorskip("triton")
@@ -30,14 +31,7 @@ FEW, MANY, ONE_TILE = (1, 2), (1, 18, 9), (9,)
 SHARED_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 
 
-@pytest.fixture(scope="module")
-def triton_experts() -> Iterator[ModuleType]:
-    """Import the kernels while Triton interprets: it decides when a kernel is decorated."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "TRITON_INTERPRET", "1")
-        from tandem.triton_kernels import experts
-
-        yield experts
+triton_experts = interpreted_module("tandem.triton_kernels.experts")
 
 
 def check(

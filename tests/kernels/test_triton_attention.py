@@ -1,6 +1,5 @@
 """Decode attention in Triton: what torch computes, in the interpreter; accepted for real GPUs."""
 
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -13,19 +12,14 @@ from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.cuda.cache import StaticKvCache
 from tandem.kv_cache.cuda.layers import DecodeKernels
 from tests.kernels.attention_cases import attend_both, form_of
-from tests.kernels.interpreter import interpreted
+from tests.kernels.interpreter import interpreted_module
 from tests.kernels.test_triton import SHARED_KIB, compiler_says
 
 pytest.importorskip("triton")
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def triton_attention() -> Iterator[ModuleType]:
-    with interpreted():
-        from tandem.triton_kernels import decode_attention
-
-        yield decode_attention
+triton_attention = interpreted_module("tandem.triton_kernels.decode_attention")
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +27,11 @@ def kernels(triton_attention: ModuleType) -> DecodeKernels:
     """Attention for a GPU of twelve processors."""
     found: DecodeKernels = triton_attention.DecodeAttention(12)
     return found
+
+
+def require_same(*given: Any, **more: Any) -> None:
+    expected, found = attend_both(*given, **more)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -43,9 +42,7 @@ def test_small_tiles_give_what_torch_gives(
 ) -> None:
     """As cards before 8.0 have them: of many dimensions a program computes some."""
     kernels = triton_attention.DecodeAttention(12, has_small_tiles=True)
-    expected, found = attend_both(kernels, form, [70, 3])
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    require_same(kernels, form, [70, 3])
 
 
 @pytest.mark.parametrize(
@@ -65,9 +62,7 @@ def test_small_tiles_give_what_torch_gives(
 def test_what_torch_gives_whatever_shapes_and_lengths(
     kernels: DecodeKernels, form: AttentionForm, lengths: list[int]
 ) -> None:
-    expected, found = attend_both(kernels, form, lengths)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    require_same(kernels, form, lengths)
 
 
 @pytest.mark.parametrize(
@@ -80,9 +75,7 @@ def test_windows_softcaps_and_sinks(
     kernels: DecodeKernels, more: dict[str, Any], has_sinks: bool
 ) -> None:
     form = form_of(8, 2, 32, 32, **more)
-    expected, found = attend_both(kernels, form, [150, 2, 63], has_sinks=has_sinks)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    require_same(kernels, form, [150, 2, 63], has_sinks=has_sinks)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Chains of small operations in Triton: what torch computes, step by step, in the interpreter."""
 
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,17 +11,12 @@ from torch import Tensor
 from tandem.decode.cuda.fusion import fuse_for_gpu
 from tandem.recording.recorded_graph import RecordedGraph
 from tandem.recording.recorder import Recorder
-from tests.kernels.interpreter import interpreted
+from tests.kernels.interpreter import interpreted_module
 
 pytest.importorskip("triton")
 
 
-@pytest.fixture(scope="module")
-def chains() -> Iterator[ModuleType]:
-    with interpreted():
-        from tandem.triton_kernels import chains
-
-        yield chains
+chains = interpreted_module("tandem.triton_kernels.chains")
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

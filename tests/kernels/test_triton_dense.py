@@ -1,6 +1,5 @@
 """Packed linear layers on a GPU: the values of their weights, in the interpreter."""
 
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -12,18 +11,13 @@ from tandem.devices.cuda.linear import DeviceLinear
 from tandem.hf.dense import on_device, pack_for_device
 from tandem.kernels.dense import pack_dense
 from tandem.kernels.formats.weight_format import find_format
-from tests.kernels.interpreter import interpreted
+from tests.kernels.interpreter import interpreted_module
 
 pytest.importorskip("triton")
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def dense() -> Iterator[ModuleType]:
-    with interpreted():
-        from tandem.triton_kernels import dense
-
-        yield dense
+dense = interpreted_module("tandem.triton_kernels.dense")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Norms, rotary embeddings and choices in Triton: what torch computes, in the interpreter."""
 
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -8,17 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.interpreter import interpreted
+from tests.kernels.interpreter import interpreted_module
 
 pytest.importorskip("triton")
 
 
-@pytest.fixture(scope="module")
-def operations() -> Iterator[ModuleType]:
-    with interpreted():
-        from tandem.triton_kernels import operations
-
-        yield operations
+operations = interpreted_module("tandem.triton_kernels.operations")
 
 
 def expected_norm(x: Tensor, weight: Tensor | None, eps: float, rounds_first: bool) -> Tensor:

@@ -1,17 +1,15 @@
 """Batches of experts for the Triton kernels, against the reference: interpreted, or on a GPU."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tandem.kernels.activations import apply_activation
-from tandem.kernels.formats import ExpertLayout, unpack_expert
 from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.kernels.native import ActivationKind, NativeActivation
-from tandem.kernels.reference import expert_ffn
-from tests.kernels.formats.sources import pack_expert
+from tests.kernels.layers import make_layer
 
 SWIGLU = NativeActivation(ActivationKind.SWIGLU)
 ACTIVATIONS = (
@@ -42,37 +40,24 @@ def relative_error(
     """Compute experts with so many tokens each by `TritonExperts`; return the relative error."""
     from tandem.triton_kernels.rows import row_table
 
-    generator = torch.Generator().manual_seed(0)
-    is_gated = activation is None or activation.is_gated
-    layout = ExpertLayout(fmt, hidden_size, intermediate_size, is_gated=is_gated, has_bias=True)
-    inner = layout.num_halves * intermediate_size
-    store = torch.zeros(len(counts), layout.num_bytes, dtype=torch.uint8)
-    for buffer in store:
-        up = torch.randn(inner, hidden_size, generator=generator) / hidden_size**0.5
-        down = torch.randn(hidden_size, intermediate_size, generator=generator)
-        biases = (
-            torch.randn(inner, generator=generator),
-            torch.randn(hidden_size, generator=generator),
-        )
-        pack_expert(layout, up, down / intermediate_size**0.5, *biases, out=buffer)
+    random = torch.Generator().manual_seed(0)
     num_tokens = max(counts) + 2
-    hidden = torch.randn(num_tokens, hidden_size, generator=generator).to(dtype)
-    tokens = [torch.randperm(num_tokens, generator=generator)[:count].int() for count in counts]
-    begin = [5, *(5 + torch.tensor(counts).cumsum(0)).tolist()]  # rows may begin anywhere
-    there = store.to(device)
-    table = row_table([buffer.data_ptr() for buffer in there], begin, torch.cat(tokens))
+    layer = make_layer(
+        fmt, hidden_size, intermediate_size,
+        [torch.randperm(num_tokens, generator=random)[:count].tolist() for count in counts],
+        activation=activation or SWIGLU, has_bias=True,
+    )  # fmt: skip
+    hidden = torch.randn(num_tokens, hidden_size, generator=random).to(dtype)
+    begin, token = layer.begins_and_tokens()
+    there = layer.store.to(device)
+    # Rows may begin anywhere.
+    table = row_table([buffer.data_ptr() for buffer in there], (begin + 5).tolist(), token)
     out = torch.full((sum(counts), hidden_size), float("nan"), device=device)
     rows = table.on(table.memory.to(device))
-    experts.compute(layout, activation, hidden.to(device), rows, out, tanh_gate)
-
-    def activate(rows: Tensor) -> Tensor:
-        return tanh_gate(rows) if activation is None else apply_activation(activation, rows)
-
+    experts.compute(layer.layout, activation, hidden.to(device), rows, out, tanh_gate)
+    other = tanh_gate if activation is None else None
     expected = torch.cat(
-        [
-            expert_ffn(hidden[chosen].float(), unpack_expert(layout, buffer), activate)
-            for buffer, chosen in zip(store, tokens, strict=True)
-        ]
+        replace(layer, hidden=hidden.float()).expected(is_rounded=False, activate=other)
     )
     return float((out.cpu() - expected).norm() / expected.norm())
 

@@ -17,14 +17,12 @@ import torch
 from tandem.bench.random_weights import random_experts
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
+from tandem.kernels import _native
+from tandem.kernels.engine import start_engine
 from tandem.kernels.formats.expert import ExpertLayout
 from tandem.kernels.formats.weight_format import WeightFormat, find_format
 from tandem.kernels.memory import allocate_buffers
-from tandem.kernels.native import (
-    ActivationKind,
-    NativeActivation,
-    NativeExperts,
-)
+from tandem.kernels.native import ActivationKind, NativeActivation, compute_experts
 
 # (hidden size, intermediate size) of one expert; Nemotron's are missing, which have no gate.
 SHAPES = {
@@ -127,7 +125,7 @@ class KernelBench:
 
     def __init__(self, *, num_threads: int, isa: str = "", store_bytes: int = _STORE_BYTES) -> None:
         """Start the threads; `isa` forces an instruction set."""
-        self.experts = NativeExperts(num_threads=num_threads, isa=isa)
+        self.engine = start_engine(num_threads=num_threads, isa=isa)
         self.failures: dict[str, str] = {}
         """Why a peer gave no figure, by its name."""
         self._memory = allocate_buffers(1, _CEILING_BYTES).fill_(1)
@@ -136,13 +134,9 @@ class KernelBench:
 
     def ceiling(self) -> Ceiling:
         """Measure the ceilings once; takes about 50 ms."""
-        engine = self.experts
         return Ceiling(
-            _rate(lambda: engine.read_all(self._memory)),
-            *(
-                _rate(partial(engine.multiply, bits=b, count_per_thread=n))
-                for b, n in _MULTIPLY_COUNTS.items()
-            ),
+            _rate(lambda: self.engine.read_all(self._memory)),
+            *(_rate(partial(self.engine.multiply, b, n)) for b, n in _MULTIPLY_COUNTS.items()),
         )
 
     def read_rate(self) -> float:
@@ -153,14 +147,14 @@ class KernelBench:
         begin, self._sample_begin = self._sample_begin, self._sample_begin + _SAMPLE_BYTES
         self._sample_begin %= _CEILING_BYTES
         sample = self._memory[:, begin : begin + _SAMPLE_BYTES]
-        return _rate(lambda: self.experts.read_all(sample))
+        return _rate(lambda: self.engine.read_all(sample))
 
     def work(self, shape: str, format_name: str, tokens: Sequence[int]) -> Work:
         """Return what is computed for one format of a shape: what a peer is to compute too."""
         layout = _layout(shape, format_name)
         return Work(
             layout.hidden_size, layout.intermediate_size, layout.format_name, _NUM_ACTIVE,
-            self.experts.num_threads, self._store_bytes, max(tokens),
+            self.engine.num_threads, self._store_bytes, max(tokens),
         )  # fmt: skip
 
     def cases(
@@ -172,7 +166,7 @@ class KernelBench:
     ) -> Iterator[Case]:
         """Measure one format of a shape; each of Tandem's cases is followed by the peers'."""
         layout, work = _layout(shape, format_name), self.work(shape, format_name, tokens)
-        timed: dict[str | None, Timed] = {None: _Own(self.experts, layout, work)}
+        timed: dict[str | None, Timed] = {None: _Own(self.engine, layout, work)}
         timed.update(peers or {})
         for count in tokens:
             yield from self._compare(shape, layout, count, timed)
@@ -206,8 +200,8 @@ class KernelBench:
 class _Own:
     """Tandem's kernels on a store of their own."""
 
-    def __init__(self, experts: NativeExperts, layout: ExpertLayout, work: Work) -> None:
-        self._experts, self._layout, self._work = experts, layout, work
+    def __init__(self, engine: _native.ExpertEngine, layout: ExpertLayout, work: Work) -> None:
+        self._engine, self._layout, self._work = engine, layout, work
         self._store = random_experts(layout, work.num_experts(layout.format.bits_per_weight))
         self._call = 0
         self.bytes_per_call = work.num_active * layout.num_bytes
@@ -227,8 +221,9 @@ class _Own:
         for _ in range(num_calls + 1):
             chosen = (torch.arange(active, device="cpu") + self._call * active) % len(self._store)
             start = time.perf_counter()
-            self._experts.compute(
-                self._layout, self._store, activation, hidden, chosen, begin, token, out
+            addresses = chosen * self._layout.num_bytes + self._store.data_ptr()
+            compute_experts(
+                self._engine, self._layout, addresses, activation, hidden, begin, token, out
             )
             seconds.append(time.perf_counter() - start)
             self._call += 1
@@ -273,7 +268,7 @@ def machine(bench: KernelBench) -> dict[str, object]:
         name: statistics.median(asdict(sample)[name] for sample in samples)
         for name in asdict(samples[0])
     }
-    return {**medians, "threads": bench.experts.num_threads, "isa": bench.experts.isa}
+    return {**medians, "threads": bench.engine.num_threads, "isa": bench.engine.isa}
 
 
 def _layout(shape: str, format_name: str) -> ExpertLayout:

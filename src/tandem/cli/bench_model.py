@@ -93,7 +93,7 @@ def run_model(options: ModelBenchOptions, choice: "ModelChoice | None") -> int:
     measured = measure(model, generator, work, bench)
     machine = replace(machine, read_gigabytes_per_second=measured.read_gigabytes_per_second)
     ceiling = ceiling_of(model, work, machine, measured.step_bytes)
-    print(f"{cpu.model_name}, {num_threads} threads, {bench.experts.isa}")
+    print(f"{cpu.model_name}, {num_threads} threads, {bench.engine.isa}")
     _print(ceiling, measured)
     if generator.why_slower is not None:
         print(f"slower than it could be: {generator.why_slower}")

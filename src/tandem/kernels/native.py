@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tandem.core.errors import ModelError
 from tandem.kernels import _native
-from tandem.kernels.engine import start_engine
 from tandem.kernels.formats.expert import ExpertLayout, Section
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, WeightFormat
 
@@ -49,138 +48,70 @@ class NativeActivation:
         return self.kind is not ActivationKind.RELU2
 
 
-class NativeExperts:
-    """The kernels with their threads. Callers from several threads wait for each other."""
+def compute_experts(
+    engine: _native.ExpertEngine,
+    layout: ExpertLayout,
+    addresses: Tensor,
+    activation: NativeActivation,
+    hidden: Tensor,
+    row_begin: Tensor,
+    row_token: Tensor,
+    out: Tensor,
+) -> None:
+    """Write one row per (token, expert) to `out` (num_rows, hidden_size), fp32.
 
-    def __init__(
-        self, *, num_threads: int = 1, isa: str = "", engine: _native.ExpertEngine | None = None
-    ) -> None:
-        """Compute on an `engine`, or start `num_threads` - 1 threads with an instruction set.
+    `hidden` is (n_tokens, hidden_size) fp32. The expert at `addresses[i]` (n,) int64 has rows
+    `row_begin[i]`..`row_begin[i + 1]` - 1, and row j is of token `row_token[j]`; both int32. Raises
+    `ModelError` for a row or token that does not exist.
+    """
+    engine.wake()
+    addresses, row_begin, row_token, hidden = _dense(addresses, row_begin, row_token, hidden)
+    try:
+        engine.run(
+            native_layout(layout), layout.num_bytes, activation.kind, activation.alpha,
+            activation.limit, activation.offset, addresses, row_begin, row_token, hidden, out,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ModelError(f"the routing of a layer is damaged: {error}") from error
 
-        `isa` "" takes the best.
-        """
-        self._engine = engine or start_engine(num_threads=num_threads, isa=isa)
 
-    @property
-    def isa(self) -> str:
-        """The instruction set in use."""
-        return self._engine.isa
+def compute_experts_with(
+    engine: _native.ExpertEngine,
+    layout: ExpertLayout,
+    addresses: Tensor,
+    activate: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    row_begin: Tensor,
+    row_token: Tensor,
+    out: Tensor,
+) -> None:
+    """Do the same around an activation in torch, which the kernels need not know.
 
-    @property
-    def num_threads(self) -> int:
-        """The threads in use, the caller's included."""
-        return self._engine.num_threads
-
-    def compute(
-        self,
-        layout: ExpertLayout,
-        store: Tensor,
-        activation: NativeActivation,
-        hidden: Tensor,
-        experts: Tensor,
-        row_begin: Tensor,
-        row_token: Tensor,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Return one fp32 row per (token, expert): (num_rows, hidden_size), in `out` if given.
-
-        `store` is (num_experts, layout.num_bytes) uint8, `hidden` (n_tokens, hidden_size) fp32.
-        The chosen `experts` (n,) int64 have rows `row_begin[i]`..`row_begin[i + 1]` - 1, and row j
-        is of token `row_token[j]`; both int32. Raises `ModelError` for an expert, row or token that
-        does not exist.
-        """
-        if store.shape[1:] != (layout.num_bytes,) or store.dtype != torch.uint8:
-            raise TypeError(f"a store {tuple(store.shape)}, expected (n, {layout.num_bytes}) uint8")
-        if store.device.type != "cpu" or not store.is_contiguous():
-            raise TypeError("a store elsewhere or with gaps, expected the host's memory")
-        if out is None:
-            out = torch.empty(row_token.numel(), layout.hidden_size, device="cpu")
-        _require_experts(experts, len(store))
-        addresses = experts * layout.num_bytes + store.data_ptr()
-        self.compute_at(layout, addresses, activation, hidden, row_begin, row_token, out)
-        return out
-
-    def compute_at(
-        self,
-        layout: ExpertLayout,
-        addresses: Tensor,
-        activation: NativeActivation,
-        hidden: Tensor,
-        row_begin: Tensor,
-        row_token: Tensor,
-        out: Tensor,
-    ) -> None:
-        """Do the same for experts at `addresses` (n,) int64, anywhere in memory, into `out`."""
-        self.wake()
-        addresses, row_begin, row_token, hidden = _dense(addresses, row_begin, row_token, hidden)
-        try:
-            self._engine.run(
-                native_layout(layout), layout.num_bytes, activation.kind, activation.alpha,
-                activation.limit, activation.offset, addresses, row_begin, row_token, hidden, out,
-            )  # fmt: skip
-        except ValueError as error:  # rows or tokens that do not exist
-            raise ModelError(f"the routing of a layer is damaged: {error}") from error
-
-    def compute_with(
-        self,
-        layout: ExpertLayout,
-        addresses: Tensor,
-        activate: Callable[[Tensor], Tensor],
-        hidden: Tensor,
-        row_begin: Tensor,
-        row_token: Tensor,
-        out: Tensor,
-    ) -> None:
-        """Do the same around an activation in torch, which the kernels need not know.
-
-        `activate` maps [gate; up] of shape (num_rows, 2 * intermediate size), or (num_rows,
-        intermediate size) if not gated, to (num_rows, intermediate size), fp32.
-        """
-        native, size = native_layout(layout), layout.intermediate_size
-        per_column = 2 if layout.is_gated else 1
-        num_rows = row_token.numel()
-        up = torch.empty(num_rows, native.inner_rows * per_column, device="cpu")
-        every = torch.arange(num_rows, dtype=torch.int32, device="cpu")
-        addresses, row_begin, row_token, hidden = _dense(addresses, row_begin, row_token, hidden)
-        project, num_bytes = self._engine.project, layout.num_bytes
-        try:
-            project(native, num_bytes, True, addresses, row_begin, row_token, hidden, up)
-            # Blocks of 16 gate and 16 up values alternate.
-            halves = up.view(num_rows, -1, per_column, ROWS_PER_BLOCK).transpose(1, 2)
-            inner = torch.zeros(num_rows, native.inner_rows, device="cpu")
-            flat = halves.reshape(num_rows, per_column, -1)[..., :size].reshape(num_rows, -1)
-            inner[:, :size] = activate(flat)
-            project(native, num_bytes, False, addresses, row_begin, every, inner, out)
-        except ValueError as error:
-            raise ModelError(f"the routing of a layer is damaged: {error}") from error
-
-    def wake(self) -> None:
-        """Wake the threads a little before a call; they look out for work for microseconds."""
-        self._engine.wake()
-
-    def read_all(self, data: Tensor) -> int:
-        """Read a tensor's memory with all threads, for timing; returns the bytes read."""
-        return self._engine.read_all(data)
-
-    def multiply(self, *, bits: int, count_per_thread: int) -> int:
-        """Multiply as codes of 4, 8 or 16 bits are, for timing; returns the operations done."""
-        return self._engine.multiply(bits, count_per_thread)
+    `activate` maps [gate; up] of shape (num_rows, 2 * intermediate size), or (num_rows,
+    intermediate size) if not gated, to (num_rows, intermediate size), fp32.
+    """
+    native, size = native_layout(layout), layout.intermediate_size
+    per_column = 2 if layout.is_gated else 1
+    num_rows = row_token.numel()
+    up = torch.empty(num_rows, native.inner_rows * per_column, device="cpu")
+    every = torch.arange(num_rows, dtype=torch.int32, device="cpu")
+    addresses, row_begin, row_token, hidden = _dense(addresses, row_begin, row_token, hidden)
+    project, num_bytes = engine.project, layout.num_bytes
+    try:
+        project(native, num_bytes, True, addresses, row_begin, row_token, hidden, up)
+        # Blocks of 16 gate and 16 up values alternate.
+        halves = up.view(num_rows, -1, per_column, ROWS_PER_BLOCK).transpose(1, 2)
+        inner = torch.zeros(num_rows, native.inner_rows, device="cpu")
+        flat = halves.reshape(num_rows, per_column, -1)[..., :size].reshape(num_rows, -1)
+        inner[:, :size] = activate(flat)
+        project(native, num_bytes, False, addresses, row_begin, every, inner, out)
+    except ValueError as error:
+        raise ModelError(f"the routing of a layer is damaged: {error}") from error
 
 
 def _dense(*tensors: Tensor) -> list[Tensor]:
     """Return tensors without gaps, to be kept alive while a call runs."""
     return [tensor.contiguous() for tensor in tensors]
-
-
-def _require_experts(experts: Tensor, num_experts: int) -> None:
-    if experts.numel() == 0:
-        return
-    lowest, highest = torch.aminmax(experts)
-    if lowest < 0 or highest >= num_experts:
-        found = int(lowest if lowest < 0 else highest)
-        raise ModelError(
-            f"the routing of a layer chose expert {found}, expected 0 to {num_experts - 1}"
-        )
 
 
 @functools.lru_cache(maxsize=64)

@@ -17,7 +17,7 @@ from tandem.experts.execution.routing import SumRows
 from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.kernels.dense import CpuThreads
-from tandem.kernels.native import NativeExperts
+from tandem.kernels.native import compute_experts_with
 from tandem.kernels.reference import expert_ffn
 
 
@@ -43,13 +43,12 @@ class ExpertKernels:
         """Compute with `threads`; `on_busy` gets the seconds of every batch."""
         self._on_busy = on_busy
         self.threads = threads
-        self._native: NativeExperts | None = None
         self._routed: RoutedLayers | None = None
 
     def wake(self) -> None:
         """Wake the threads while a call is prepared, if they have been started."""
-        if self._native is not None:
-            self._native.wake()
+        if self._routed is not None:
+            self.threads.engine.wake()
 
     def run(self, batch: ExpertBatch, source: WeightSource | None = None) -> None:
         """Fill the batch's `out`; weights come from `source`, or from the host store."""
@@ -76,11 +75,8 @@ class ExpertKernels:
         `weights` (n_tokens, top_k) are fp32 as the rows; `row_of` of the same shape, int32 and
         contiguous, says which row, -1 none.
         """
-        num_tokens, weights, add_rows = (
-            len(row_of),
-            weights.contiguous(),
-            self.native._engine.add_rows,
-        )
+        num_tokens, weights = len(row_of), weights.contiguous()
+        add_rows = self.threads.engine.add_rows
 
         def sum_rows(rows: Tensor) -> Tensor:
             out = torch.empty(num_tokens, rows.shape[1], device="cpu")
@@ -103,17 +99,10 @@ class ExpertKernels:
         return found
 
     @property
-    def native(self) -> NativeExperts:
-        """The native kernels; their threads start here."""
-        if self._native is None:
-            self._native = NativeExperts(engine=self.threads.engine)
-        return self._native
-
-    @property
     def routed(self) -> RoutedLayers:
-        """The native calls by layer."""
+        """The native calls by layer; their threads start here."""
         if self._routed is None:
-            self._routed = RoutedLayers(self.native)
+            self._routed = RoutedLayers(self.threads.engine)
         return self._routed
 
     def _run_in_torch(self, batch: ExpertBatch, source: WeightSource | None) -> None:
@@ -132,7 +121,8 @@ class ExpertKernels:
         begin = torch.tensor(
             [row - batch.begin[0] for row in batch.begin], dtype=torch.int32, device="cpu"
         )
-        self.native.compute_with(
+        compute_experts_with(
+            self.threads.engine,
             layer.layout,
             torch.tensor(addresses, dtype=torch.int64, device="cpu"),
             lambda up: activate(up.to(dtype)).float(),

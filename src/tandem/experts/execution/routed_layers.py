@@ -14,7 +14,7 @@ from tandem.experts.execution.batch import ExpertBatch, ExpertFunctions, RoutedC
 from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.kernels import _native
-from tandem.kernels.native import TOKEN_DTYPES, NativeExperts, native_layout
+from tandem.kernels.native import TOKEN_DTYPES, native_layout
 
 
 def native_layer(layer: HostLayer, functions: ExpertFunctions) -> _native.RoutedLayer | None:
@@ -55,10 +55,10 @@ class _Prepared(NamedTuple):
 class RoutedLayers:
     """The layers of a store as the native calls take them, prepared once."""
 
-    def __init__(self, native: NativeExperts) -> None:
-        """Compute with the threads of `native`, which must be idle."""
-        self._engine = native._engine
-        self._run = _native.RoutedExperts(native._engine).run
+    def __init__(self, engine: _native.ExpertEngine) -> None:
+        """Compute with the threads of `engine`, which must be idle."""
+        self._engine = engine
+        self._run = _native.RoutedExperts(engine).run
         self._layers: dict[int, _Prepared] = {}
 
     def start_batch(
