@@ -13,12 +13,12 @@ from tandem.experts.execution import captured_steps
 from tandem.experts.execution.device import DeviceLostError
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.hybrid_executor import HybridExecutor
-from tandem.experts.execution.routed_layers import native_layer
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.kernels.dense import CpuThreads
 from tandem.policy.plan import Copy
+from tests.experts.captured import native_layers
 from tests.experts.machines import FUNCTIONS, GEOMETRY, make_real_executor, route
 from tests.experts.twin_steps import TwinSteps
 from tests.policy.integrity import check_integrity
@@ -29,13 +29,8 @@ NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
 @pytest.fixture
 def executor(store: HostStore) -> Iterator[HybridExecutor]:
     executor = make_real_executor(store, 8)
-    native = [native_layer(layer, FUNCTIONS) for layer in store]
-    executor.captured = TwinSteps(
-        executor.cache,
-        [layer for layer in native if layer is not None],
-        CpuThreads(num_threads=1),
-        torch.float32,
-    )
+    threads = CpuThreads(num_threads=1)
+    executor.captured = TwinSteps(executor.cache, native_layers(store), threads, torch.float32)
     yield executor
     executor.close()
 

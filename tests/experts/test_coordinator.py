@@ -177,6 +177,26 @@ def test_a_copy_that_fails_is_said_and_stops_no_step(store: HostStore) -> None:
     machine.close()
 
 
+def step_with_copies(
+    machine: TwinMachine, store: HostStore, draw: random.Random, num_rows: int = 1
+) -> int:
+    """Run 40 steps, with copies of experts into the slots all the time; return the hits."""
+    held: list[tuple[int, int] | None] = [None] * len(machine.slots)
+    arrived, hits = set[tuple[int, int]](), 0
+    for seed in range(40):
+        arrived |= {arrival[:2] for arrival in machine.coordinator.take_arrivals()}
+        for slot, old in enumerate(held):
+            layer, expert = slot % GEOMETRY.num_layers, draw.randrange(GEOMETRY.num_experts)
+            if (layer, expert) in held or (old is not None and old not in arrived):
+                continue
+            machine.copy(layer, expert, slot, -1 if old is None else old[1])
+            arrived.discard(old or (-1, -1))
+            held[slot] = layer, expert
+        check(machine, store, random_step(num_rows, torch.Generator().manual_seed(seed)))
+        hits += sum(sum(record[2]) for record in machine.coordinator.records())
+    return hits
+
+
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_slots_hold_what_the_table_says_in_any_interleaving(
     store: HostStore, num_rows: int
@@ -187,19 +207,7 @@ def test_slots_hold_what_the_table_says_in_any_interleaving(
         store, num_rows, num_slots=num_slots, most_delay=150,
         before_copy=lambda: time.sleep(draw.random() * 2e-4),
     )  # fmt: skip
-    held: list[tuple[int, int] | None] = [None] * num_slots
-    arrived = set[tuple[int, int]]()
-    for seed in range(40):
-        arrived |= {arrival[:2] for arrival in machine.coordinator.take_arrivals()}
-        for slot in range(num_slots):
-            layer, old = slot % GEOMETRY.num_layers, held[slot]
-            expert = draw.randrange(GEOMETRY.num_experts)
-            if (layer, expert) in held or (old is not None and old not in arrived):
-                continue
-            machine.copy(layer, expert, slot, -1 if old is None else old[1])
-            arrived.discard(old or (-1, -1))
-            held[slot] = layer, expert
-        check(machine, store, random_step(num_rows, torch.Generator().manual_seed(seed)))
+    step_with_copies(machine, store, draw, num_rows)
     machine.close()
 
 

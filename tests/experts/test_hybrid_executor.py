@@ -32,11 +32,6 @@ BATCHES = (1, 4, 16)
 
 
 @pytest.fixture(scope="module")
-def packed_store() -> HostStore:
-    return make_store()
-
-
-@pytest.fixture(scope="module")
 def plain_store() -> HostStore:
     return make_store(expert_dtype=None)
 
@@ -80,7 +75,7 @@ def check_equal(store: HostStore, settings: PlannerSettings, num_slots: int, bat
 @pytest.mark.parametrize("prediction", PREDICTIONS.names())
 @pytest.mark.parametrize("assignment", POLICIES)
 def test_bits_equal_those_of_the_cpu_for_every_policy(
-    packed_store: HostStore, assignment: str, prediction: str
+    store: HostStore, assignment: str, prediction: str
 ) -> None:
     """The product of all policies and cache sizes, each with one of the batches by turns.
 
@@ -89,7 +84,7 @@ def test_bits_equal_those_of_the_cpu_for_every_policy(
     batches = itertools.cycle(BATCHES)
     for eviction, num_slots in itertools.product(EVICTIONS.names(), SLOTS):
         settings = settings_of(assignment, eviction, prediction)
-        check_equal(packed_store, settings, num_slots, next(batches))
+        check_equal(store, settings, num_slots, next(batches))
 
 
 @pytest.mark.parametrize("assignment", ASSIGNMENTS.names())
@@ -101,8 +96,8 @@ def test_bits_equal_those_of_the_cpu_for_plain_experts(
         check_equal(plain_store, settings, num_slots, batch)
 
 
-def test_every_lane_takes_part(packed_store: HostStore) -> None:
-    executor = make_executor(packed_store, 12)
+def test_every_lane_takes_part(store: HostStore) -> None:
+    executor = make_executor(store, 12)
     statistics = CacheStatistics()
     executor.listeners.append(statistics)
     for _ in outputs(executor, 4, steps=60):
@@ -112,9 +107,9 @@ def test_every_lane_takes_part(packed_store: HostStore) -> None:
     assert 0 < statistics.device_share < 1
 
 
-def test_a_resident_expert_is_a_hit_whoever_computes_it(packed_store: HostStore) -> None:
+def test_a_resident_expert_is_a_hit_whoever_computes_it(store: HostStore) -> None:
     """The CPU takes a share where that is faster, also of what is on the device."""
-    executor = make_executor(packed_store, NUM_EXPERTS + 2, resident=range(NUM_EXPERTS))
+    executor = make_executor(store, NUM_EXPERTS + 2, resident=range(NUM_EXPERTS))
     statistics = CacheStatistics()
     executor.listeners.append(statistics)
     for _ in outputs(executor, 4):
@@ -123,11 +118,11 @@ def test_a_resident_expert_is_a_hit_whoever_computes_it(packed_store: HostStore)
     assert statistics.device_share < 1.0
 
 
-def test_a_caller_that_defers_hears_the_same_a_layer_later(packed_store: HostStore) -> None:
+def test_a_caller_that_defers_hears_the_same_a_layer_later(store: HostStore) -> None:
     """Captured steps queue the next replay first; plans, events and times stay what they are."""
     heard: list[list[LayerExecuted]] = [[], []]
     for is_deferring, events in enumerate(heard):
-        executor = make_executor(packed_store, 12)
+        executor = make_executor(store, 12)
         executor.listeners.append(events.append)
         with executor.deferring() if is_deferring else contextlib.nullcontext():
             for number, _ in enumerate(outputs(executor, 4), 1):
@@ -140,8 +135,8 @@ def with_no_clock(event: LayerExecuted) -> LayerExecuted:
     return event._replace(plan_seconds=0.0)
 
 
-def test_the_cpu_begins_before_the_device_is_given_work(packed_store: HostStore) -> None:
-    executor = make_real_executor(packed_store, 12)
+def test_the_cpu_begins_before_the_device_is_given_work(store: HostStore) -> None:
+    executor = make_real_executor(store, 12)
     order: list[str] = []
     note_calls(executor._kernels, "start", order)
     note_calls(executor.device, "launch", order)

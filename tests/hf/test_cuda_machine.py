@@ -20,7 +20,6 @@ from tandem.experts.cache.sizing import budget_bytes, count_slots, parse_gpu_mem
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.tracing.cache_statistics import CacheStatistics
-from tandem.hardware.profiles import save_profile
 from tandem.hf.assembly import assemble
 from tandem.hf.config import OffloadConfig
 from tandem.hf.dense_place import dense_device
@@ -36,16 +35,13 @@ from tandem.hf.runtime import require_runtime
 from tandem.kernels.dense import CpuThreads
 from tests.decode.twin_capture import TwinCapture
 from tests.experts.lazy_streams import LazyStreams
-from tests.experts.machines import make_machine
-from tests.hf.tiny import save_tiny_checkpoint
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    directory = save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
-    return tandem.load(directory, dtype="float32")
+def model(checkpoint: Path) -> Any:
+    return tandem.load(checkpoint, dtype="float32")
 
 
 @pytest.fixture
@@ -123,7 +119,7 @@ class Failing(LazyStreams):
 
 
 def test_a_load_that_fails_leaves_nothing_pinned_and_no_limit(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Any, profile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At each step: while the GPU is measured, and after its memory has been shared out."""
     runtime = require_runtime(model)
@@ -132,13 +128,7 @@ def test_a_load_that_fails_leaves_nothing_pinned_and_no_limit(
     monkeypatch.setattr(cuda_machine, "require_cuda", lambda **options: Gpu("twin", (9, 0), 1))
     monkeypatch.setattr(cuda_machine, "best_kernels", lambda gpu: TorchKernels())
     monkeypatch.setattr(cuda_machine, "CudaStreams", lambda index: streams)
-    profile = tmp_path / "made-up.json"
-    save_profile(make_machine().profile, profile)
-    options: dict[str, Any] = {
-        "device": "cuda",
-        "cache_dir": str(tmp_path),
-        "profile": str(profile),
-    }
+    options: dict[str, Any] = {"device": "cuda", "cache_dir": str(tmp_path), "profile": profile}
     for streams, gpu_memory, error in (
         (Failing(is_eager=True), "32MB", torch.OutOfMemoryError),
         (LazyStreams(is_eager=True), "1MB", CapacityError),

@@ -14,7 +14,7 @@ from tandem.hf.config import parse_dense_dtype
 from tandem.hf.dense import PackedLinear, pack_as_loaded, pack_dense_layers, packed_layers
 from tandem.kernels.dense import CpuThreads, DenseWeight, multiply, pack_dense
 from tandem.kernels.formats.weight_format import find_format
-from tests.architectures import build_tiny_model, result_of, tiny_inputs
+from tests.architectures import build_tiny_model, logits_of, relative_error
 from tests.decode.whole_pool import cpu_pool
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.threads import two_threads
@@ -32,11 +32,6 @@ def threads(isa: str) -> CpuThreads:
     return two_threads()
 
 
-def logits_of(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return result_of(model(**tiny_inputs(model)))
-
-
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen2_moe", "qwen3_next"])
 def test_packed_models_are_near_and_route_as_before(name: str, threads: CpuThreads) -> None:
     model: Any = build_tiny_model(name)
@@ -49,7 +44,7 @@ def test_packed_models_are_near_and_route_as_before(name: str, threads: CpuThrea
     assert "lm_head" in kinds
     assert {"o_proj", "out_proj"} & kinds
     assert not {"gate", "router"} & kinds
-    error = (logits_of(model) - before).norm() / before.norm()
+    error = relative_error(logits_of(model), before)
     assert 0 < error < 0.005
 
 
@@ -57,7 +52,7 @@ def test_int8_costs_percents(threads: CpuThreads) -> None:
     model: Any = build_tiny_model("qwen3_moe")
     before = logits_of(model)
     pack_dense_layers(model, "int8-g32", threads)
-    error = (logits_of(model) - before).norm() / before.norm()
+    error = relative_error(logits_of(model), before)
     assert 0.001 < error < 0.05
 
 
@@ -81,7 +76,7 @@ def test_a_packed_models_state_has_the_names_of_the_original(threads: CpuThreads
     state, expected = model.state_dict(), original.state_dict()
     assert set(state) == set(expected)
     original.load_state_dict(state)
-    error = (logits_of(original) - logits_of(model)).norm() / logits_of(model).norm()
+    error = relative_error(logits_of(original), logits_of(model))
     assert error < 0.05  # the same weights; here the activations are not rounded
 
 

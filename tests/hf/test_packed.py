@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import tandem
 from tandem.experts.store.packed_layer import PackedLayer
-from tests.architectures import result_of, tiny_inputs
+from tests.architectures import logits_of, tiny_inputs
 from tests.inside import runtime_in
 
 pytestmark = pytest.mark.seam
@@ -22,23 +22,18 @@ def packed(checkpoint: Path) -> Path:
     return tandem.save(tandem.load(checkpoint, expert_dtype="bf16"), directory)
 
 
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return result_of(model(**tiny_inputs(model)))
-
-
 def test_from_pretrained_with_a_config_equals_load(checkpoint: Path) -> None:
     config = tandem.OffloadConfig(expert_dtype="bf16")
     model = AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=config)
     torch.testing.assert_close(
-        logits(model), logits(tandem.load(checkpoint, expert_dtype="bf16")), rtol=0, atol=0
+        logits_of(model), logits_of(tandem.load(checkpoint, expert_dtype="bf16")), rtol=0, atol=0
     )
 
 
 def test_plain_from_pretrained_opens_a_packed_checkpoint(checkpoint: Path, packed: Path) -> None:
-    expected = logits(tandem.load(checkpoint, expert_dtype="bf16"))
+    expected = logits_of(tandem.load(checkpoint, expert_dtype="bf16"))
     model = AutoModelForCausalLM.from_pretrained(packed)
-    torch.testing.assert_close(logits(model), expected, rtol=0, atol=0)
+    torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=0)
     layer = runtime_in(model).executor.store[0]
     assert isinstance(layer, PackedLayer)
     assert layer.layout.format.name == "bf16"
@@ -76,9 +71,9 @@ def test_threads_and_instruction_set_are_heard_for_packed_checkpoints(
 ) -> None:
     int8 = tandem.save(tandem.load(checkpoint, expert_dtype="int8"), tmp_path / "int8")
     with pytest.raises(tandem.TandemError, match="'avx513' is not on this processor"):
-        logits(tandem.load(int8, isa="avx513"))
+        logits_of(tandem.load(int8, isa="avx513"))
     best, portable = tandem.load(int8, threads=2), tandem.load(int8, threads=1, isa="portable")
-    torch.testing.assert_close(logits(portable), logits(best), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(logits_of(portable), logits_of(best), rtol=1e-3, atol=1e-3)
 
 
 def test_save_pretrained_names_tandem_save(packed: Path, tmp_path: Path) -> None:

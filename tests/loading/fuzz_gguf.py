@@ -25,8 +25,7 @@ _OBJECTS_BYTES = 1 << 20
 
 def fuzz(directory: Path, count: int, seed: int = 0) -> Counter[str]:
     """Read so many damaged files; return how often each kind of answer came."""
-    whole = directory / "whole.gguf"
-    write_gguf(whole, tiny_model(), "Q4_0", also=add_tokenizer)
+    whole = write_gguf(directory / "whole.gguf", tiny_model(), "Q4_0", also=add_tokenizer)
     header = read_gguf_header(whole)
     end = min(tensor.data_offset for tensor in header.tensors.values())
     data, chance = whole.read_bytes(), random.Random(seed)

@@ -147,7 +147,7 @@ def write_gguf(
     architecture: str = "qwen3moe",
     also: Callable[[GGUFWriter], None] = lambda _: None,
     writer: GGUFWriter | None = None,
-) -> None:
+) -> Path:
     """Write a model with its matrices in blocks, and give it the values that these stand for.
 
     `kind` is a type or one of the mixtures. `writer` may split the file in parts.
@@ -178,6 +178,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return file
 
 
 def _kind_of(name: str, kind: str) -> str:

@@ -16,11 +16,11 @@ from tandem.forecast.sizes import model_sizes
 from tandem.hf.checkpoint import open_model
 from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import on_device, packed_layers
-from tests.architectures import result_of, tiny_inputs
+from tests.architectures import logits_of, relative_error
 from tests.forecast.test_plan import loaded_bytes
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.kernels.interpreter import interpreted
-from tests.loading.checkpoints import FORMATS, write_decoded, write_plain, write_quantised
+from tests.loading.checkpoints import FORMATS, write_decoded
 from tests.loading.gguf_files import tiny_model, write_gguf
 
 KEPT = {
@@ -33,22 +33,6 @@ KEPT = {
 @pytest.fixture(autouse=True)
 def small_layers_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 0)
-
-
-@pytest.fixture(scope="module")
-def quantised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    base = tmp_path_factory.mktemp("models")
-    names = {fmt.architecture for fmt in FORMATS.values()}
-    plain = {name: write_plain(base / name, name) for name in names}
-    return {
-        name: write_quantised(base / f"q-{name}", plain[fmt.architecture], fmt)
-        for name, fmt in FORMATS.items()
-    }
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return result_of(model(**tiny_inputs(model))).float()
 
 
 def formats_of(model: Any) -> dict[str, str]:
@@ -77,9 +61,9 @@ def test_answers_are_those_of_the_values(
     name: str, quantised: dict[str, Path], tmp_path: Path
 ) -> None:
     decoded = write_decoded(tmp_path / "decoded", quantised[name])
-    expected = logits(AutoModelForCausalLM.from_pretrained(decoded, dtype=torch.float32))
-    found = logits(tandem.load(quantised[name], dtype="fp32", dense_dtype="auto"))
-    assert ((found - expected).norm() / expected.norm()).item() < 0.05  # rounded activations
+    expected = logits_of(AutoModelForCausalLM.from_pretrained(decoded, dtype=torch.float32))
+    found = logits_of(tandem.load(quantised[name], dtype="fp32", dense_dtype="auto"))
+    assert relative_error(found, expected) < 0.05  # rounded activations
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -102,7 +86,7 @@ def test_inputs_in_an_order_of_their_own(quantised: dict[str, Path], tmp_path: P
         error = layer(x) - x @ layer.values().T
         assert error.norm() < 0.01 * layer(x).norm()
     saved = tandem.load(tandem.save(model, tmp_path / "saved"))  # packed again, in order
-    assert ((logits(saved) - logits(model)).norm() / logits(model).norm()).item() < 0.05
+    assert relative_error(logits_of(saved), logits_of(model)) < 0.05
 
 
 def test_a_named_dtype_dequantises_and_the_plan_says_so(
@@ -188,7 +172,7 @@ def test_saved_and_packed_they_are_the_same(
     for directory in (saved, tmp_path / "packed"):
         again = tandem.load(directory)
         assert formats_of(again) == formats_of(model)
-        assert torch.equal(logits(again), logits(model))
+        assert torch.equal(logits_of(again), logits_of(model))
         sizes = model_sizes(open_model(directory), OffloadConfig())
         assert (sizes.experts_bytes, sizes.total_dense_bytes) == loaded_bytes(again)
 
@@ -223,4 +207,4 @@ def test_a_tied_head_has_the_codes_of_the_embeddings(tmp_path: Path) -> None:
     packed = tandem.load(tmp_path / "packed")
     assert formats_of(packed) == formats_of(again)
     again = tandem.load(tmp_path / "model.gguf", dtype="bf16", dense_dtype="auto")
-    assert torch.equal(logits(packed), logits(again))
+    assert torch.equal(logits_of(packed), logits_of(again))

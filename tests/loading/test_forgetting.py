@@ -60,8 +60,7 @@ def _on_a_disk(tmp_path: Path) -> None:
 def test_a_file_that_does_not_fit_beside_its_model(
     dense_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "model.gguf"
-    write_gguf(file, tiny_model(sizes=WIDE), "Q4_K_M")
+    file = write_gguf(tmp_path / "model.gguf", tiny_model(sizes=WIDE), "Q4_K_M")
     sizes = model_sizes(open_model(file), OffloadConfig(dense_dtype=dense_dtype))
     answers, counts = [], []
     size = file.stat().st_size

@@ -17,7 +17,7 @@ from tandem.generate.generator import Generator
 from tandem.hf.checkpoint import open_model
 from tandem.hf.config import OffloadConfig
 from tandem.kernels.memory import allocate
-from tests.architectures import result_of, tiny_inputs
+from tests.architectures import logits_of, relative_error
 from tests.inside import runtime_in
 from tests.loading.gguf_files import MIXTURES, TINY, WIDE, tiny_model, write_gguf
 
@@ -34,9 +34,7 @@ CASES += [(name, "MXFP4" if name == "gpt-oss" else "Q8_0") for name in TINY if n
 
 def difference(found: Any, expected: Any) -> float:
     """Return the relative difference of two models' logits."""
-    with torch.no_grad():
-        ours, theirs = (result_of(m(**tiny_inputs(m))).float() for m in (found, expected))
-    return ((ours - theirs).norm() / theirs.norm()).item()
+    return relative_error(logits_of(found), logits_of(expected))
 
 
 @pytest.mark.parametrize(("architecture", "kind"), CASES)
@@ -45,8 +43,7 @@ def test_answers_are_those_of_the_decoded_blocks(
 ) -> None:
     is_wide = kind in MIXTURES or GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0] > 32
     expected = tiny_model(architecture, WIDE if is_wide else None)
-    file = tmp_path / "model.gguf"
-    write_gguf(file, expected, kind, architecture)
+    file = write_gguf(tmp_path / "model.gguf", expected, kind, architecture)
     model = tandem.load(file, dtype="fp32")
     names = [x.layout.format_name for x in runtime_in(model).store]
     assert names == (MIXED[kind] if kind in MIXED else [FORMATS[kind]] * len(names))
@@ -65,8 +62,8 @@ def test_answers_are_those_of_the_decoded_blocks(
 
 
 def test_types_that_no_format_holds_together_are_rounded_and_named(tmp_path: Path) -> None:
-    expected, file = tiny_model(sizes=WIDE), tmp_path / "model.gguf"
-    write_gguf(file, expected, "apart")
+    expected = tiny_model(sizes=WIDE)
+    file = write_gguf(tmp_path / "model.gguf", expected, "apart")
     said = r"layers.0.*\(GGUF blocks IQ4_XS and Q5_K\) to int8-g32 and 1 more like it are rounded"
     with pytest.warns(TandemWarning, match=said):
         model = tandem.load(file, dtype="fp32")
@@ -82,8 +79,8 @@ def test_types_that_no_format_holds_together_are_rounded_and_named(tmp_path: Pat
 
 @pytest.mark.parametrize("architecture", ["qwen3moe", "gpt-oss"])
 def test_a_file_of_plain_numbers(architecture: str, tmp_path: Path) -> None:
-    expected, file = tiny_model(architecture), tmp_path / "model.gguf"
-    write_gguf(file, expected, "F16", architecture)
+    expected = tiny_model(architecture)
+    file = write_gguf(tmp_path / "model.gguf", expected, "F16", architecture)
     model = tandem.load(file)
     assert model.dtype == torch.float16
     assert {x.layout.format.name for x in runtime_in(model).store} == {"fp16"}
@@ -91,8 +88,8 @@ def test_a_file_of_plain_numbers(architecture: str, tmp_path: Path) -> None:
 
 
 def test_values_are_fp32_where_linear_layers_keep_their_blocks(tmp_path: Path) -> None:
-    expected, file = tiny_model(sizes=WIDE), tmp_path / "model.gguf"
-    write_gguf(file, expected, "Q4_K")
+    expected = tiny_model(sizes=WIDE)
+    file = write_gguf(tmp_path / "model.gguf", expected, "Q4_K")
     model = tandem.load(file, dense_dtype="auto")
     assert (model.dtype, runtime_in(model).kv_dtype) == (torch.float32, "bf16")
     generator = Generator(model)
@@ -125,8 +122,7 @@ PLAIN = {"dense_dtype": "auto", "expert_dtype": "bf16"}
 def test_experts_of_16_bits_are_not_widened(
     kind: str, options: dict[str, Any], dtype: torch.dtype, formats: list[str], tmp_path: Path
 ) -> None:
-    file = tmp_path / "model.gguf"
-    write_gguf(file, tiny_model(), kind)
+    file = write_gguf(tmp_path / "model.gguf", tiny_model(), kind)
     model = tandem.load(file, **options)
     assert model.dtype == dtype
     assert [layer.layout.format_name for layer in runtime_in(model).store] == formats
@@ -135,8 +131,7 @@ def test_experts_of_16_bits_are_not_widened(
 
 
 def test_what_is_rounded_again_shares_no_memory_with_what_is_kept(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    write_gguf(file, tiny_model(), "Q4_0")
+    file = write_gguf(tmp_path / "model.gguf", tiny_model(), "Q4_0")
     weight = read_header(file).tensors["blk.0.ffn_up_exps.weight"]
     before = allocate(64)
     GgufWeight(name=weight.name, tensors=(weight,)).read(0)
@@ -160,8 +155,7 @@ def test_other_architectures_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", [10, 4000, -100])
 def test_a_damaged_file(tmp_path: Path, length: int) -> None:
-    file = tmp_path / "model.gguf"
-    write_gguf(file, tiny_model(), "Q8_0")
+    file = write_gguf(tmp_path / "model.gguf", tiny_model(), "Q8_0")
     file.write_bytes(file.read_bytes()[:length])
     with pytest.raises(ModelError, match=r"model\.gguf .*download it again"):
         tandem.load(file)

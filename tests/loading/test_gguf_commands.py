@@ -45,9 +45,9 @@ def add_tokenizer(writer: GGUFWriter) -> None:
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    write_gguf(file, tiny_model(), "Q4_0", also=add_tokenizer)
-    return file
+    return write_gguf(
+        tmp_path_factory.mktemp("gguf") / "tiny.gguf", tiny_model(), "Q4_0", also=add_tokenizer
+    )
 
 
 def test_run_uses_the_tokenizer_in_the_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,8 +60,7 @@ def test_run_uses_the_tokenizer_in_the_file(file: Path, capsys: pytest.CaptureFi
 
 
 def test_a_file_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "bare.gguf"
-    write_gguf(file, tiny_model(), "Q4_0")
+    file = write_gguf(tmp_path / "bare.gguf", tiny_model(), "Q4_0")
     assert main(["run", str(file), "-p", "hello", "--quiet"]) == 2
     assert f"{file} has no tokenizer that loads" in capsys.readouterr().err
 
@@ -103,8 +102,7 @@ def test_the_plan_has_the_bytes_that_the_load_takes(
 def test_the_plan_of_blocks_without_a_format(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "q5.gguf"
-    write_gguf(file, tiny_model(sizes=WIDE), "TQ2_0")
+    file = write_gguf(tmp_path / "q5.gguf", tiny_model(sizes=WIDE), "TQ2_0")
     assert main(["plan", str(file), "--no-measure"]) == 2
     assert "give an expert_dtype" in capsys.readouterr().err
     assert main(["plan", str(file), "--no-measure", "--expert-dtype", "int8"]) == 0
@@ -113,9 +111,12 @@ def test_the_plan_of_blocks_without_a_format(
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file like llama.cpp's Q4_K_M: its layers and projections have different blocks."""
-    file = tmp_path_factory.mktemp("gguf") / "mixed.gguf"
-    write_gguf(file, tiny_model(sizes=WIDE), "Q4_K_M", also=add_tokenizer)
-    return file
+    return write_gguf(
+        tmp_path_factory.mktemp("gguf") / "mixed.gguf",
+        tiny_model(sizes=WIDE),
+        "Q4_K_M",
+        also=add_tokenizer,
+    )
 
 
 def test_a_mixed_file_is_planned_run_and_packed(

@@ -23,8 +23,7 @@ def name_of(number: int) -> str:
 def parts(tmp_path: Path) -> Path:
     """A directory with a model in three files, as llama.cpp's gguf-split writes it."""
     model = tiny_model(sizes=WIDE)
-    whole = tmp_path / "whole.gguf"
-    write_gguf(whole, model, "Q4_K_M", also=add_tokenizer)
+    write_gguf(tmp_path / "whole.gguf", model, "Q4_K_M", also=add_tokenizer)
     directory = tmp_path / "parts"
     directory.mkdir()
     writer = GGUFWriter(directory / "tiny.gguf", "qwen3moe", split_max_tensors=12)

@@ -28,8 +28,7 @@ def lying_file(
     directory: Path, patch: pytest.MonkeyPatch, fields: dict[str, Any], *tensors: str
 ) -> Path:
     """Return a GGUF file whose header has other fields, and more tensors."""
-    file = directory / "tiny.gguf"
-    write_gguf(file, tiny_model(), "Q4_0")
+    file = write_gguf(directory / "tiny.gguf", tiny_model(), "Q4_0")
     header = read_header(file)
     more = dict.fromkeys(tensors, next(iter(header.tensors.values())))
     lying = dataclasses.replace(

@@ -34,8 +34,7 @@ def gptq(directory: Path) -> Path:
 
 
 def gguf(directory: Path) -> Path:
-    write_gguf(directory / "model.gguf", tiny_model(), "Q8_0")
-    return directory / "model.gguf"
+    return write_gguf(directory / "model.gguf", tiny_model(), "Q8_0")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tandem.cli.main import main
 from tandem.core.errors import CapacityError, ModelError
 from tandem.experts.store.host_store import HostLayer
 from tandem.hf import packed_writer
-from tests.architectures import result_of, tiny_inputs
+from tests.architectures import logits_of
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.programs import python
 
@@ -27,17 +27,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny", "qwen3_moe")
 
 
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return result_of(model(**tiny_inputs(model)))
-
-
 @pytest.mark.parametrize("options", [{}, {"expert_dtype": "int4", "dense_dtype": "int8"}])
 def test_packing_equals_loading(checkpoint: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     target = tmp_path / "packed"
     done = tandem.pack(checkpoint, target, **options)
     assert done.directory == target
-    assert torch.equal(logits(tandem.load(target)), logits(tandem.load(checkpoint, **options)))
+    assert torch.equal(
+        logits_of(tandem.load(target)), logits_of(tandem.load(checkpoint, **options))
+    )
     assert (target / "tokenizer.json").exists()
     assert list(tmp_path.iterdir()) == [target]
     names = {file.name for file in target.iterdir()}

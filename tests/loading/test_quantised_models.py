@@ -1,6 +1,5 @@
 """Whole tiny models in every quantised format: codes taken over, answers those of the values."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,15 @@ from transformers import AutoModelForCausalLM
 import tandem
 from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.experts.store.packed_layer import PackedLayer
-from tests.architectures import result_of, tiny_inputs
+from tests.architectures import logits_of, relative_error
+from tests.hf.tiny import edit_json
 from tests.inside import runtime_in
 from tests.loading.checkpoints import (
     FORMATS,
     Format,
+    gptq,
     row_fp8,
     write_decoded,
-    write_plain,
     write_quantised,
 )
 
@@ -32,36 +32,18 @@ EXPERT_FORMATS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    base = tmp_path_factory.mktemp("plain")
-    names = {fmt.architecture for fmt in FORMATS.values()}
-    return {name: write_plain(base / name, name) for name in sorted(names)}
-
-
-def logits(model: torch.nn.Module) -> Tensor:
-    with torch.no_grad():
-        return result_of(model(**tiny_inputs(model))).float()
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return ((found - expected).norm() / expected.norm()).item()
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_answers_are_those_of_the_decoded_weights(
-    name: str, plain: dict[str, Path], tmp_path: Path
+    name: str, quantised: dict[str, Path], tmp_path: Path
 ) -> None:
-    fmt = FORMATS[name]
-    quantised = write_quantised(tmp_path / "quantised", plain[fmt.architecture], fmt)
-    decoded = write_decoded(tmp_path / "decoded", quantised)
-    model = tandem.load(quantised, dtype="fp32")
+    decoded = write_decoded(tmp_path / "decoded", quantised[name])
+    model = tandem.load(quantised[name], dtype="fp32")
     layers = list(runtime_in(model).store)
     assert all(isinstance(x, PackedLayer) for x in layers)
     assert {x.layout.format.name for x in layers} == {EXPERT_FORMATS[name]}
-    expected = logits(AutoModelForCausalLM.from_pretrained(decoded, dtype=torch.float32))
+    expected = logits_of(AutoModelForCausalLM.from_pretrained(decoded, dtype=torch.float32))
     # The kernels round activations to int8; another order of inputs or experts gives about 1.
-    assert relative_error(logits(model), expected) < 0.03
+    assert relative_error(logits_of(model), expected) < 0.03
     dense = AutoModelForCausalLM.from_pretrained(decoded, dtype=torch.float32).state_dict()
     for parameter, value in model.state_dict().items():
         if "experts." not in parameter or "shared_experts" in parameter:
@@ -70,20 +52,18 @@ def test_answers_are_those_of_the_decoded_weights(
 
 @pytest.mark.parametrize("name", ["gptq", "gptq-order", "fp8"])
 def test_saved_and_loaded_again_it_is_the_same(
-    name: str, plain: dict[str, Path], tmp_path: Path
+    name: str, quantised: dict[str, Path], tmp_path: Path
 ) -> None:
-    fmt = FORMATS[name]
-    quantised = write_quantised(tmp_path / "quantised", plain[fmt.architecture], fmt)
-    model = tandem.load(quantised)
+    model = tandem.load(quantised[name])
     packed = tandem.save(model, tmp_path / "packed")
     again = AutoModelForCausalLM.from_pretrained(packed)
-    assert torch.equal(logits(again), logits(model))
+    assert torch.equal(logits_of(again), logits_of(model))
 
 
-def test_experts_are_the_checkpoints_codes(plain: dict[str, Path], tmp_path: Path) -> None:
-    quantised = write_quantised(tmp_path / "q", plain["qwen3_moe"], FORMATS["packed-int4"])
-    values = load_file(write_decoded(tmp_path / "d", quantised) / "model.safetensors")
-    store = runtime_in(tandem.load(quantised)).store
+def test_experts_are_the_checkpoints_codes(quantised: dict[str, Path], tmp_path: Path) -> None:
+    packed = quantised["packed-int4"]
+    values = load_file(write_decoded(tmp_path / "d", packed) / "model.safetensors")
+    store = runtime_in(tandem.load(packed)).store
     for layer in store:
         for expert in range(layer.arrivals.num_experts):
             prefix = f"{layer.arrivals.name}.{expert}"
@@ -93,12 +73,11 @@ def test_experts_are_the_checkpoints_codes(plain: dict[str, Path], tmp_path: Pat
             assert torch.equal(weights.down, values[f"{prefix}.down_proj.weight"])
 
 
-def test_a_named_dtype_rounds_the_values(plain: dict[str, Path], tmp_path: Path) -> None:
-    quantised = write_quantised(tmp_path / "q", plain["qwen3_moe"], FORMATS["awq"])
-    decoded = write_decoded(tmp_path / "decoded", quantised)
-    model = tandem.load(quantised, expert_dtype="bf16", dtype="fp32")
+def test_a_named_dtype_rounds_the_values(quantised: dict[str, Path], tmp_path: Path) -> None:
+    decoded = write_decoded(tmp_path / "decoded", quantised["awq"])
+    model = tandem.load(quantised["awq"], expert_dtype="bf16", dtype="fp32")
     expected = tandem.load(decoded, expert_dtype="bf16", dtype="fp32")
-    assert torch.equal(logits(model), logits(expected))
+    assert torch.equal(logits_of(model), logits_of(expected))
 
 
 def test_codes_without_a_format_name_an_expert_dtype(
@@ -109,66 +88,70 @@ def test_codes_without_a_format_name_an_expert_dtype(
     with pytest.raises(UnsupportedModelError, match=r"a scale for each row.*give an expert_dtype"):
         tandem.load(quantised)
     decoded = write_decoded(tmp_path / "decoded", quantised)
-    expected = logits(AutoModelForCausalLM.from_pretrained(decoded, dtype=torch.float32))
-    found = logits(tandem.load(quantised, expert_dtype="int8-g32", dtype="fp32"))
+    expected = logits_of(AutoModelForCausalLM.from_pretrained(decoded, dtype=torch.float32))
+    found = logits_of(tandem.load(quantised, expert_dtype="int8-g32", dtype="fp32"))
     assert relative_error(found, expected) < 0.03
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "fp8", "packed-int4"])
 def test_from_pretrained_refuses_a_second_method_in_its_own_words(
-    name: str, plain: dict[str, Path], tmp_path: Path
+    name: str, quantised: dict[str, Path]
 ) -> None:
     if name == "packed-int4":  # Transformers wants the library even to read the config
         pytest.importorskip("compressed_tensors")
-    fmt = FORMATS[name]
-    quantised = write_quantised(tmp_path / "q", plain[fmt.architecture], fmt)
     with pytest.raises(ValueError, match=r"is quantized with .* passing a OffloadConfig"):
         AutoModelForCausalLM.from_pretrained(
-            quantised, quantization_config=tandem.OffloadConfig(expert_dtype="int4")
+            quantised[name], quantization_config=tandem.OffloadConfig(expert_dtype="int4")
         )
 
 
-def test_nan_among_the_scales(plain: dict[str, Path], tmp_path: Path) -> None:
-    def damaged(weight: Tensor) -> dict[str, Tensor]:
-        tensors = FORMATS["gptq"].write(weight)
-        tensors["scales"][0, 0] = float("nan")
-        return tensors
-
-    fmt = Format(damaged, FORMATS["gptq"].config)
-    quantised = write_quantised(tmp_path / "q", plain["qwen3_moe"], fmt)
-    with pytest.raises(ModelError, match=r"scales hold NaN or infinity.*download"):
-        tandem.load(quantised)
+def with_nan(weight: Tensor) -> dict[str, Tensor]:
+    tensors = FORMATS["gptq"].write(weight)
+    tensors["scales"][0, 0] = float("nan")
+    return tensors
 
 
-def test_a_group_size_that_does_not_divide(plain: dict[str, Path], tmp_path: Path) -> None:
-    fmt = Format(FORMATS["gptq"].write, FORMATS["gptq"].config | {"group_size": 48})
-    quantised = write_quantised(tmp_path / "q", plain["qwen3_moe"], fmt)
-    with pytest.raises(ModelError, match=r"groups of 48 of 32 inputs; use the config"):
-        tandem.load(quantised)
+def in_random_order(weight: Tensor) -> dict[str, Tensor]:
+    return gptq(weight, order=torch.randperm(weight.shape[1]))
 
 
-def test_different_orders_for_gate_and_up(plain: dict[str, Path], tmp_path: Path) -> None:
-    from tests.loading.checkpoints import gptq
+GPTQ = FORMATS["gptq"]
 
-    def at_random(weight: Tensor) -> dict[str, Tensor]:
-        return gptq(weight, order=torch.randperm(weight.shape[1]))
 
-    fmt = Format(at_random, FORMATS["gptq-order"].config)
-    quantised = write_quantised(tmp_path / "q", plain["qwen3_moe"], fmt)
-    with pytest.raises(ModelError, match=r"gate_proj.*up_proj.* order their inputs differently"):
-        tandem.load(quantised)
-    tandem.load(quantised, expert_dtype="int8")
+@pytest.mark.parametrize(
+    ("fmt", "sentence"),
+    [
+        (Format(with_nan, GPTQ.config), r"scales hold NaN or infinity.*download"),
+        (
+            Format(GPTQ.write, GPTQ.config | {"group_size": 48}),
+            r"groups of 48 of 32 inputs; use the config",
+        ),
+        (
+            Format(in_random_order, FORMATS["gptq-order"].config),
+            r"gate_proj.*up_proj.* order their inputs differently",
+        ),
+    ],
+)
+def test_codes_that_cannot_be_taken_over(
+    fmt: Format, sentence: str, plain: dict[str, Path], tmp_path: Path
+) -> None:
+    directory = write_quantised(tmp_path / "q", plain["qwen3_moe"], fmt)
+    with pytest.raises(ModelError, match=sentence):
+        tandem.load(directory)
+    if fmt.write is in_random_order:
+        tandem.load(directory, expert_dtype="int8")
 
 
 def test_activation_order_on_a_device_and_in_recorded_steps(
-    plain: dict[str, Path], tmp_path: Path
+    quantised: dict[str, Path], tmp_path: Path
 ) -> None:
-    quantised = write_quantised(tmp_path / "q", plain["qwen3_moe"], FORMATS["gptq-order"])
     prompt = [[40, 41, 42, 43, 44]]
     answers = []
     choices: list[dict[str, Any]] = [{}, {"device": "emulated", "gpu_memory": "60KB"}]
     for options in choices:
-        model = tandem.load(quantised, dtype="fp32", cache_dir=str(tmp_path), **options)
+        model = tandem.load(
+            quantised["gptq-order"], dtype="fp32", cache_dir=str(tmp_path), **options
+        )
         for has_replay in (True, False):
             generator = tandem.Generator(model, has_replay=has_replay)
             (answer,) = generator.generate(prompt, max_new_tokens=12)
@@ -181,10 +164,8 @@ def test_activation_order_on_a_device_and_in_recorded_steps(
 def test_matrices_of_another_shape_than_the_config_says(
     dense_dtype: str, plain: dict[str, Path], tmp_path: Path
 ) -> None:
-    fmt = FORMATS["gptq"]
-    quantised = write_quantised(tmp_path / "quantised", plain[fmt.architecture], fmt)
-    config = json.loads((quantised / "config.json").read_text()) | {"head_dim": 48}
-    (quantised / "config.json").write_text(json.dumps(config))
+    quantised = write_quantised(tmp_path / "quantised", plain[GPTQ.architecture], GPTQ)
+    edit_json(quantised / "config.json", head_dim=48)
     sentence = r"proj\.weight of shape .*, but config\.json asks for"
     with pytest.raises(ModelError, match=sentence):
         tandem.load(quantised, dense_dtype=dense_dtype)

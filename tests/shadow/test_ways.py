@@ -67,8 +67,7 @@ def quantised(directory: Path) -> Path:
 
 
 def gguf(directory: Path) -> Path:
-    write_gguf(directory / "model.gguf", tiny_model(), "Q4_0")
-    return directory / "model.gguf"
+    return write_gguf(directory / "model.gguf", tiny_model(), "Q4_0")
 
 
 @pytest.mark.parametrize("make", [packed, quantised, gguf])
