@@ -1,8 +1,6 @@
 """Layers that are all on the GPU, without a plan: the kernels interpreted on the CPU."""
 
-import os
-from collections.abc import Iterator
-from typing import Any
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,32 +10,26 @@ from tandem.experts.store.host_store import HostStore
 from tandem.kernels.reference import expert_ffn
 from tandem.policy.settings import PlannerSettings
 from tests.experts.machines import FUNCTIONS, GEOMETRY, gate, make_executor, route
+from tests.kernels.interpreter import interpreted_module
 
 pytest.importorskip("triton")
 NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
 
 
-@pytest.fixture(scope="module")
-def experts() -> Iterator[Any]:
-    """Import the kernels while Triton interprets."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "TRITON_INTERPRET", "1")
-        from tandem.triton_kernels.experts import TritonExperts
-
-        yield TritonExperts()
+triton_experts = interpreted_module("tandem.triton_kernels.experts")
 
 
-def resident_layers(store: HostStore, experts: Any, num_slots: int) -> ResidentLayers:
+def resident_layers(store: HostStore, triton_experts: ModuleType, num_slots: int) -> ResidentLayers:
     num_slots += PlannerSettings().extra_slots(num_slots)
     executor = make_executor(store, num_slots, resident=range(NUM_EXPERTS))
-    return ResidentLayers(executor.cache, experts, torch.device("cpu"))
+    return ResidentLayers(executor.cache, triton_experts.TritonExperts(), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_results_are_those_of_the_reference(
-    store: HostStore, experts: Any, num_tokens: int
+    store: HostStore, triton_experts: ModuleType, num_tokens: int
 ) -> None:
-    layers = resident_layers(store, experts, NUM_EXPERTS)
+    layers = resident_layers(store, triton_experts, NUM_EXPERTS)
     hidden, index, weights = route(num_tokens, torch.Generator().manual_seed(3))
     index[0, 1] = GEOMETRY.num_experts  # padding of a router
     for layer in range(GEOMETRY.num_layers):
@@ -52,6 +44,6 @@ def test_results_are_those_of_the_reference(
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_only_what_stays_resident_is_served(store: HostStore, experts: Any) -> None:
-    assert not resident_layers(store, experts, NUM_EXPERTS - 1).serves(FUNCTIONS, 1)
-    assert not resident_layers(store, experts, NUM_EXPERTS).serves(FUNCTIONS, MAX_TOKENS + 1)
+def test_only_what_stays_resident_is_served(store: HostStore, triton_experts: ModuleType) -> None:
+    assert not resident_layers(store, triton_experts, NUM_EXPERTS - 1).serves(FUNCTIONS, 1)
+    assert not resident_layers(store, triton_experts, NUM_EXPERTS).serves(FUNCTIONS, MAX_TOKENS + 1)

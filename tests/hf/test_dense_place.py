@@ -55,21 +55,19 @@ def test_experts_are_packed_from_host_memory_and_dense_parts_move_at_the_end(
 
 @pytest.mark.parametrize("device_map", ["cuda", 0, {"": 0}, torch.device("cuda:0"), None])
 def test_a_device_map_of_from_pretrained_goes_the_same_way(
-    device_map: Any, tmp_path: Path, moves: Any
+    device_map: Any, checkpoint: Path, moves: Any
 ) -> None:
-    directory = save_tiny_checkpoint(tmp_path / "tiny")
     model = AutoModelForCausalLM.from_pretrained(
-        directory, quantization_config=tandem.OffloadConfig(), device_map=device_map
+        checkpoint, quantization_config=tandem.OffloadConfig(), device_map=device_map
     )
     assert moves == ([] if device_map is None else [(model, GPU)])
 
 
 def test_a_gpu_needs_no_accelerate(
-    tmp_path: Path, moves: Any, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, moves: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transformers.integrations.accelerate.is_accelerate_available", bool)
-    directory = save_tiny_checkpoint(tmp_path / "tiny")
-    model = tandem.load(directory, device_map="cuda")
+    model = tandem.load(checkpoint, device_map="cuda")
     packed = tandem.save(model, tmp_path / "packed")
     moves.clear()
     assert {device for _, device in [*moves, (tandem.load(packed, device_map=0), GPU)]} == {GPU}

@@ -43,6 +43,11 @@ def add_tokenizer(writer: GGUFWriter) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
+def report_of(capsys: pytest.CaptureFixture[str], command: str, file: Path, *words: str) -> Any:
+    assert main([command, str(file), *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(
@@ -51,9 +56,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_run_uses_the_tokenizer_in_the_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["-p", "hello", "--max-new-tokens", "6", "--temperature", "0", "--quiet", "--json"]
-    assert main(["run", str(file), *words]) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    words = ("-p", "hello", "--max-new-tokens", "6", "--temperature", "0", "--quiet")
+    report = report_of(capsys, "run", file, *words)
     assert report["prompt_tokens"] == PROMPT_TOKENS
     assert report["generated_tokens"] == 6
     assert report["text"]
@@ -78,9 +82,7 @@ def test_the_tokenizer_of_another_model_beside_the_file_is_not_taken(
 
 
 def test_bench_measures_the_file_as_it_is(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--prompt", "8", "--gen", "2", "--threads", "1", "--json"]
-    assert main(["bench", str(file), *words]) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    report = report_of(capsys, "bench", file, "--prompt", "8", "--gen", "2", "--threads", "1")
     assert report["shape"] == str(file)
     assert report["not_native"] == []
 
@@ -88,8 +90,7 @@ def test_bench_measures_the_file_as_it_is(file: Path, capsys: pytest.CaptureFixt
 def test_the_plan_has_the_bytes_that_the_load_takes(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", str(file), "--no-measure", "--dense-dtype", "none", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    report = report_of(capsys, "plan", file, "--no-measure", "--dense-dtype", "none")
     model = tandem.load(file)
     parts = report["parts_bytes"]
     assert report["expert_formats"] == ["int4-g32"]
@@ -122,17 +123,13 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_mixed_file_is_planned_run_and_packed(
     mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def report(*words: str) -> Any:
-        assert main([*words, "--json"]) == 0
-        return json.loads(capsys.readouterr().out.splitlines()[-1])
-
     packed = tmp_path / "packed"
-    plan = report("plan", str(mixed), "--no-measure")
+    plan = report_of(capsys, "plan", mixed, "--no-measure")
     assert plan["expert_formats"] == ["q4_k+q6_k", "q4_k"]
     to_packed = ["pack", str(mixed), "-o", str(packed), "--dense-dtype", "auto", "--quiet"]
     assert main(to_packed) == 0
     words = ("-p", "hello", "--max-new-tokens", "6", "--temperature", "0", "--quiet")
-    from_blocks, from_packed = (report("run", str(m), *words) for m in (mixed, packed))
+    from_blocks, from_packed = (report_of(capsys, "run", m, *words) for m in (mixed, packed))
     assert from_blocks["text"] == from_packed["text"]
     assert from_blocks["generated_tokens"] == 6
     model = AutoModelForCausalLM.from_pretrained(packed)
