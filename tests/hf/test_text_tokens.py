@@ -35,12 +35,23 @@ class Panicking(Untouched):
         raise PANIC("index out of bounds")
 
 
-def test_a_text_that_no_context_can_take_is_not_tokenized() -> None:
-    tokenizer: Any = Untouched()
-    with pytest.raises(TextTooLongError, match="at least 750000; shorten"):
-        token_ids(tokenizer, SPACES, has_special=True, most_tokens=CONTEXT)
-    with pytest.raises(TextTooLongError, match="at least 750000; shorten"):
-        encode_conversation(tokenizer, MESSAGES, most_tokens=CONTEXT)
+@pytest.mark.parametrize(
+    ("tokenizer", "text", "error", "sentence"),
+    [
+        (Untouched(), SPACES, TextTooLongError, "at least 750000; shorten"),
+        (Panicking(), "x", ConfigError, "tokenizer failed at this text"),
+    ],
+)
+def test_texts_that_are_not_tokenized(
+    tokenizer: Any, text: str, error: type[ConfigError], sentence: str
+) -> None:
+    chat = [{"role": "user", "content": text}]
+    for encode in (
+        lambda: token_ids(tokenizer, text, has_special=True, most_tokens=CONTEXT),
+        lambda: encode_conversation(tokenizer, chat, most_tokens=CONTEXT),
+    ):
+        with pytest.raises(error, match=sentence):
+            encode()
 
 
 def test_chats_are_refused_too() -> None:
@@ -55,14 +66,6 @@ def test_a_text_that_may_fit_is_tokenized() -> None:
     with pytest.raises(TextTooLongError):
         require_room(tokenizer, 100_000 * longest + 1, 100_000)
     require_room(tokenizer, 10**9, None)
-
-
-def test_a_panic_of_the_tokenizer_is_a_sentence() -> None:
-    tokenizer: Any = Panicking()
-    with pytest.raises(ConfigError, match="tokenizer failed at this text"):
-        token_ids(tokenizer, "x", has_special=True, most_tokens=CONTEXT)
-    with pytest.raises(ConfigError, match="tokenizer failed at this text"):
-        encode_conversation(tokenizer, [{"role": "user", "content": "x"}])
 
 
 def test_other_ends_pass() -> None:

@@ -11,9 +11,12 @@ from tandem.kv_cache.cuda.cache import StaticKvCache
 from tandem.kv_cache.cuda.layers import DecodeKernels
 
 
-def form_of(heads: int, kv_heads: int, key_dim: int, value_dim: int, **more: Any) -> AttentionForm:
+def form_of(
+    heads: int, kv_heads: int, key_dim: int, value_dim: int = 0, **more: Any
+) -> AttentionForm:
+    """Return a form with the usual scale; values are as wide as keys if nothing is said."""
     return AttentionForm(
-        num_heads=heads, num_kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim,
+        num_heads=heads, num_kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim or key_dim,
         scale=key_dim**-0.5, **more,
     )  # fmt: skip
 

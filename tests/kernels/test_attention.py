@@ -7,6 +7,7 @@ from tandem.core.errors import ConfigError
 from tandem.kernels._native import AttentionEngine, available_isas
 from tandem.kernels.attention import KV_DTYPES, AttentionForm, CachedAttention, require_kv_dtype
 from tandem.kernels.dense import CpuThreads
+from tests.kernels.attention_cases import form_of
 
 CAPACITY = 700
 THREADS = CpuThreads(num_threads=2)
@@ -15,15 +16,6 @@ THREADS = CpuThreads(num_threads=2)
 @pytest.fixture(autouse=True)
 def same_numbers_each_time() -> None:
     torch.manual_seed(0)
-
-
-def form_of(
-    heads: int, kv_heads: int, key_dim: int, value_dim: int = 0, **more: float
-) -> AttentionForm:
-    return AttentionForm(
-        num_heads=heads, num_kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim or key_dim,
-        scale=key_dim**-0.5, softcap=more.get("softcap", 0.0), window=int(more.get("window", 0)),
-    )  # fmt: skip
 
 
 FORMS = [

@@ -22,18 +22,6 @@ from tests.kernels.formats.test_layout import by_name
 NATIVE = [fmt for fmt in FORMATS if fmt.kind in _ROUNDED]
 GROUPED = [fmt for fmt in NATIVE if fmt.group_size is not None]
 
-sources = st.fixed_dictionaries(
-    {
-        "rows": st.integers(1, 70),
-        "cols": st.integers(1, 300),
-        "seed": st.integers(0, 2**32),
-        "exponent": st.integers(-40, 8),
-        "dtype": st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-        "is_transposed": st.booleans(),
-        "every": st.sampled_from([1, 2]),
-    }
-)
-
 
 def draw(
     rows: int,
@@ -41,12 +29,19 @@ def draw(
     seed: int,
     exponent: int,
     dtype: torch.dtype,
-    is_transposed: bool,
     every: int,
+    is_transposed: bool,
 ) -> Tensor:
     """Return (rows, cols) weights, of strides as checkpoints have them."""
     weights = (draw_weights(rows * every, cols, seed) * 2.0**exponent).to(dtype)
     return (weights.T.contiguous().T if is_transposed else weights)[::every]
+
+
+sources = st.builds(
+    draw, st.integers(1, 70), st.integers(1, 300), st.integers(0, 2**32), st.integers(-40, 8),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.sampled_from([1, 2]),
+    st.booleans(),
+)  # fmt: skip
 
 
 def packed_by(
@@ -66,11 +61,7 @@ def packed_by(
 
 
 def reference(
-    weights: Tensor,
-    fmt: WeightFormat,
-    importance: Tensor | None = None,
-    *,
-    has_search: bool = True,
+    weights: Tensor, fmt: WeightFormat, importance: Tensor | None = None, *, has_search: bool = True
 ) -> PackedMatrix:
     packed = PackedMatrix.empty(weights.shape[0], weights.shape[1], fmt)
     rounding = Rounding(packed.blocks, fmt, weights, importance=importance)
@@ -87,11 +78,8 @@ def assert_same(actual: PackedMatrix, expected: PackedMatrix) -> None:
 @pytest.mark.parametrize("isa", available_isas())
 @pytest.mark.parametrize("fmt", NATIVE, ids=by_name)
 @settings(max_examples=25)
-@given(source=sources)
-def test_without_search_it_is_the_references(
-    fmt: WeightFormat, isa: str, source: dict[str, object]
-) -> None:
-    weights = draw(**source)  # type: ignore[arg-type]
+@given(weights=sources)
+def test_without_search_it_is_the_references(fmt: WeightFormat, isa: str, weights: Tensor) -> None:
     ours = packed_by(isa, weights, fmt, has_search=False)
     assert_same(ours, reference(weights, fmt, has_search=False))
 
@@ -99,11 +87,10 @@ def test_without_search_it_is_the_references(
 @pytest.mark.parametrize("is_weighed", [False, True])
 @pytest.mark.parametrize("fmt", GROUPED, ids=by_name)
 @settings(max_examples=25)
-@given(source=sources)
+@given(weights=sources)
 def test_the_search_loses_what_the_references_loses(
-    fmt: WeightFormat, is_weighed: bool, source: dict[str, object]
+    fmt: WeightFormat, is_weighed: bool, weights: Tensor
 ) -> None:
-    weights = draw(**source)  # type: ignore[arg-type]
     width = fmt.padded_cols(weights.shape[1])
     importance = torch.zeros(width)
     importance[: weights.shape[1]] = 1 + is_weighed * torch.arange(weights.shape[1]) % 7
