@@ -5,7 +5,7 @@ what a model does to them in between (expanding a latent, say) is done once per 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -24,7 +24,7 @@ from transformers.cache_utils import (
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import cache_layer_kinds, is_empty_cache_layer, own_cache_class
 from tandem.hf.steps import SEQUENCES
-from tandem.kernels.attention import AttentionForm
+from tandem.kernels.attention import AttentionForm, Segment
 from tandem.kernels.recurrent import StateOperation
 from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.index_keys import KeptIndexKeys, NewIndexKeys, Pool, Selection
@@ -71,6 +71,20 @@ class SlotCache(ABC):
         self.states_asked_for: StateHandle | None = None
         """The states of the layer that the model asked for last."""
         self._awaited: int | None = None
+        self._segments: list[Segment] = []  # that are announced
+
+    def _announce(self, segments: Sequence[Segment], *, is_decoding: bool) -> None:
+        """Note the tokens of the next forward, of which nothing has been asked for yet."""
+        self._segments, self.is_decoding = list(segments), is_decoding
+        self._awaited = self.states_asked_for = None
+
+    def commit(self) -> None:
+        """Count the announced tokens as held: the forward is through."""
+        if self._awaited is not None:
+            raise NotInSlotsError("keys were given, but attention was not asked for")
+        for segment in self._segments:
+            self.lengths[segment.slot] = segment.first_position + segment.num_tokens
+        self.states.commit()
 
     @abstractmethod
     def attend(self, call: AttentionCall) -> Tensor:
@@ -184,11 +198,6 @@ class SlotCache(ABC):
         if layer is None:
             raise NotInSlotsError("attention was asked for without new keys")
         return layer
-
-    def _require_through(self) -> None:
-        """Raise `NotInSlotsError` if a layer gave keys and never asked for attention."""
-        if self._awaited is not None:
-            raise NotInSlotsError("keys were given, but attention was not asked for")
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]

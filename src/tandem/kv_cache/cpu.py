@@ -60,7 +60,6 @@ class KvCache(SlotCache):
         self.index_keys.reserve(self._capacity, 0)
         self._expanded = ExpandedKeys()
         self._expected_bytes = 0
-        self._segments: list[Segment] = []
         self.slots = self.positions = torch.zeros(0, dtype=torch.int64, device="cpu")
 
     @property
@@ -94,7 +93,7 @@ class KvCache(SlotCache):
 
     def begin(self, segments: Sequence[Segment]) -> None:
         """Announce the tokens of the next forward, which follow what their slots hold."""
-        self._announce(segments)
+        self._announce(segments, is_decoding=False)
         self.slots = torch.tensor(
             [s.slot for s in segments for _ in range(s.num_tokens)], device="cpu"
         )
@@ -104,8 +103,6 @@ class KvCache(SlotCache):
                 for s in segments
             ]
         )
-        self._awaited = self.states_asked_for = None
-        self.is_decoding = False
         self.reserve(max(s.first_position + s.num_tokens for s in segments))
         self._place(is_kept=False)
         self.states.begin(segments)
@@ -118,28 +115,19 @@ class KvCache(SlotCache):
         a slot may be taken back by `truncate`.
         """
         segments = [Segment(slot, self.lengths[slot], n) for slot, n in counts.items()]
-        self._announce(segments)
+        self._announce(segments, is_decoding=True)
         self.reserve(max(s.first_position + s.num_tokens for s in segments))
         places = [(s.slot, s.first_position + i) for s in segments for i in range(s.num_tokens)]
         slots.copy_(torch.tensor([slot for slot, _ in places], device="cpu"))
         positions.copy_(torch.tensor([position for _, position in places], device="cpu"))
         self.slots, self.positions = slots, positions
         self._place(is_kept=True)
-        self._awaited = self.states_asked_for = None
-        self.is_decoding = True
         self.states.begin_step(segments)
 
-    def _announce(self, segments: Sequence[Segment]) -> None:
-        self._segments = list(segments)
+    def _announce(self, segments: Sequence[Segment], *, is_decoding: bool) -> None:
+        super()._announce(segments, is_decoding=is_decoding)
         for segment in segments:
             self._expanded.note_written(segment.slot, segment.first_position)
-
-    def commit(self) -> None:
-        """Count the announced tokens as held: the forward is through."""
-        self._require_through()
-        for segment in self._segments:
-            self.lengths[segment.slot] = segment.first_position + segment.num_tokens
-        self.states.commit()
 
     def _copy_layers(self, source: int, target: int, length: int) -> None:
         for layer in self._layers.values():

@@ -69,8 +69,6 @@ class StaticKvCache(SlotCache):
         self._make_room = make_room
         self._kv_dtype, self._kernels = kv_dtype, kernels
         self._layers: dict[int, LayerMemory] = {}
-        self._segment: Segment | None = None  # None: a decode step
-        self._counts: Mapping[int, int] = {}
         self._places: dict[int, StepPlaces] = {}
         self._step = self.places(1)
         self._is_aligned = False
@@ -92,8 +90,7 @@ class StaticKvCache(SlotCache):
     def begin(self, segment: Segment) -> None:
         """Announce a prompt's next tokens, of one slot."""
         assert segment.first_position == self.lengths[segment.slot]
-        self._segment, self.is_decoding = segment, False
-        self._awaited = self.states_asked_for = None
+        self._announce([segment], is_decoding=False)
         self.slots = torch.full((segment.num_tokens,), segment.slot, device="cpu")
         end = segment.first_position + segment.num_tokens
         self.reserve(end)
@@ -117,10 +114,8 @@ class StaticKvCache(SlotCache):
         the shortest, as that is read, and it does not count. All but the first token of a slot may
         be taken back by `truncate`.
         """
-        self._segment, self.is_decoding = None, True
-        self._awaited = self.states_asked_for = None
-        self._counts = counts
         segments = [Segment(slot, self.lengths[slot], n) for slot, n in counts.items()]
+        self._announce(segments, is_decoding=True)
         rows = [(s.slot, s.first_position + i) for s in segments for i in range(s.num_tokens)]
         ends = [length + counts.get(slot, 0) for slot, length in enumerate(self.lengths)]
         end, idle = min((end, slot) for slot, end in enumerate(ends))
@@ -135,16 +130,6 @@ class StaticKvCache(SlotCache):
             return
         self._is_aligned = slots == tuple(range(num_rows))
         self.attended_length = min(max(_SHORTEST_LENGTH, 1 << longest.bit_length()), self.capacity)
-
-    def commit(self) -> None:
-        """Count the announced tokens as held."""
-        self._require_through()
-        self.states.commit()
-        if self._segment is not None:
-            self.lengths[self._segment.slot] += self._segment.num_tokens
-            return
-        for slot, count in self._counts.items():
-            self.lengths[slot] += count
 
     def _copy_layers(self, source: int, target: int, length: int) -> None:
         for layer in self._layers.values():
@@ -169,15 +154,15 @@ class StaticKvCache(SlotCache):
         """
         if self._kernels is not None:
             raise NotInSlotsError("kernels attend to all positions")
-        if self._segment is not None:
-            return self.index_keys.of_prompt(new, self._segment, key, query, weights)
+        if not self.is_decoding:
+            return self.index_keys.of_prompt(new, self._segments[0], key, query, weights)
         length, read = self.attended_length, self._read_slots()
         return self.index_keys.of_step(new, self._step, read, length, key, query, weights)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Append the new keys and values of the expected layer; attend: (n_tokens, heads, dim)."""
         call = _with_mask(call)
-        if self._segment is None:
+        if self.is_decoding:
             return self._decode(call, self._layer(call))
         keys, values = self._appended(call)
         prefill = self._prefill_latents if call.value.shape[2] == 0 else self._prefill
@@ -189,9 +174,9 @@ class StaticKvCache(SlotCache):
         Behind a long text a prompt's few tokens do, where that is less arithmetic than to expand
         what is before them: of each head and position twice as many operations as is counted here.
         """
-        if self._segment is None:
+        if self.is_decoding:
             return True
-        _, first, count = self._segment
+        _, first, count = self._segments[0]
         rotary = kept.key_dim - kept.value_dim
         expanding = kept.value_dim * (expanded.key_dim - rotary + expanded.value_dim)
         wider = kept.key_dim + kept.value_dim - expanded.key_dim - expanded.value_dim
@@ -205,9 +190,8 @@ class StaticKvCache(SlotCache):
 
     def _appended(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Append a prompt's next tokens to its slot; return all keys and values of this."""
-        assert self._segment is not None, "a prompt's tokens were announced"
         layer, key, value = self._layer(call), call.key, call.value
-        slot, first, count = self._segment
+        slot, first, count = self._segments[0]
         if key.shape[1] != count:
             raise NotInSlotsError(f"{count} tokens were announced and {key.shape[1]} came")
         layer.store(slot, slice(first, first + count), key, value)
