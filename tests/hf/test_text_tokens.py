@@ -1,5 +1,6 @@
 """Texts that no context can take, and tokenizers that fail: a sentence."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,6 +47,7 @@ def test_texts_that_are_not_tokenized(
     tokenizer: Any, text: str, error: type[ConfigError], sentence: str
 ) -> None:
     chat = [{"role": "user", "content": text}]
+    encode: Callable[[], object]
     for encode in (
         lambda: token_ids(tokenizer, text, has_special=True, most_tokens=CONTEXT),
         lambda: encode_conversation(tokenizer, chat, most_tokens=CONTEXT),
