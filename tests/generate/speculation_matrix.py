@@ -41,12 +41,12 @@ from tandem.policy.speculation.step_costs import StepCosts
 from tests.architectures import VOCABULARY, architectures
 from tests.decode.test_mtp import MODELS, WithMtp
 from tests.decode.twin_capture import TwinCapture
+from tests.generate.packed import load_packed
 from tests.generate.test_architectures import (
     NOT_GENERATING_UPSTREAM,
     NOT_TOKEN_BY_TOKEN,
     ON_THEIR_OWN_CACHES,
 )
-from tests.generate.test_speculation import load_packed
 from tests.hf.tiny import byte_tokenizer, save_tiny_checkpoint
 
 NAMES = sorted(

@@ -16,7 +16,8 @@ from tandem.policy.speculation.drafter import SureDraft
 from tandem.policy.speculation.paid_drafts import PaidDrafts
 from tandem.policy.speculation.step_costs import StepCosts
 from tests.architectures import VOCABULARY, build_tiny_model
-from tests.generate.test_speculation import PROMPTS, loaded, texts
+from tests.generate.packed import loaded
+from tests.generate.test_speculation import PROMPTS, texts
 from tests.threads import two_threads
 
 NEW_TOKENS = 30

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import tandem
 from tandem.core.errors import ConfigError
 from tandem.experts.execution.recorder import RoutingRecorder
 from tandem.experts.tracing.events import ExpertStatistics, LayerExecuted
@@ -32,7 +31,7 @@ from tandem.policy.speculation.plans import Plan
 from tandem.policy.speculation.prompt_lookup import EarlierAnswers, PromptLookup
 from tandem.policy.speculation.step_costs import StepCosts
 from tandem.policy.speculation.step_shape import TouchedExperts
-from tests.hf.tiny import save_tiny_checkpoint
+from tests.generate.packed import loaded
 
 NEW_TOKENS = 24
 PENALTIES: dict[str, Any] = {
@@ -71,22 +70,6 @@ class Scripted(Speculation):
 @pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss", "glm_moe_dsa"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return loaded(tmp_path_factory.mktemp("models"), request.param)
-
-
-def loaded(folder: Path, name: str, **options: Any) -> Any:
-    """A tiny model whose linear layers are all packed: what it writes is the same in any batch."""
-    return load_packed(save_tiny_checkpoint(folder / "tiny", name), **options)
-
-
-def load_packed(directory: Path, **options: Any) -> Any:
-    """Load a tiny model with all its linear layers packed, as far as they can be."""
-    with pytest.MonkeyPatch.context() as patch:
-        if options.get("dense_dtype") != "auto":
-            patch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 1)
-        packed = {"dtype": "bfloat16", "expert_dtype": "int8-g32", "dense_dtype": "int8-g32"}
-        model = tandem.load(directory, threads=1, **{**packed, **options})
-    model.generation_config.eos_token_id = None
-    return model
 
 
 def looking_up() -> Speculation:

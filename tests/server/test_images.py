@@ -72,17 +72,15 @@ def seeing(
 def ask_chat(server: RunningServer, *urls: str, question: str = QUESTION) -> Reply:
     parts = [{"type": "image_url", "image_url": {"url": url, "detail": "low"}} for url in urls]
     content = [*parts, {"type": "text", "text": question}]
-    body = {"messages": [{"role": "user", "content": content}]}
-    return server.ask(
-        "POST", "/v1/chat/completions", {**body, "max_tokens": TOKENS, "temperature": 0}
-    )
+    messages = [{"role": "user", "content": content}]
+    return server.chat(messages=messages, max_tokens=TOKENS, temperature=0)
 
 
 def ask_anthropic(server: RunningServer, *urls: str) -> Reply:
     parts = [{"type": "image", "source": _source(url)} for url in urls]
     content = [*parts, {"type": "text", "text": QUESTION}]
-    body = {"messages": [{"role": "user", "content": content}]}
-    return server.ask("POST", "/v1/messages", {**body, "max_tokens": TOKENS, "temperature": 0})
+    messages = [{"role": "user", "content": content}]
+    return server.post("/v1/messages", messages=messages, max_tokens=TOKENS, temperature=0)
 
 
 def _source(url: str) -> dict[str, str]:
@@ -95,10 +93,8 @@ def _source(url: str) -> dict[str, str]:
 def ask_responses(server: RunningServer, *urls: str) -> Reply:
     parts = [{"type": "input_image", "image_url": url, "detail": "auto"} for url in urls]
     content = [*parts, {"type": "input_text", "text": QUESTION}]
-    body = {"input": [{"role": "user", "content": content}]}
-    return server.ask(
-        "POST", "/v1/responses", {**body, "max_output_tokens": TOKENS, "temperature": 0}
-    )
+    items = [{"role": "user", "content": content}]
+    return server.post("/v1/responses", input=items, max_output_tokens=TOKENS, temperature=0)
 
 
 ASKING = [ask_chat, ask_anthropic, ask_responses]
@@ -106,8 +102,7 @@ ASKING = [ask_chat, ask_anthropic, ask_responses]
 
 def answered(reply: Reply) -> tuple[str, int]:
     """Return the text of an answer of any API, and the tokens of its prompt."""
-    assert reply.status == 200, reply.body
-    answer = reply.json
+    answer = reply.ok
     if "choices" in answer:
         return answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens"]
     if "output" in answer:
@@ -184,26 +179,21 @@ def test_bad_images_are_each_apis_own_error(seeing: RunningServer, url: str, wor
 
 
 def test_odd_image_parts_are_errors(seeing: RunningServer) -> None:
-    def chat(part: object) -> Reply:
-        return seeing.ask(
-            "POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": [part]}]}
-        )
+    def chat(*parts: object) -> Reply:
+        return seeing.chat(messages=[{"role": "user", "content": parts}], max_tokens=2)
 
     image_url: Any
     for image_url in (None, {}, {"url": 5}, [], 7):
         assert chat({"type": "image_url", "image_url": image_url}).status == 400
     source: Any
     for source in ({}, {"type": "base64"}, {"type": "file", "file_id": "x"}):
-        content = [{"type": "image", "source": source}]
-        body = {"max_tokens": 2, "messages": [{"role": "user", "content": content}]}
-        assert seeing.ask("POST", "/v1/messages", body).status == 400
-    body = {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]}
-    assert "no files are kept here" in seeing.ask("POST", "/v1/responses", body).error["message"]
+        turns = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+        assert seeing.post("/v1/messages", max_tokens=2, messages=turns).status == 400
+    items = [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]
+    refused = seeing.post("/v1/responses", input=items)
+    assert "no files are kept here" in refused.error["message"]
     # what stands for an image in a prompt, typed by a user
-    reply = ask_chat(seeing, URLS[0])
-    typed = [{"type": "text", "text": IMAGE}, {"type": "image_url", "image_url": URLS[0]}]
-    body = {"messages": [{"role": "user", "content": typed}], "max_tokens": 2}
-    reply = seeing.ask("POST", "/v1/chat/completions", body)
+    reply = chat({"type": "text", "text": IMAGE}, {"type": "image_url", "image_url": URLS[0]})
     assert "2 placeholders for 1 images" in reply.error["message"]
 
 
@@ -217,16 +207,16 @@ def test_images_stand_in_results_of_tools_and_are_counted(seeing: RunningServer)
         {"role": "user", "content": [
             {"type": "tool_result", "tool_use_id": "c", "content": [image]}]},
     ]  # fmt: skip
-    body = {"messages": turns, "tools": tools}
-    counted = seeing.ask("POST", "/v1/messages/count_tokens", body).json["input_tokens"]
-    reply = seeing.ask("POST", "/v1/messages", {**body, "max_tokens": 2, "temperature": 0})
+    body: dict[str, Any] = {"messages": turns, "tools": tools}
+    counted = seeing.post("/v1/messages/count_tokens", **body).ok["input_tokens"]
+    reply = seeing.post("/v1/messages", **body, max_tokens=2, temperature=0)
     assert answered(reply)[1] == counted
 
 
 def test_a_conversation_with_an_image_goes_on(seeing: RunningServer) -> None:
     first = ask_responses(seeing, URLS[0])
-    body = {"input": "and now?", "previous_response_id": first.json["id"], "max_output_tokens": 3}
-    second = seeing.ask("POST", "/v1/responses", body)
+    body = {"previous_response_id": first.json["id"], "max_output_tokens": 3}
+    second = seeing.post("/v1/responses", input="and now?", **body)
     assert answered(second)[1] > answered(first)[1]
 
 

@@ -1,5 +1,6 @@
 """Bodies that are made to be slow to read: nobody waits for them."""
 
+import contextlib
 import json
 from typing import Any
 
@@ -88,3 +89,16 @@ def test_a_text_that_no_context_takes_is_refused_by_its_length(
     refused = server.ask("POST", path, {"prompt": " " * 3_000_000})
     assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded")
     assert "maximum context length" in refused.error["message"]
+
+
+def test_a_body_that_does_not_say_its_length_has_a_limit_too(server: RunningServer) -> None:
+    pieces = (b" " * (1 << 20) for _ in range(6))
+    with contextlib.closing(server.connect()) as connection:
+        connection.request(
+            "POST", "/v1/completions", pieces, {"Content-Type": "application/json"},
+            encode_chunked=True,
+        )  # fmt: skip
+        response = connection.getresponse()
+        assert response.status == 413
+        assert "larger than 4194304 bytes" in json.load(response)["error"]["message"]
+    server.wait_for_log("refused POST /v1/completions: 413")

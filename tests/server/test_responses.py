@@ -183,8 +183,8 @@ def test_custom_tools_take_a_text_and_namespaces_hold_tools(server: RunningServe
         assert item["type"] == "custom_tool_call"
         done = [e for e in events if e["type"] == "response.custom_tool_call_input.done"]
         assert [e["input"] for e in done] == [item["input"]]
-        body = {"input": "and?", "previous_response_id": response["id"], "tools": [CUSTOM, spaced]}
-        assert ask(server, **body).status == 200
+        body = {"previous_response_id": response["id"], "tools": [CUSTOM, spaced]}
+        assert ask(server, input="and?", **body).status == 200
 
 
 def test_the_latest_answers_are_kept_within_limits() -> None:

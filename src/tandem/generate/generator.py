@@ -9,6 +9,7 @@ Prompts become requests of a `Scheduler`, the same that serves: here one call's 
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -265,23 +266,18 @@ class Generator:
         They have room for `capacity` tokens each at first.
         """
         self.prepare()
-        notes_hidden = self.speculation is not None and self.speculation.needs_hidden
         if self.why_padded is not None:
             self._latest_pool = PaddedSlotPool(self.model, num_slots, self._pad_id())
-        elif self.model.device.type == "cuda":
+            return self._latest_pool
+        new_pool: Callable[..., SlotPool] = partial(CpuSlotPool, self.model, self._threads)
+        if self.model.device.type == "cuda":
             from tandem.decode.cuda.slots import new_cuda_slot_pool
 
-            self._latest_pool = new_cuda_slot_pool(
-                self.model, num_slots, capacity=capacity,
-                has_replay=self._has_replay, kv_dtype=self._kv_dtype,
-                notes_hidden=notes_hidden,
-            )  # fmt: skip
-        else:
-            self._latest_pool = CpuSlotPool(
-                self.model, self._threads, num_slots, capacity=capacity,
-                has_replay=self._has_replay, kv_dtype=self._kv_dtype,
-                notes_hidden=notes_hidden,
-            )  # fmt: skip
+            new_pool = partial(new_cuda_slot_pool, self.model)
+        self._latest_pool = new_pool(
+            num_slots, capacity=capacity, has_replay=self._has_replay, kv_dtype=self._kv_dtype,
+            notes_hidden=self.speculation is not None and self.speculation.needs_hidden,
+        )  # fmt: skip
         return self._latest_pool
 
     def _pool_for(self, num_slots: int, capacity: int, *, has_images: bool) -> SlotPool:
