@@ -1,6 +1,7 @@
 // The tables that two of the planner's policies learn in, as plain arrays of 32-bit integers. They
-// answer what tandem.policy.eviction.successor.PureTable and prediction.foresight.PureTables answer,
-// to the last bit: a lane of those is a value of these plus a constant.
+// answer what PureTable of tandem.policy.eviction.next_use and PureTables of
+// tandem.policy.prediction.regression_predictor answer, to the last bit: a lane of those is a value
+// of these plus a constant.
 #pragma once
 
 #include <cstdint>

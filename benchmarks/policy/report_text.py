@@ -87,7 +87,7 @@ routing of 32 to 512 experts. Its margins were chosen on the speeds below and on
 Batch 1, experts of the next layer predicted when the layer above is known, after 1,000 tokens of
 learning. `foresight` is one regression over transitions, the step before and the token; hints of a
 gate that looks ahead join it where the engine or a trace has them. A dash: the trace lacks what the
-predictor needs (router inputs, token ids, a recurring distance).
+predictor needs (router inputs, token ids).
 """,
     "speed": """
 ## Speed against LRU with insertion on every miss, and what prefetch adds
