@@ -43,9 +43,10 @@ std::int32_t GhostCache::use(const Ids& experts, const std::vector<std::uint8_t>
 
 void RuleStart::weigh(const Hits& hits) {
   for (int rule = 0; rule < kNumRules; ++rule) {
-    const std::int64_t lead = hits[rule] - hits[kRecency];
-    leads_[rule] += lead;
-    squares_[rule] += lead * lead;
+    const std::int64_t more = hits[rule] - hits[kRecency];
+    leads_[rule] += more;
+    squares_[rule] += more * more;
+    if (leads_[rule] <= 0) leads_[rule] = squares_[rule] = 0;
   }
   const auto best = std::max_element(leads_.begin(), leads_.end()) - leads_.begin();
   if (leads_[best] * leads_[best] > deviations_ * deviations_ * squares_[best])

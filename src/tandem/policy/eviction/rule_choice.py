@@ -15,7 +15,7 @@ RULES = ("next-use", "lru", "decayed")
 NEXT_USE, RECENCY, DECAYED = range(len(RULES))
 MARGIN = 28  # hits, to leave a rule
 BACK_MARGIN = 7  # to come back to the first one, times how often it was left; at most MARGIN
-START_DEVIATIONS = 5  # standard deviations of the hits' difference, to leave LRU at the start
+START_DEVIATIONS = 7  # standard deviations of the hits' difference, to leave LRU at the start
 
 
 class GhostCache:
@@ -57,9 +57,11 @@ class Start:
     def weigh(self, hits: Sequence[int]) -> None:
         """Take the hits of one layer at one step, by rule."""
         for rule, num_hits in enumerate(hits):
-            lead = num_hits - hits[RECENCY]
-            self._leads[rule] += lead
-            self._squares[rule] += lead * lead
+            more = num_hits - hits[RECENCY]
+            self._leads[rule] += more
+            self._squares[rule] += more * more
+            if self._leads[rule] <= 0:  # what a rule lost while it learned is no evidence
+                self._leads[rule] = self._squares[rule] = 0
         lead = max(self._leads)
         best = self._leads.index(lead)
         if lead * lead > START_DEVIATIONS**2 * self._squares[best]:
