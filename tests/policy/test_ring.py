@@ -1,5 +1,7 @@
 """The ring borrows slots of the cache while experts are fetched, and gives them back."""
 
+from itertools import islice
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,7 +86,7 @@ def test_slots_take_turns_and_what_is_in_use_stays(
                 residency.finish(key)
     before = {key for keys in residency.members for key in keys}
     ring = Ring(residency, EVICTIONS.factory("lru")(GEOMETRY), (residency.num_slots,), size)
-    given_slots = [slot for slot, _ in zip(ring.slots(in_use), range(num_fetched), strict=False)]
+    given_slots = [*islice(ring.slots(in_use), num_fetched)]
     check_integrity(residency)
     slots, victims = [slot for slot, _ in given_slots], {key for _, key in given_slots}
     turn = len(set(slots))

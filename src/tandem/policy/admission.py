@@ -15,12 +15,12 @@ class Admission:
         self._eviction = eviction
 
     def pairs(
-        self, set_id: int, entering: Sequence[int], in_use: Container[int]
+        self, set_id: int, entering: Sequence[int], in_use: Container[int], *, asks: bool = True
     ) -> Iterator[tuple[int, int]]:
         """Yield (newcomer, victim) keys, best newcomer first; victim NOWHERE for a free slot.
 
         Never names a victim that is in use or whose copy is under way. The caller carries each
-        pair out before it asks for the next.
+        pair out before it asks for the next. Without `asks` no newcomer is refused.
         """
         residency, eviction = self._residency, self._eviction
         free = residency.free[set_id]
@@ -36,8 +36,8 @@ class Admission:
         if not evictable:
             return
         scores = eviction.scores(evictable)
-        newcomers = eviction.scores(entering[place:])
-        if len(newcomers) == 1:
+        newcomers = eviction.scores(entering[place:]) if asks else [0.0] * len(entering[place:])
+        if asks and len(newcomers) == 1:
             least = min(scores)
             ranked = [(least, evictable[scores.index(least)])]
         else:
@@ -45,23 +45,6 @@ class Admission:
         for key, newcomer, (victim_score, victim) in zip(
             entering[place:], newcomers, ranked, strict=False
         ):
-            if not eviction.admits(newcomer, victim_score):
+            if asks and not eviction.admits(newcomer, victim_score):
                 return
-            yield key, victim
-
-    def least_pairs(
-        self, set_id: int, entering: Sequence[int], in_use: Container[int]
-    ) -> Iterator[tuple[int, int]]:
-        """Yield newcomers, in order, with the residents of lowest score; asks for no admission."""
-        residency = self._residency
-        free = len(residency.free[set_id])
-        for key in entering[:free]:
-            yield key, NOWHERE
-        if len(entering) <= free:
-            return
-        state, members = residency.state, residency.members[set_id]
-        evictable = [key for key in members if state[key] == READY and key not in in_use]
-        scores = self._eviction.scores(evictable)
-        ranked = sorted(zip(scores, evictable, strict=True))
-        for key, (_, victim) in zip(entering[free:], ranked, strict=False):
             yield key, victim

@@ -358,7 +358,7 @@ class Planner:
         terms = self._terms(first, room, idle_copies)
         entering = [first + expert for expert in self._prefetch.choose(forecast, terms)]
         copies = []
-        for key, victim in self._admission.least_pairs(set_id, entering, in_use):
+        for key, victim in self._admission.pairs(set_id, entering, in_use, asks=False):
             if victim != NOWHERE:
                 if victim // experts != layer:
                     continue  # the forecast is about another layer

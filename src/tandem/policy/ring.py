@@ -7,8 +7,9 @@ for it, and has it back after some steps without a fetch.
 from collections.abc import Container, Iterator, Sequence
 from itertools import cycle
 
+from tandem.policy.admission import Admission
 from tandem.policy.eviction.policy import Eviction
-from tandem.policy.residency import NOWHERE, READY, Residency
+from tandem.policy.residency import NOWHERE, Residency
 
 OWN_SLOTS = 1
 QUIET_STEPS = 16  # without a fetch, until slots are given back
@@ -22,7 +23,8 @@ class Ring:
     ) -> None:
         """Start with the `own` slots; `size` counts them and those that may be borrowed."""
         self.size = size
-        self._residency, self._eviction, self._own = residency, eviction, own
+        self._residency, self._own = residency, own
+        self._admission = Admission(residency, eviction)
         self._quiet_steps = 0
 
     def begin_step(self) -> None:
@@ -49,13 +51,8 @@ class Ring:
         for set_id in sorted(
             range(residency.num_sets), key=lambda at: (-residency.capacity[at], -at)
         ):
-            if residency.free[set_id]:
-                return residency.lend(set_id), NOWHERE
-            members, state = residency.members[set_id], residency.state
-            leaving = [key for key in members if state[key] == READY and key not in in_use]
-            if leaving:
-                scores = self._eviction.scores(leaving)
-                victim = leaving[scores.index(min(scores))]
-                residency.remove(victim)
+            for _, victim in self._admission.pairs(set_id, (NOWHERE,), in_use, asks=False):
+                if victim != NOWHERE:
+                    residency.remove(victim)
                 return residency.lend(set_id), victim
         return None
