@@ -199,8 +199,14 @@ def main() -> None:
             f"At best before: {before}; afterwards: {after}.\n\n"
         )
         write_into(DOCUMENT, text + "\n".join(rows) + "\n")
+    first = next(iter(found))
     report = [
-        {"system": name, "depth": depth, **asdict(median(speeds))}
+        {
+            "system": name,
+            "depth": depth,
+            **asdict(median(speeds)),
+            "ratios": ratios(found[first][depth], speeds),  # of the first system over it
+        }
         for name, rounds in found.items()
         for depth, speeds in rounds.items()
     ]
