@@ -273,17 +273,6 @@ def result_of(outputs: ModelOutput) -> Tensor:
     return result
 
 
-def logits_of(model: Any) -> Tensor:
-    """Return what a model answers to `tiny_inputs`."""
-    with torch.no_grad():
-        return result_of(model(**tiny_inputs(model)))
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return how far apart two results are, measured against the second."""
-    return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
-
-
 def _forward_arguments(model: PreTrainedModel) -> Iterable[str]:
     return inspect.signature(model.forward).parameters
 

@@ -1,10 +1,25 @@
-"""What tests look into of a loaded model."""
+"""What tests look into of a loaded model, and compare."""
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from tandem.hf.runtime import require_runtime
+from tests.architectures import result_of, tiny_inputs
 
 
 def runtime_in(model: Any) -> Any:
     """Return a loaded model's `Runtime`, untyped: a test knows which executor it has asked for."""
     return require_runtime(model)
+
+
+def logits_of(model: Any) -> Tensor:
+    """Return what a model answers to `tiny_inputs`."""
+    with torch.no_grad():
+        return result_of(model(**tiny_inputs(model)))
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Return how far apart two results are, measured against the second."""
+    return ((found.float() - expected.float()).norm() / expected.float().norm()).item()

@@ -14,9 +14,10 @@ from tandem.hf.config import parse_dense_dtype
 from tandem.hf.dense import PackedLinear, pack_as_loaded, pack_dense_layers, packed_layers
 from tandem.kernels.dense import CpuThreads, DenseWeight, multiply, pack_dense
 from tandem.kernels.formats.weight_format import find_format
-from tests.architectures import build_tiny_model, logits_of, relative_error
+from tests.architectures import build_tiny_model
 from tests.decode.whole_pool import cpu_pool
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.inside import logits_of, relative_error
 from tests.threads import two_threads
 
 pytestmark = pytest.mark.every_isa

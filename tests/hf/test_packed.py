@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 import tandem
 from tandem.experts.store.packed_layer import PackedLayer
-from tests.architectures import logits_of, tiny_inputs
-from tests.inside import runtime_in
+from tests.architectures import tiny_inputs
+from tests.inside import logits_of, runtime_in
 
 pytestmark = pytest.mark.seam
 

@@ -16,9 +16,9 @@ from tandem.forecast.sizes import model_sizes
 from tandem.hf.checkpoint import open_model
 from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import on_device, packed_layers
-from tests.architectures import logits_of, relative_error
 from tests.forecast.test_plan import loaded_bytes
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.inside import logits_of, relative_error
 from tests.kernels.interpreter import interpreted
 from tests.loading.checkpoints import FORMATS, write_decoded
 from tests.loading.gguf_files import tiny_model, write_gguf

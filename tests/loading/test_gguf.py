@@ -17,8 +17,7 @@ from tandem.generate.generator import Generator
 from tandem.hf.checkpoint import open_model
 from tandem.hf.config import OffloadConfig
 from tandem.kernels.memory import allocate
-from tests.architectures import logits_of, relative_error
-from tests.inside import runtime_in
+from tests.inside import logits_of, relative_error, runtime_in
 from tests.loading.gguf_files import MIXTURES, TINY, WIDE, tiny_model, write_gguf
 
 CASES = [("qwen3moe", kind) for kind in (*FORMATS, *MIXTURES) if kind != "apart"]

@@ -12,8 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import tandem
 from tandem.kernels.formats import find_format, pack
-from tests.architectures import logits_of, relative_error
-from tests.inside import runtime_in
+from tests.inside import logits_of, relative_error, runtime_in
 from tests.loading.checkpoints import write_plain
 
 pytestmark = pytest.mark.seam

@@ -17,8 +17,8 @@ from tandem.cli.main import main
 from tandem.core.errors import CapacityError, ModelError
 from tandem.experts.store.host_store import HostLayer
 from tandem.hf import packed_writer
-from tests.architectures import logits_of
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.inside import logits_of
 from tests.programs import python
 
 

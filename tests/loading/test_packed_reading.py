@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 import tandem
 from tandem.checkpoint.mapped_files import map_ahead, reading_along
 from tandem.hf import packed_reading
-from tests.architectures import logits_of, relative_error
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.inside import logits_of, relative_error
 
 
 @pytest.fixture(scope="module")

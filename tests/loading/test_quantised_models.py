@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM
 import tandem
 from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.experts.store.packed_layer import PackedLayer
-from tests.architectures import logits_of, relative_error
 from tests.hf.tiny import edit_json
-from tests.inside import runtime_in
+from tests.inside import logits_of, relative_error, runtime_in
 from tests.loading.checkpoints import (
     FORMATS,
     Format,
