@@ -24,7 +24,7 @@ PYTEST := $(BIN)/pytest -n 3 --dist loadgroup $(if $(ISA),--isa $(ISA))
 # that follow.
 WHEEL_PYTHONS ?= $(PYTHON)
 
-.PHONY: wheel check-wheel check-clang check-commits check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-hostile try-readme
+.PHONY: test-fast wheel check-wheel check-clang check-commits check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-hostile try-readme
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
@@ -80,6 +80,13 @@ wheel:  ## Wheels for Linux x86-64 in build/wheels; needs no compiler (it instal
 
 check-wheel:  ## Each wheel in a new environment without a compiler: the demo model answers
 	TORCH="$(TORCH)" wheels/check.sh build/wheels $(WHEEL_PYTHONS)
+
+test-fast: setup  ## While working: the tests of the packages that changed since SINCE, with one instruction set
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports >/dev/null
+	$(BIN)/pytest -n 3 --dist loadgroup -q \
+		--isa $$($(BIN)/python -c "from tandem.kernels.engine import best_isa; print(best_isa())") \
+		$$($(BIN)/python -m tests.of_change $(SINCE))
 
 # check-commits looks at the commits since this one.
 SINCE ?= @{upstream}
