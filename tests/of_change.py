@@ -12,7 +12,9 @@ _PLACES = {
 
 
 def _git(*words: str) -> list[str]:
-    return subprocess.run(["git", *words], check=True, capture_output=True, text=True).stdout.split()
+    return subprocess.run(
+        ["git", *words], check=True, capture_output=True, text=True
+    ).stdout.split()
 
 
 def tests_of(path: str) -> str | None:

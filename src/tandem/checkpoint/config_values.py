@@ -6,7 +6,7 @@ makes one sentence of those.
 
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def require_possible_values(where: str, config: JsonObject) -> None:
             _require_count(where, name, part.get(name), least=1)
         for name in _OPTIONAL_COUNTS:
             _require_count(where, name, part.get(name), least=0)
-        _require_top_k(where, part)
+        require_top_k(where, part)
         for name in _DTYPES:
             _require_dtype(where, name, part.get(name))
         for name in _ACTIVATIONS:
@@ -132,7 +132,8 @@ def _require_count(where: str, name: str, value: object, *, least: int) -> None:
         raise ModelError(f"{where}: {name} is {shown(value)}, expected a whole number from {least}")
 
 
-def _require_top_k(where: str, part: dict[str, object]) -> None:
+def require_top_k(where: str, part: Mapping[str, object]) -> None:
+    """Raise `ModelError` for a config that sends a token to more experts than there are."""
     counts = [(name, count) for name in _EXPERTS if is_int(count := part.get(name))]
     for name, count in counts:
         if count < 0:

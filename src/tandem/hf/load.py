@@ -11,7 +11,7 @@ import transformers
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from tandem.checkpoint.config_sizes import counted_build, require_layers
-from tandem.checkpoint.config_values import foreign_errors
+from tandem.checkpoint.config_values import foreign_errors, require_top_k
 from tandem.checkpoint.gguf_choice import projectors_beside
 from tandem.checkpoint.hub import HubOptions, find_model_path
 from tandem.checkpoint.mapped_files import reading_along
@@ -285,6 +285,7 @@ def own_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 def _require_size(checkpoint: Checkpoint, config: PreTrainedConfig) -> None:
     """Build a checkpoint's model without memory, and count it."""
     where, held = f"{checkpoint.directory}/config.json", checkpoint.held
+    require_top_k(where, config.get_text_config().to_dict())  # with what the file leaves out
     require_layers(where, getattr(config.get_text_config(), "num_hidden_layers", None), held)
     with counted_build(where, checkpoint.config, held):
         empty_model(config)
