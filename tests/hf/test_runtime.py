@@ -70,7 +70,7 @@ def test_a_load_leaves_nothing_on_the_users_options(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in DEVICES if name != "cpu"])
 def test_every_device_has_parts(name: str) -> None:
-    assert callable(importlib.import_module(f"tandem.hf.machine.{name}").device_parts)
+    assert callable(importlib.import_module(kind_of(name).machine).device_parts)
 
 
 @pytest.mark.parametrize("name", DEVICES.names())
