@@ -25,7 +25,7 @@ _KILL_AFTER_SECONDS = 10.0
 _MOST_MESSAGES = 64
 # How much the engine gives way to the HTTP side, as nice(1) counts it: where clients and model want
 # the same processors, what the model has said is to reach them.
-_NICENESS = 5
+_NICENESS = 2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
