@@ -21,7 +21,7 @@ _NAMES = ("seconds", "prefill_tokens_per_second", "decode_tokens_per_second")
 
 def run(tree: Path, prompt: str, num_tokens: int) -> dict[str, float]:
     """Return a command's wall seconds, and the rates that it says."""
-    command = [tree / ".venv/bin/tandem", "run", "demo", "-p", prompt, "--json",
+    command = [str(tree / ".venv/bin/tandem"), "run", "demo", "-p", prompt, "--json",
                "--max-new-tokens", str(num_tokens), "--temperature", "0",
                "--speculate", "none"]  # fmt: skip
     begin = time.perf_counter()
