@@ -175,4 +175,5 @@ NB_MODULE(_native, m) {
   tandem::bind_program(m);
   tandem::bind_runtime(m);
   tandem::bind_coordinator(m);
+  tandem::bind_disk(m);
 }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bindings_calls.hpp"
+#include "disk/host_slots.hpp"
 #include "sampling.hpp"
 #include "sizes.hpp"
 
@@ -263,19 +264,26 @@ void bind_attention(nb::module_& m) {
       });
 }
 
-// `experts` is (experts, bytes of one), which lie in it one after the other.
+// `experts` is (experts, bytes of one), which lie in it one after the other. With `slots` they are
+// read from the disk into these, as those of layer `number`.
 void init_routed(RoutedLayer* self, const ExpertLayout& layout, int activation, float alpha,
-                 float limit, float offset, const Tensor& experts) {
+                 float limit, float offset, const Tensor& experts, HostSlots* slots,
+                 std::int32_t number) {
+  require(slots == nullptr || slots->has(number, experts.size(0)), "a layer of these slots");
   experts.require_dims("experts", 2);
   const std::int64_t bytes = experts.size(1);
   require_layout(layout, bytes);
   new (self) RoutedLayer{layout, activation_spec(layout, activation, alpha, limit, offset),
                          experts.size(0),
-                         experts.dense<const std::uint8_t>("experts", experts.size(0) * bytes), bytes};
+                         experts.dense<const std::uint8_t>("experts", experts.size(0) * bytes), bytes,
+                         slots, number};
 }
 
 void bind_routed(nb::module_& m) {
-  nb::class_<RoutedLayer>(m, "RoutedLayer").def("__init__", &init_routed);
+  nb::class_<RoutedLayer>(m, "RoutedLayer").def("__init__", &init_routed, nb::arg(), nb::arg(), nb::arg(),
+                                           nb::arg(), nb::arg(), nb::arg(),
+                                           nb::arg().none() = nb::none(), nb::arg() = 0,
+                                           nb::keep_alive<1, 8>());
   nb::class_<RoutedExperts>(m, "RoutedExperts")
       .def(nb::init<ExpertEngine&>(), nb::keep_alive<1, 2>())
       .def("run", [](RoutedExperts& self, const RoutedLayer& layer, const Tensor& hidden,

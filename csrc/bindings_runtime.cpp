@@ -34,7 +34,7 @@ class StartedBatch {
                const std::vector<std::uintptr_t>& experts, bool are_addresses,
                std::vector<std::int32_t> begin, const Tensor& row_token, std::int64_t first_token,
                const Tensor& hidden, const Tensor& out)
-      : engine_(engine), begin_(std::move(begin)) {
+      : engine_(engine), coming_(engine), begin_(std::move(begin)) {
     const std::int64_t num_rows = out.size(0), num_tokens = hidden.size(0);
     const std::int64_t size = layer.layout.hidden_size, all_tokens = row_token.count();
     auto* rows = out.dense<float>("out", num_rows * size);
@@ -65,25 +65,37 @@ class StartedBatch {
     require_in_range(call, begin_.back());
     const nb::gil_scoped_release release;
     turn_ = std::unique_lock(engine.busy());
-    engine.start(layer.layout, layer.activation, call);
+    if (layer.source != nullptr && !are_addresses) {
+      is_coming_ = true;
+      coming_.begin(layer, call, {experts.begin(), experts.end()});
+    } else {
+      engine.start(layer.layout, layer.activation, call);
+    }
   }
   StartedBatch(const StartedBatch&) = delete;
   StartedBatch& operator=(const StartedBatch&) = delete;
-  ~StartedBatch() { finish(); }
+  ~StartedBatch() {
+    if (!is_coming_) finish();
+  }
 
   // Computes with the workers, and returns when all is done.
   void finish() {
     if (!turn_.owns_lock()) return;
     const nb::gil_scoped_release release;
-    engine_.finish();
-    turn_.unlock();
+    const std::unique_lock turn = std::move(turn_);
+    if (is_coming_)
+      coming_.finish();
+    else
+      engine_.finish();
   }
 
  private:
   ExpertEngine& engine_;
+  std::unique_lock<std::mutex> turn_;  // goes last
+  ComingExperts coming_;
+  bool is_coming_ = false;
   std::vector<const std::uint8_t*> addresses_;
   std::vector<std::int32_t> begin_;
-  std::unique_lock<std::mutex> turn_;
 };
 
 // Numbers from Python index tables: nothing is read outside.

@@ -5,6 +5,7 @@
 #include <functional>
 #include <vector>
 
+#include "expert_source.hpp"
 #include "experts.hpp"
 #include "values.hpp"
 
@@ -16,6 +17,9 @@ struct RoutedLayer {
   std::int64_t num_experts;
   const std::uint8_t* experts;  // `expert_bytes` apart
   std::int64_t expert_bytes;
+  // Null: all lie in memory. Else they come from there, as those of layer `number`.
+  ExpertSource* source = nullptr;
+  std::int32_t number = 0;
 };
 
 struct RoutedCall {
@@ -28,10 +32,35 @@ struct RoutedCall {
   void* out;                   // (num_tokens, hidden_size)
 };
 
+// Experts of a layer that has a source, computed as they come. They are asked for by `begin`; the
+// engine is the caller's from there to the end of `finish`.
+class ComingExperts {
+ public:
+  explicit ComingExperts(ExpertEngine& engine) : engine_(engine) {}
+  ~ComingExperts() { end(); }
+  ComingExperts(const ComingExperts&) = delete;
+  ComingExperts& operator=(const ComingExperts&) = delete;
+
+  // `experts` has the numbers; `call` all but their addresses, and lives until the end.
+  void begin(const RoutedLayer& layer, const ExpertCall& call, const std::vector<std::int32_t>& experts);
+  void finish();  // throws DiskError; nothing is under way then
+
+ private:
+  void end() noexcept;
+
+  ExpertEngine& engine_;
+  RoutedLayer layer_{};
+  ExpertCall call_{};
+  bool is_under_way_ = false;
+  std::vector<std::int32_t> tokens_, last_;
+  std::vector<std::int32_t> begin_, token_, out_begin_;  // of those that have come
+  std::vector<const std::uint8_t*> addresses_;
+};
+
 // Works with the threads of an expert engine, which must outlive it and be idle.
 class RoutedExperts {
  public:
-  explicit RoutedExperts(ExpertEngine& engine) : engine_(engine) {}
+  explicit RoutedExperts(ExpertEngine& engine) : engine_(engine), coming_(engine) {}
 
   // Returns the number of experts that were computed.
   std::int64_t run(const RoutedLayer& layer, const RoutedCall& call);
@@ -44,7 +73,8 @@ class RoutedExperts {
   std::int64_t sort_rows(const RoutedLayer& layer, const RoutedCall& call);
 
   ExpertEngine& engine_;
-  std::vector<std::int32_t> count_, begin_, token_, row_of_;
+  ComingExperts coming_;
+  std::vector<std::int32_t> active_, count_, begin_, token_, row_of_;
   std::vector<const std::uint8_t*> addresses_;
   std::vector<float> hidden_, weights_, rows_, sums_;
 };

@@ -7,7 +7,7 @@ from typing import ClassVar
 from tandem.core.config import from_flags, option, require_range
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
-from tandem.core.units import parse_bandwidth
+from tandem.core.units import parse_bandwidth, parse_bytes
 from tandem.devices import DEVICES, kind_of
 from tandem.experts.cache.sizing import parse_gpu_memory
 from tandem.experts.cache.start import STARTS
@@ -43,6 +43,12 @@ class OffloadOptions:
         "auto",
         help="the device's memory that Tandem may use: 8GiB, 300MB, 0.5 (of it), auto (nine "
         "tenths of what is free)",
+        metavar="SIZE",
+    )
+    expert_memory: str = option(
+        "auto",
+        help="host memory for experts of a packed model, the others stay on the disk: 12GB, auto "
+        "(all where they fit, else what is free)",
         metavar="SIZE",
     )
     link_bandwidth: str | None = option(
@@ -92,7 +98,19 @@ class OffloadOptions:
             parse_bandwidth(self.link_bandwidth, name="link_bandwidth")
         STARTS.factory(self.start_content)
         parse_gpu_memory(self.gpu_memory)
+        if self.expert_memory_bytes is not None and self.device != "cpu":
+            raise ConfigError(
+                f"expert_memory is {self.expert_memory!r} on device {self.device!r}, and slots in "
+                "memory over a disk serve device cpu alone so far; leave one of both out"
+            )
         self.planner_settings()
+
+    @property
+    def expert_memory_bytes(self) -> int | None:
+        """The host memory for experts; None: all where they fit, else what is free."""
+        if self.expert_memory == "auto":
+            return None
+        return parse_bytes(self.expert_memory, name="expert_memory")
 
     def planner_settings(self) -> PlannerSettings:
         """Return the planner's part of the options."""

@@ -108,7 +108,7 @@ def load_checkpoint(
     if checkpoint.is_packed:
         again = partial(assemble, loaded, require_runtime(loaded), offload)
         if num_layers is None:
-            read_packed(checkpoint, loaded, again)
+            read_packed(checkpoint, loaded, offload, again)
         else:
             again()
     return loaded.eval()

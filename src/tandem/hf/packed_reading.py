@@ -21,7 +21,9 @@ from tandem.core.units import format_bytes
 from tandem.experts.store.host_memory import available_bytes
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint
+from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import packed_layers
+from tandem.hf.disk_tier import slots_over
 from tandem.hf.runtime import require_runtime
 
 # From this share of the free memory on, the dense parts' file gives its place to the experts.
@@ -31,25 +33,31 @@ _PATIENCE_SECONDS = 2.0
 
 
 def read_packed(
-    checkpoint: Checkpoint, model: PreTrainedModel, assemble: Callable[[], None]
+    checkpoint: Checkpoint,
+    model: PreTrainedModel,
+    options: OffloadConfig,
+    assemble: Callable[[], None],
 ) -> None:
     """Read a checkpoint's files ahead if they fit into memory; `assemble` packs the dense parts.
 
-    Warns if they do not fit: pages then come from the disk when experts are used.
+    Where they do not fit, or `expert_memory` is given, experts stay on the disk, with slots in
+    memory. Warns of what does not fit; on a device its pages come from the disk when they are used.
     """
     files = checkpoint.weight_files
     dense = [file for file in files if file.name == DENSE_FILE]
     experts = [file for file in files if file.name != DENSE_FILE]
     total, available = _num_bytes(files), available_bytes()
-    if total > available:
-        warnings.warn(
-            f"{checkpoint.directory} has {format_bytes(total)} and {format_bytes(available)} of "
-            "memory are free: experts are read from the disk whenever they are used, which is "
-            "slow; free memory or pack it in a smaller expert_dtype",
-            TandemWarning,
-            stacklevel=4,
-        )
+    is_limited = options.expert_memory_bytes is not None
+    if is_limited or total > available:
+        with _progress(_num_bytes(dense)) as bar:
+            read_ahead(dense, bar.update)
         finish_dense_parts(model, assemble)
+        if options.device == "cpu" and slots_over(checkpoint, model, options):
+            copy_out_of_files(model)  # dense weights that are not packed
+            let_go(dense)
+            return
+        if not is_limited:
+            _warn_of_mapped(checkpoint, total, available)
         return
     with _progress(total) as bar:
         read_ahead(dense, bar.update)
@@ -57,6 +65,16 @@ def read_packed(
             let_go(dense)
         read_ahead(experts, bar.update)
     map_ahead(_mapped_tensors(model))
+
+
+def _warn_of_mapped(checkpoint: Checkpoint, total: int, available: int) -> None:
+    warnings.warn(
+        f"{checkpoint.directory} has {format_bytes(total)} and {format_bytes(available)} of "
+        "memory are free: experts are read from the disk whenever they are used, which is "
+        "slow; free memory or pack it in a smaller expert_dtype",
+        TandemWarning,
+        stacklevel=5,
+    )
 
 
 def verify_files(checkpoint: AnyCheckpoint, *, has_progress: bool | None = None) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.core.errors import ConfigError, ModelError
+from tandem.experts.cache.host_slots import HostSlots
 from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
 from tandem.experts.execution.executor import CpuExecutor, Executor
 from tandem.experts.store.host_store import HostLayer, HostStore
@@ -57,6 +58,8 @@ class Runtime:
     kv_dtype: str = "auto"
     """What keys and values are kept in unless something else is asked; "auto": the model's dtype.
     """
+    host_slots: HostSlots | None = None
+    """What holds a part of the experts in memory; None: all are."""
     is_closed: bool = False
     _threads: CpuThreads | None = None
 
@@ -120,7 +123,7 @@ class Runtime:
             return
         self.is_closed = True
         self.end_executor()
-        self.store = HostStore()
+        self.store, self.host_slots = HostStore(), None
         self.use(_ClosedExecutor(self.store))
         self.bound.clear()
         self.layers.clear()  # Transformers keeps the operations that it loaded with

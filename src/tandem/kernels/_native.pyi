@@ -125,6 +125,8 @@ class RoutedLayer:
         limit: float,
         offset: float,
         experts: Tensor,
+        slots: HostSlots | None = None,
+        number: int = 0,
         /,
     ) -> None: ...
 
@@ -591,3 +593,41 @@ class TwinStream:
     def set_dense_seconds(self, seconds: float, /) -> None: ...
     def times(self) -> list[tuple[float, float]]: ...
     def join(self) -> None: ...
+
+def slot_bytes(first: int, stride: int, expert_bytes: int, /) -> int: ...
+
+class SlotLayer:
+    def __init__(
+        self,
+        path: str,
+        first: int,
+        stride: int,
+        expert_bytes: int,
+        sums: Sequence[int],
+        num_experts: int,
+        memory: Tensor,
+        table: SuccessorTable | None,
+        /,
+    ) -> None: ...
+
+class SlotCounts:
+    hits: int
+    misses: int
+    ahead: int
+    read_bytes: int
+    waited_seconds: float
+
+class HostSlots:
+    def __init__(
+        self,
+        layers: Sequence[SlotLayer],
+        transit: Tensor,
+        num_readers: int,
+        piece_bytes: int,
+        patience: float,
+        /,
+    ) -> None: ...
+    def counts(self) -> SlotCounts: ...
+    def is_direct(self) -> bool: ...
+    def resident(self, layer: int, /) -> list[int]: ...
+    def fail(self, error: int, every: int, delay_seconds: float, /) -> None: ...

@@ -81,6 +81,11 @@ def _decide_single_token(terms: SingleTokenTerms) -> DecideSingleToken:
     return lambda *layer: SingleTokenDecision(*native(*layer))
 
 
+def next_use_tables(geometry: Geometry) -> list[_native.SuccessorTable]:
+    """Return the tables of the eviction `successor` for native code to learn in, by layer."""
+    return [table.native for table in _next_use_tables(geometry)]
+
+
 NATIVE_TABLES = Tables(_next_use_tables, _PredictionTables, _decide_single_token)
 
 

@@ -24,7 +24,7 @@ def native_layer(layer: HostLayer, functions: ExpertFunctions) -> _native.Routed
         return None
     return _native.RoutedLayer(
         native_layout(layer.layout), activation.kind, activation.alpha, activation.limit,
-        activation.offset, layer.buffers,
+        activation.offset, layer.buffers, *(layer.slots or ()),
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from tandem.core.errors import ModelError
 from tandem.experts.store.arrivals import Arrivals
 from tandem.experts.store.plain_layer import Extent
+from tandem.kernels import _native
 from tandem.kernels.formats.blocks import CodedMatrix
 from tandem.kernels.formats.expert import (
     ExpertLayout,
@@ -57,6 +58,8 @@ class PackedLayer:
         self.is_transposed = is_transposed
         self.input_order: Tensor | None = None
         """Which input each of an expert's columns takes: (num_experts, hidden_size)."""
+        self.slots: tuple[_native.HostSlots, int] | None = None
+        """From where native calls take the experts, if not from the buffers: slots, and whose."""
         self._is_interleaved = is_interleaved
         self._buffers: Tensor | None = None
         self._has_up: set[int] = set()

@@ -1,0 +1,96 @@
+// What Python sees of experts on the disk.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <exception>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.hpp"
+#include "bindings_tensor.hpp"
+#include "crc32c.hpp"
+#include "disk/host_slots.hpp"
+
+namespace nb = nanobind;
+
+namespace tandem {
+namespace {
+
+using Layer = HostSlots::Layer;
+
+// `memory` (slots, slot bytes) begins at a page.
+void init_layer(Layer* self, std::string path, std::int64_t first, std::int64_t stride,
+                std::int64_t expert_bytes, std::vector<std::uint32_t> sums,
+                std::int32_t num_experts, const Tensor& memory, SuccessorTable* table) {
+  Layer layer{std::move(path), first,   stride, expert_bytes, num_experts,
+              std::move(sums), nullptr, 0,      table};
+  require(first >= 0 && expert_bytes > 0 && stride >= expert_bytes && num_experts > 0,
+          "experts one after the other in a file");
+  require(layer.sums.empty() || layer.sums.size() == static_cast<std::size_t>(num_experts),
+          "a checksum for each expert, or none");
+  require(table == nullptr || table->num_experts() == num_experts, "a table of as many experts");
+  memory.require_dims("memory", 2);
+  require(memory.size(1) == layer.slot_bytes(), "slots of the size that slot_bytes gives");
+  layer.num_slots = memory.size(0);
+  layer.memory = memory.dense<std::uint8_t>("memory", layer.num_slots * layer.slot_bytes());
+  require(reinterpret_cast<std::uintptr_t>(layer.memory) % kDiskPage == 0, "memory of whole pages");
+  new (self) Layer(std::move(layer));
+}
+
+void init_slots(HostSlots* self, const std::vector<Layer>& layers, const Tensor& transit,
+                int num_readers, std::int64_t piece_bytes, double patience) {
+  transit.require_dims("transit", 2);
+  require(!layers.empty() && transit.size(0) > 0, "a layer and a transit slot or more");
+  for (const Layer& layer : layers)
+    require(layer.slot_bytes() <= transit.size(1), "transit slots of the largest layer's size");
+  auto* memory = transit.dense<std::uint8_t>("transit", transit.size(0) * transit.size(1));
+  require(reinterpret_cast<std::uintptr_t>(memory) % kDiskPage == 0 &&
+              transit.size(1) % kDiskPage == 0,
+          "memory of whole pages");
+  new (self) HostSlots(layers, {memory, transit.size(0), transit.size(1), num_readers, piece_bytes,
+                                patience});
+}
+
+// A failed read is an error of the model, in the words that users get.
+void translate(const std::exception_ptr& error, void*) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const DiskError& found) {
+    PyErr_SetString(nb::module_::import_("tandem.core.errors").attr("ModelError").ptr(),
+                    found.what());
+  }
+}
+
+}  // namespace
+
+void bind_disk(nb::module_& m) {
+  nb::register_exception_translator(translate);
+  m.def("slot_bytes", [](std::int64_t first, std::int64_t stride, std::int64_t expert_bytes) {
+    Layer layer{};
+    layer.first = first, layer.stride = stride, layer.expert_bytes = expert_bytes;
+    return layer.slot_bytes();
+  });
+  nb::class_<Layer>(m, "SlotLayer")
+      .def("__init__", &init_layer, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg(), nb::arg(), nb::arg().none(), nb::keep_alive<1, 8>(),
+           nb::keep_alive<1, 9>());
+  nb::class_<HostSlots::Counts>(m, "SlotCounts")
+      .def_ro("hits", &HostSlots::Counts::hits)
+      .def_ro("misses", &HostSlots::Counts::misses)
+      .def_ro("ahead", &HostSlots::Counts::ahead)
+      .def_ro("read_bytes", &HostSlots::Counts::read_bytes)
+      .def_ro("waited_seconds", &HostSlots::Counts::waited_seconds);
+  nb::class_<HostSlots>(m, "HostSlots")
+      .def("__init__", &init_slots, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+      .def("counts", &HostSlots::counts)
+      .def("is_direct", &HostSlots::is_direct)
+      .def("resident", &HostSlots::resident)
+      .def("fail", [](HostSlots& self, int error, std::int64_t every, double delay_seconds) {
+        self.readers().fail(error, every, delay_seconds);
+      });
+}
+
+}  // namespace tandem

@@ -1,0 +1,293 @@
+#include "disk/host_slots.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <numeric>
+#include <utility>
+
+#include "lone_layer.hpp"
+
+namespace tandem {
+namespace {
+
+// A use of more tokens is a prompt's: it reads nearly all experts of each layer, and the next layer's
+// are read ahead.
+constexpr std::int64_t kMostStepTokens = 32;
+// As tandem.policy.eviction.next_use: a prompt counts as at most so many steps of one token.
+constexpr std::int64_t kPromptTokens = 16;
+
+constexpr std::int64_t whole_pages(std::int64_t bytes) {
+  return (bytes + kDiskPage - 1) / kDiskPage * kDiskPage;
+}
+
+}  // namespace
+
+std::int64_t HostSlots::Layer::slot_bytes() const {
+  const bool is_aligned = first % kDiskPage == 0 && stride % kDiskPage == 0;
+  return whole_pages(expert_bytes) + (is_aligned ? 0 : kDiskPage);
+}
+
+HostSlots::HostSlots(std::vector<Layer> layers, const Options& options)
+    : layers_(std::move(layers)),
+      slots_(layers_.size()),
+      patience_(options.patience),
+      readers_(options.num_readers, options.piece_bytes) {
+  std::int64_t most_experts = 0;
+  for (const Layer& layer : layers_) {
+    most_experts = std::max<std::int64_t>(most_experts, layer.num_experts);
+    has_one_size_ &= layer.slot_bytes() == options.transit_bytes;
+    const ExpertFile& file = files_.emplace_back(layer.path);
+    const std::int64_t end = layer.first + (layer.num_experts - 1) * layer.stride + layer.expert_bytes;
+    if (file.bytes() < end)
+      throw std::runtime_error(layer.path + " has " + std::to_string(file.bytes()) +
+                               " bytes, expected " + std::to_string(end) +
+                               " or more; copy it again, or pack the model again");
+  }
+  const auto num_layers = static_cast<std::int64_t>(layers_.size());
+  resident_ = {num_layers,
+               most_experts,
+               std::vector<std::uint8_t>(num_layers * most_experts, kEmpty),
+               std::vector<std::int32_t>(num_layers * most_experts, -1),
+               std::vector<Ids>(num_layers),
+               std::vector<Ids>(num_layers)};
+  last_use_.assign(num_layers, Scores(most_experts, 0));
+  for (std::size_t i = 0; i < layers_.size(); ++i) {
+    for (std::int64_t s = 0; s < layers_[i].num_slots; ++s)
+      slots_[i].emplace_back().memory = layers_[i].memory + s * layers_[i].slot_bytes();
+    resident_.free[i].resize(layers_[i].num_slots);
+    std::iota(resident_.free[i].rbegin(), resident_.free[i].rend(), 0);
+    if (layers_[i].table != nullptr) layers_[i].table->resize(layers_[i].num_slots);
+  }
+  for (std::int64_t s = 0; s < options.num_transit; ++s)
+    transit_.emplace_back().memory = options.transit + s * options.transit_bytes;
+}
+
+bool HostSlots::is_direct() const {
+  return std::all_of(files_.begin(), files_.end(), [](const auto& file) { return file.is_direct(); });
+}
+
+Ids HostSlots::resident(std::int32_t layer) const {
+  Ids found = resident_.members.at(layer);
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
+// Reads that have ended since make their slots ready, or give them back.
+void HostSlots::settle(std::int32_t layer) {
+  const std::int64_t first = layer * resident_.num_experts;
+  const Ids members = resident_.members[layer];
+  for (const std::int32_t expert : members) {
+    if (resident_.state[first + expert] != kCopying) continue;
+    const DiskRead& read = slots_[layer][resident_.slot_of[first + expert]].read;
+    if (!read.has_ended()) continue;
+    if (read.state == DiskRead::State::kDone)
+      resident_.state[first + expert] = kReady;
+    else
+      resident_.remove(layer, expert);
+  }
+  for (Slot& slot : transit_)
+    if (slot.layer >= 0 && slot.read.has_ended() &&
+        (slot.layer != layer || slot.read.state == DiskRead::State::kFailed))
+      slot.layer = -1;
+}
+
+// Tells the eviction what is in use; returns what each expert is worth.
+Scores HostSlots::note(const ExpertUse& use) {
+  if (use.layer <= layer_) {
+    ++step_;
+    above_.clear();
+  }
+  is_prompt_ = use.num_tokens > kMostStepTokens;
+  SuccessorTable* table = layers_[use.layer].table;
+  const Ids in_use(is_prompt_ ? use.last.begin() : use.experts.begin(),
+                   is_prompt_ ? use.last.end() : use.experts.end());
+  if (table == nullptr) {
+    for (const std::int32_t expert : use.experts) last_use_[use.layer][expert] = step_;
+    return last_use_[use.layer];
+  }
+  std::int64_t divisor = 1;
+  if (is_prompt_)
+    divisor = std::max<std::int64_t>(batch_, use.num_tokens / kPromptTokens);
+  else
+    batch_ = static_cast<std::int32_t>(std::max<std::int64_t>(1, use.num_tokens));
+  table->note(experts_, Ids(use.tokens.begin(), use.tokens.end()),
+              static_cast<std::int32_t>(divisor), in_use, above_);
+  above_ = in_use;
+  has_learned_ = false;
+  return table->values();
+}
+
+HostSlots::Slot* HostSlots::find(std::int32_t layer, std::int32_t expert) {
+  const std::int32_t slot = resident_.slot_of[layer * resident_.num_experts + expert];
+  if (slot >= 0) return &slots_[layer][slot];
+  for (Slot& one : transit_)
+    if (one.layer == layer && one.expert == expert) return &one;
+  return nullptr;
+}
+
+bool HostSlots::is_transit(const Slot& slot) const {
+  return resident_.slot_of[slot.layer * resident_.num_experts + slot.expert] < 0;
+}
+
+void HostSlots::begin(const ExpertUse& use) {
+  settle(use.layer);
+  experts_.assign(use.experts.begin(), use.experts.end());
+  const Scores worth = note(use);
+  layer_ = use.layer;
+  wanted_.assign(experts_.size(), {});
+  Ids absent;
+  for (std::size_t i = 0; i < experts_.size(); ++i) {
+    Slot* slot = wanted_[i].slot = find(layer_, experts_[i]);
+    if (slot != nullptr && !slot->read.has_ended()) readers_.demand(slot->read);
+    const bool is_resident = slot != nullptr && !is_transit(*slot);
+    // What was read ahead asks for a slot too, once it has come.
+    if (!is_resident && (slot == nullptr || slot->read.has_ended())) absent.push_back(experts_[i]);
+    ++(slot == nullptr ? counts_.misses : counts_.hits);
+    counts_.ahead += slot != nullptr && !is_resident;
+  }
+  ahead_ = 0;
+  admit_absent(worth, std::move(absent));
+  use_transit_slots();
+}
+
+// Those that get a slot are read into it at once; the eviction decides who leaves.
+void HostSlots::admit_absent(const Scores& worth, Ids absent) {
+  if (absent.empty()) return;
+  std::stable_sort(absent.begin(), absent.end(),
+                   [&](std::int32_t a, std::int32_t b) { return worth[a] > worth[b]; });
+  const LoneLayer now{experts_,
+                      resident_.state.data() + layer_ * resident_.num_experts,
+                      worth.data(),
+                      resident_.members[layer_],
+                      static_cast<std::int64_t>(resident_.free[layer_].size()),
+                      0.0, 0.0, 0.0, 0.0};
+  for (const auto& [newcomer, victim] : admit(now, absent)) {
+    const auto place = std::find(experts_.begin(), experts_.end(), newcomer);
+    Wanted& wanted = wanted_[place - experts_.begin()];
+    if (wanted.slot != nullptr && !has_one_size_) continue;
+    if (victim != kNobody) resident_.remove(layer_, victim);
+    Slot& slot = slots_[layer_][resident_.insert(layer_, newcomer)];
+    if (wanted.slot == nullptr)
+      read_into(slot, layer_, newcomer, true);
+    else
+      slot.trade(*wanted.slot);
+    wanted.slot = &slot;
+  }
+}
+
+// Takes what the other holds, and gives it this one's memory.
+void HostSlots::Slot::trade(Slot& other) {
+  std::swap(memory, other.memory);
+  layer = std::exchange(other.layer, -1);
+  expert = other.expert;
+  read.file = other.read.file;
+  read.from = other.read.from;
+  read.bytes = other.read.bytes;
+  read.skipped = other.read.skipped;
+  read.wanted = other.read.wanted;
+  read.to = other.read.to;
+  read.sum = other.read.sum;
+  read.state.store(other.read.state);
+}
+
+void HostSlots::read_into(Slot& slot, std::int32_t layer, std::int32_t expert, bool is_demand) {
+  const Layer& of = layers_[layer];
+  const std::int64_t at = of.first + expert * of.stride, from = at / kDiskPage * kDiskPage;
+  slot.layer = layer;
+  slot.expert = expert;
+  DiskRead& read = slot.read;
+  read.file = &files_[layer];
+  read.from = from;
+  read.skipped = at - from;
+  read.wanted = of.expert_bytes;
+  read.bytes = whole_pages(at - from + of.expert_bytes);
+  read.to = slot.memory;
+  read.sum = of.sums.empty() ? nullptr : &of.sums[expert];
+  counts_.read_bytes += read.bytes;
+  readers_.ask(read, is_demand);
+}
+
+HostSlots::Slot* HostSlots::free_transit() {
+  for (Slot& slot : transit_) {
+    if (slot.layer >= 0 && slot.layer != layer_ && slot.layer != layer_ + 1 && slot.read.has_ended())
+      slot.layer = -1;
+    if (slot.layer < 0) return &slot;
+  }
+  return nullptr;
+}
+
+// Reads what has no slot as far as transit slots are free; of a prompt, the next layer's then.
+void HostSlots::use_transit_slots() {
+  for (std::size_t i = 0; i < wanted_.size(); ++i) {
+    if (wanted_[i].slot != nullptr || wanted_[i].is_done) continue;
+    Slot* slot = free_transit();
+    if (slot == nullptr) return;
+    wanted_[i].slot = slot;
+    read_into(*slot, layer_, experts_[i], true);
+  }
+  const std::int32_t next = layer_ + 1;
+  if (!is_prompt_ || next >= static_cast<std::int32_t>(layers_.size())) return;
+  for (; ahead_ < layers_[next].num_experts; ++ahead_) {
+    if (find(next, ahead_) != nullptr) continue;
+    const bool has_room = !resident_.free[next].empty();
+    Slot* slot = has_room ? &slots_[next][resident_.insert(next, ahead_)] : free_transit();
+    if (slot == nullptr) return;
+    read_into(*slot, next, ahead_, false);
+  }
+}
+
+void HostSlots::release_handed_out() {
+  for (Wanted& one : wanted_) {
+    if (!one.is_handed_out || one.is_done) continue;
+    one.is_done = true;
+    if (is_transit(*one.slot)) one.slot->layer = -1;
+    one.slot = nullptr;
+  }
+}
+
+std::span<const HostSlots::Arrived> HostSlots::next() {
+  release_handed_out();
+  arrived_.clear();
+  while (true) {
+    use_transit_slots();
+    const std::uint32_t seen = readers_.ended();
+    bool is_all = true;
+    for (std::size_t i = 0; i < wanted_.size(); ++i) {
+      Wanted& one = wanted_[i];
+      if (one.is_done || one.is_handed_out) continue;
+      is_all = false;
+      if (one.slot == nullptr || !one.slot->read.has_ended()) continue;
+      if (one.slot->read.state == DiskRead::State::kFailed) throw DiskError(one.slot->read.why());
+      one.is_handed_out = true;
+      arrived_.push_back({static_cast<std::int64_t>(i), one.slot->read.data()});
+    }
+    if (is_all || !arrived_.empty()) return arrived_;
+    learn();
+    const auto begin = std::chrono::steady_clock::now();
+    const bool has_come = readers_.wait(seen, patience_);
+    counts_.waited_seconds +=
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    if (!has_come)
+      throw DiskError(layers_[layer_].path + " gave no expert for " +
+                      std::to_string(static_cast<std::int64_t>(patience_)) +
+                      " seconds; check the disk, and ask again");
+  }
+}
+
+void HostSlots::end() noexcept {
+  release_handed_out();
+  // After an error: what is still being read stays until it has come, and is nobody's then.
+  for (Wanted& one : wanted_) {
+    if (one.slot != nullptr && is_transit(*one.slot) && one.slot->read.has_ended())
+      one.slot->layer = -1;
+  }
+  wanted_.clear();
+  learn();
+}
+
+void HostSlots::learn() {
+  if (!has_learned_) layers_[layer_].table->learn();
+  has_learned_ = true;
+}
+
+}  // namespace tandem

@@ -1,0 +1,104 @@
+// The experts of a model that is larger than the memory: each layer has slots in memory, the rest is
+// read from the disk when it is asked for. A cache as that on a GPU, with the same eviction; here
+// every active expert has to come. What eviction does not admit, and what does not fit at once, passes
+// through transit slots that all layers share.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "coordinator/step_policy.hpp"
+#include "disk/reader_pool.hpp"
+#include "expert_source.hpp"
+#include "policy_tables.hpp"
+
+namespace tandem {
+
+class HostSlots final : public ExpertSource {
+ public:
+  struct Layer {
+    std::string path;
+    std::int64_t first, stride, expert_bytes;  // in the file: expert e is at first + e * stride
+    std::int32_t num_experts;
+    std::vector<std::uint32_t> sums;  // CRC-32C by expert; none: unknown
+    std::uint8_t* memory;             // num_slots * slot_bytes, from a page's begin on
+    std::int64_t num_slots;
+    SuccessorTable* table;  // outlives this; null: the least recently used goes
+
+    std::int64_t slot_bytes() const;
+  };
+  struct Options {
+    std::uint8_t* transit;  // slots that hold the largest layer's experts
+    std::int64_t num_transit, transit_bytes;
+    int num_readers;
+    std::int64_t piece_bytes;
+    double patience;  // seconds without a byte until a use fails
+  };
+  struct Counts {
+    std::int64_t hits = 0, misses = 0, ahead = 0, read_bytes = 0;  // ahead: of the hits
+    double waited_seconds = 0.0;
+  };
+
+  // Throws std::runtime_error for files that are not there or too short.
+  HostSlots(std::vector<Layer> layers, const Options& options);
+
+  void begin(const ExpertUse& use) override;
+  std::span<const Arrived> next() override;
+  void end() noexcept override;
+
+  const Counts& counts() const { return counts_; }
+  bool is_direct() const;
+  bool has(std::int32_t layer, std::int64_t num_experts) const {
+    return layer >= 0 && layer < resident_.num_layers && layers_[layer].num_experts == num_experts;
+  }
+  // Experts of a layer that are in memory, ascending.
+  Ids resident(std::int32_t layer) const;
+  ReaderPool& readers() { return readers_; }
+
+ private:
+  struct Slot {
+    DiskRead read;
+    std::uint8_t* memory = nullptr;
+    std::int32_t layer = -1, expert = -1;  // -1: nothing
+
+    void trade(Slot& other);
+  };
+  struct Wanted {
+    Slot* slot = nullptr;  // null: waits for a transit slot
+    bool is_handed_out = false, is_done = false;
+  };
+
+  void settle(std::int32_t layer);
+  Scores note(const ExpertUse& use);
+  Slot* find(std::int32_t layer, std::int32_t expert);
+  bool is_transit(const Slot& slot) const;
+  void admit_absent(const Scores& worth, Ids absent);
+  void read_into(Slot& slot, std::int32_t layer, std::int32_t expert, bool is_demand);
+  void use_transit_slots();
+  Slot* free_transit();
+  void release_handed_out();
+  void learn();
+
+  std::vector<Layer> layers_;
+  std::vector<ExpertFile> files_;
+  Resident resident_;
+  std::vector<std::deque<Slot>> slots_;  // by layer
+  std::deque<Slot> transit_;
+  std::vector<Scores> last_use_;  // by layer and expert: number of the step, without a table
+  std::uint32_t step_ = 0;
+  std::int32_t layer_ = -1;  // of the present use, or the last one
+  bool is_prompt_ = false, has_learned_ = true;
+  std::int32_t batch_ = 1, ahead_ = 0;  // tokens of a decode step; next expert to read ahead
+  Ids experts_, above_;
+  std::vector<Wanted> wanted_;  // by place
+  std::vector<Arrived> arrived_;
+  bool has_one_size_ = true;  // of all slots: their memory can be traded
+  double patience_;
+  Counts counts_;
+  ReaderPool readers_;  // goes first, and with it what writes into slots
+};
+
+}  // namespace tandem

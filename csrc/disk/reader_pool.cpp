@@ -1,0 +1,184 @@
+#include "disk/reader_pool.hpp"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "crc32c.hpp"
+
+namespace tandem {
+namespace {
+
+// A thread that waits looks for so long before it sleeps: a piece of a read takes longer.
+constexpr std::chrono::microseconds kLookOut{50};
+
+int open_direct([[maybe_unused]] const char* path) {
+#if defined(O_DIRECT)
+  return ::open(path, O_RDONLY | O_CLOEXEC | O_DIRECT);
+#else
+  errno = EINVAL;
+  return -1;
+#endif
+}
+
+}  // namespace
+
+ExpertFile::ExpertFile(const std::string& path)
+    : path_(path), descriptor_(open_direct(path.c_str())), is_direct_(descriptor_ >= 0), bytes_(0) {
+  if (descriptor_ < 0 && errno == EINVAL) descriptor_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  struct stat found {};
+  if (descriptor_ < 0 || ::fstat(descriptor_, &found) != 0)
+    throw std::runtime_error(path + " cannot be opened (" + std::strerror(errno) +
+                             "); expected a packed model's file: put it back and load again");
+  bytes_ = found.st_size;
+}
+
+ExpertFile::~ExpertFile() {
+  if (descriptor_ >= 0) ::close(descriptor_);
+}
+
+ExpertFile::ExpertFile(ExpertFile&& other) noexcept
+    : path_(std::move(other.path_)),
+      descriptor_(std::exchange(other.descriptor_, -1)),
+      is_direct_(other.is_direct_),
+      bytes_(other.bytes_) {}
+
+std::int64_t ExpertFile::read(std::int64_t from, std::int64_t bytes, std::uint8_t* to) const {
+  std::int64_t done = 0;
+  while (done < bytes) {
+    const ssize_t count = ::pread(descriptor_, to + done, bytes - done, from + done);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) return -errno;
+    if (count == 0) break;  // the end of the file
+    done += count;
+    if (is_direct_ && done % kDiskPage != 0) break;  // likewise: no unbuffered read begins there
+  }
+#if defined(POSIX_FADV_DONTNEED)
+  if (!is_direct_) ::posix_fadvise(descriptor_, from, bytes, POSIX_FADV_DONTNEED);
+#endif
+  return done;
+}
+
+std::string DiskRead::why() const {
+  const int found = error.load(std::memory_order_relaxed);
+  const std::string where = file->path() + ", byte " + std::to_string(from + skipped);
+  if (found == kCut)
+    return where + ": the file ends before " + std::to_string(wanted) +
+           " bytes of an expert; it was cut or replaced while it was in use: copy it again, or pack "
+           "the model again";
+  if (found == kDamaged)
+    return where + ": an expert has other bytes than were written (its CRC-32C differs); the disk or "
+                   "a copy has damaged them: copy the file again, or pack the model again";
+  return where + ": an expert cannot be read (" + std::strerror(found) +
+         "); check the disk, and load the model again";
+}
+
+ReaderPool::ReaderPool(int num_readers, std::int64_t piece_bytes)
+    : piece_bytes_(std::max(kDiskPage, piece_bytes / kDiskPage * kDiskPage)) {
+  for (int i = 0; i < std::max(1, num_readers); ++i) readers_.emplace_back([this] { work(); });
+}
+
+ReaderPool::~ReaderPool() {
+  {
+    const std::lock_guard lock(mutex_);
+    is_closing_ = true;
+    demanded_.clear();
+    ahead_.clear();
+  }
+  is_asked_.notify_all();
+  for (std::thread& reader : readers_) reader.join();
+}
+
+void ReaderPool::ask(DiskRead& read, bool is_demand) {
+  const std::int64_t count = (read.bytes + piece_bytes_ - 1) / piece_bytes_;
+  read.error.store(0, std::memory_order_relaxed);
+  read.left.store(count, std::memory_order_relaxed);
+  read.state.store(DiskRead::State::kUnderWay, std::memory_order_release);
+  {
+    const std::lock_guard lock(mutex_);
+    std::deque<Piece>& queue = is_demand ? demanded_ : ahead_;
+    for (std::int64_t at = 0; at < read.bytes; at += piece_bytes_)
+      queue.push_back({&read, at, std::min(piece_bytes_, read.bytes - at)});
+  }
+  count > 1 ? is_asked_.notify_all() : is_asked_.notify_one();
+}
+
+void ReaderPool::demand(DiskRead& read) {
+  const std::lock_guard lock(mutex_);
+  const auto is_other = [&](const Piece& piece) { return piece.read != &read; };
+  const auto first = std::stable_partition(ahead_.begin(), ahead_.end(), is_other);
+  demanded_.insert(demanded_.end(), first, ahead_.end());
+  ahead_.erase(first, ahead_.end());
+}
+
+bool ReaderPool::wait(std::uint32_t seen, double seconds) {
+  const auto begin = std::chrono::steady_clock::now();
+  while (std::chrono::steady_clock::now() - begin < kLookOut)
+    if (ended() != seen) return true;
+  std::unique_lock lock(ended_mutex_);
+  return has_ended_.wait_for(lock, std::chrono::duration<double>(seconds),
+                             [&] { return ended() != seen; });
+}
+
+void ReaderPool::fail(int error, std::int64_t every, double delay_seconds) {
+  fault_delay_ = delay_seconds;
+  fault_ = error;
+  fault_every_ = every;
+}
+
+void ReaderPool::work() {
+  while (true) {
+    Piece piece{};
+    {
+      std::unique_lock lock(mutex_);
+      is_asked_.wait(lock, [&] { return is_closing_ || !demanded_.empty() || !ahead_.empty(); });
+      if (is_closing_) return;
+      std::deque<Piece>& queue = demanded_.empty() ? ahead_ : demanded_;
+      piece = queue.front();
+      queue.pop_front();
+    }
+    do_piece(piece);
+  }
+}
+
+void ReaderPool::do_piece(const Piece& piece) {
+  DiskRead& read = *piece.read;
+  std::int64_t found = read.file->read(read.from + piece.from, piece.bytes, read.to + piece.from);
+  const std::int64_t every = fault_every_.load(std::memory_order_relaxed);
+  if (every > 0 && ++num_pieces_ % every == 0) {
+    const int fault = fault_;
+    std::this_thread::sleep_for(std::chrono::duration<double>(fault_delay_.load()));
+    if (fault == DiskRead::kCut) found = 0;
+    if (fault == DiskRead::kDamaged) read.to[piece.from + piece.bytes / 2] ^= 1;
+    if (fault > 0) found = -fault;
+  }
+  // Past the end of the file nothing comes, and nothing there is wanted.
+  const std::int64_t needed = std::min(piece.bytes, read.skipped + read.wanted - piece.from);
+  if (found < needed)
+    read.error.store(found < 0 ? static_cast<int>(-found) : DiskRead::kCut,
+                     std::memory_order_relaxed);
+  if (read.left.fetch_sub(1, std::memory_order_acq_rel) == 1) end(read);
+}
+
+void ReaderPool::end(DiskRead& read) {
+  if (read.error.load(std::memory_order_relaxed) == 0 && read.sum != nullptr &&
+      crc32c(read.data(), read.wanted) != *read.sum)
+    read.error.store(DiskRead::kDamaged, std::memory_order_relaxed);
+  const bool is_good = read.error.load(std::memory_order_relaxed) == 0;
+  read.state.store(is_good ? DiskRead::State::kDone : DiskRead::State::kFailed,
+                   std::memory_order_release);
+  {
+    const std::lock_guard lock(ended_mutex_);
+    ended_.fetch_add(1, std::memory_order_acq_rel);
+  }
+  has_ended_.notify_all();
+}
+
+}  // namespace tandem

@@ -1,0 +1,133 @@
+"""Slots in host memory of a model whose experts lie on the disk, and how much of it there is.
+
+Each layer keeps the same share of its experts in memory; the others are read when they are wanted
+(`csrc/disk`). The packed files stay mapped as well, for what reads an expert once in a while.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import CapacityError, ModelError
+from tandem.core.units import format_bytes
+from tandem.experts.cache.policy_tables import next_use_tables
+from tandem.experts.store.packed_layer import PackedLayer
+from tandem.kernels import _native
+from tandem.kernels.memory import allocate_buffers
+from tandem.policy.plan import Geometry
+
+# So many reads are under way at once, in such pieces: a disk of 2 GB/s gives its rate from 4 MB on.
+_READERS = 8
+_PIECE_BYTES = 512 << 10
+# Experts of any layer that pass through: what is not admitted, and a prompt's next layer.
+_TRANSIT_SLOTS = 32
+# Without a byte for so long a request fails; the disk may wake up from its sleep.
+_PATIENCE_SECONDS = 60.0
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlace:
+    """Where a layer's experts lie in a file: expert e at byte `first` + e * `stride`."""
+
+    file: Path
+    first: int
+    stride: int
+    sums: tuple[int, ...] = ()
+    """CRC-32C of each expert's bytes; empty where the file's maker left them out."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStatistics:
+    """What the slots of a model have done so far."""
+
+    hits: int
+    misses: int
+    read_bytes: int
+    waited_seconds: float
+
+
+class HostSlots:
+    """Slots in memory for the experts of some layers that lie on the disk."""
+
+    def __init__(
+        self,
+        layers: Sequence[PackedLayer],
+        places: Sequence[ExpertPlace],
+        memory_bytes: int,
+        *,
+        eviction: str,
+        top_k: int,
+    ) -> None:
+        """Take at most `memory_bytes`; raises `CapacityError` if no expert of a layer fits."""
+        sizes = [
+            _native.slot_bytes(place.first, place.stride, layer.layout.num_bytes)
+            for layer, place in zip(layers, places, strict=True)
+        ]
+        counts = [layer.arrivals.num_experts for layer in layers]
+        num_transit = min(_TRANSIT_SLOTS, *counts)
+        all_bytes = sum(size * count for size, count in zip(sizes, counts, strict=True))
+        room = memory_bytes - num_transit * max(sizes)
+        if room < 0:
+            raise CapacityError(
+                f"{format_bytes(memory_bytes)} of memory are there for experts on the disk, and "
+                f"{format_bytes(num_transit * max(sizes))} are the least; free memory, or give "
+                "more as expert_memory"
+            )
+        self.share = min(1.0, room / all_bytes)
+        """Of each layer's experts that memory holds."""
+        self.num_slots = [int(count * self.share) for count in counts]
+        self.slot_bytes = max(sizes)
+        self.has_sums = all(place.sums for place in places)
+        """Whether damaged bytes are found."""
+        self._transit = _page_aligned(num_transit, max(sizes))
+        self._memory = list(map(_page_aligned, self.num_slots, sizes))
+        self.num_bytes = sum(memory.nbytes for memory in (*self._memory, self._transit))
+        self._tables = _tables(eviction, counts, top_k)
+        entries = [
+            _native.SlotLayer(
+                str(place.file), place.first, place.stride, layer.layout.num_bytes, place.sums,
+                layer.arrivals.num_experts, memory, table,
+            )
+            for layer, place, memory, table in zip(
+                layers, places, self._memory, self._tables, strict=True
+            )
+        ]  # fmt: skip
+        try:
+            self.native = _native.HostSlots(
+                entries, self._transit, _READERS, _PIECE_BYTES, _PATIENCE_SECONDS
+            )
+        except RuntimeError as error:
+            raise ModelError(str(error)) from None
+        for number, layer in enumerate(layers):
+            layer.slots = (self.native, number)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether reads pass by the system's page cache."""
+        return self.native.is_direct()
+
+    def statistics(self) -> SlotStatistics:
+        """Return what has been read and found since the load."""
+        counts = self.native.counts()
+        return SlotStatistics(counts.hits, counts.misses, counts.read_bytes, counts.waited_seconds)
+
+
+def _tables(
+    eviction: str, counts: Sequence[int], top_k: int
+) -> Sequence[_native.SuccessorTable | None]:
+    """Return what the eviction learns in, by layer; None: the least recently used leaves."""
+    if eviction == "lru" or len(set(counts)) > 1:
+        return [None] * len(counts)
+    return next_use_tables(Geometry(len(counts), counts[0], top_k))
+
+
+def _page_aligned(num_slots: int, slot_bytes: int) -> Tensor:
+    memory = allocate_buffers(1, num_slots * slot_bytes + _PAGE_BYTES)[0]
+    first = -memory.data_ptr() % _PAGE_BYTES
+    size = num_slots * slot_bytes
+    with torch.inference_mode(False):
+        return memory[first : first + size].view(num_slots, slot_bytes)

@@ -1,0 +1,193 @@
+"""Experts on the disk give the bits that experts in memory give; a failed read is a sentence."""
+
+import errno
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tandem
+from tandem.core.errors import CapacityError, ConfigError, ModelError
+from tandem.experts.cache.host_slots import HostSlots
+from tests.architectures import VOCABULARY
+from tests.hf.tiny import save_tiny_checkpoint
+from tests.inside import runtime_in
+
+EXPERTS, TOP_K, LAYERS = 16, 4, 3
+CUT, DAMAGED = -1, -2  # of a read, as csrc/disk/reader_pool.hpp numbers them
+PROMPTS = {"one token": 1, "a step": 7, "a prompt": 60}
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model in packed form: 16 experts, 4 for each token."""
+    folder = tmp_path_factory.mktemp("disk")
+    plain = save_tiny_checkpoint(
+        folder / "plain", "qwen3_moe", num_experts=EXPERTS, num_experts_per_tok=TOP_K,
+        num_hidden_layers=LAYERS,
+    )  # fmt: skip
+    return tandem.save(tandem.load(plain, expert_dtype="int8"), folder / "packed")
+
+
+@pytest.fixture(scope="module")
+def in_memory(packed: Path) -> Any:
+    return tandem.load(packed)
+
+
+def slots_of(model: Any) -> HostSlots:
+    slots = runtime_in(model).host_slots
+    assert isinstance(slots, HostSlots)
+    return slots
+
+
+def with_share(packed: Path, share: float, **options: Any) -> Any:
+    """Load the model with slots for a share of its experts."""
+    least = slots_of(tandem.load(packed, expert_memory="1GB"))
+    transit = least.num_bytes - sum(least.num_slots) * least.slot_bytes
+    size = transit + int(share * LAYERS * EXPERTS * least.slot_bytes) + LAYERS
+    return tandem.load(packed, expert_memory=str(size), **options)
+
+
+def ids(count: int, seed: int = 3) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randint(4, VOCABULARY, (1, count), generator=random)
+
+
+@pytest.mark.parametrize("count", PROMPTS.values(), ids=PROMPTS)
+@pytest.mark.parametrize("eviction", ["successor", "lru"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_a_forward_pass_has_the_bits_of_memory(
+    packed: Path, in_memory: Any, share: float, eviction: str, count: int
+) -> None:
+    model = with_share(packed, share, eviction=eviction)
+    with torch.inference_mode():
+        for seed in range(3):
+            found, expected = (m(ids(count, seed)).logits for m in (model, in_memory))
+            assert torch.equal(found, expected)
+    statistics = slots_of(model).statistics()
+    assert slots_of(model).num_slots == [int(EXPERTS * share)] * LAYERS
+    assert statistics.misses > 0
+    assert statistics.read_bytes > 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_recorded_steps_of_several_sequences_have_the_tokens_of_memory(
+    packed: Path, in_memory: Any, share: float
+) -> None:
+    model = with_share(packed, share)
+    prompts = [ids(count, count)[0].tolist() for count in (3, 20, 45)]
+    found, expected = (
+        tandem.Generator(m).generate(prompts, max_new_tokens=20) for m in (model, in_memory)
+    )
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+
+
+def test_what_stays_in_memory_is_found_there(packed: Path) -> None:
+    model = with_share(packed, 1.0)
+    with torch.inference_mode():
+        for _ in range(2):
+            model(ids(200))
+        before = slots_of(model).statistics()
+        model(ids(200))
+        after = slots_of(model).statistics()
+    assert (after.misses, after.read_bytes) == (before.misses, before.read_bytes)
+    assert after.hits > before.hits
+
+
+def test_a_prompt_reads_the_next_layer_ahead(packed: Path) -> None:
+    model = with_share(packed, 0.5)
+    with torch.inference_mode():
+        model(ids(100))
+    slots = slots_of(model)
+    assert slots.native.counts().ahead > 0
+    assert all(len(slots.native.resident(layer)) == EXPERTS // 2 for layer in range(LAYERS))
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(CUT, "ends before"), (DAMAGED, "other bytes"), (errno.EIO, "Input/output error")],
+)
+def test_a_failed_read_is_a_sentence_and_the_next_request_is_right(
+    packed: Path, in_memory: Any, error: int, said: str
+) -> None:
+    model = with_share(packed, 0.3)
+    if error == DAMAGED and not slots_of(model).has_sums:
+        pytest.skip("the file has no checksums")
+    with torch.inference_mode():
+        slots_of(model).native.fail(error, 2, 0.0)
+        with pytest.raises(ModelError, match=said):
+            model(ids(40))
+        slots_of(model).native.fail(0, 0, 0.0)
+        assert torch.equal(model(ids(40)).logits, in_memory(ids(40)).logits)
+
+
+def test_slow_reads_change_no_bit(packed: Path, in_memory: Any) -> None:
+    model = with_share(packed, 0.3)
+    slots_of(model).native.fail(0, 3, 0.01)
+    with torch.inference_mode():
+        assert torch.equal(model(ids(20)).logits, in_memory(ids(20)).logits)
+
+
+def test_a_file_cut_while_it_is_in_use_is_a_sentence(packed: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(packed, tmp_path / "copy")
+    model = with_share(copy, 0.0)
+    file = copy / "tandem-experts-00001.safetensors"
+    with file.open("rb+") as stream:
+        stream.truncate(file.stat().st_size // 2)
+    with torch.inference_mode(), pytest.raises(ModelError, match="ends before"):
+        model(ids(60))
+
+
+def test_a_file_that_was_deleted_is_read_to_the_end(
+    packed: Path, in_memory: Any, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(packed, tmp_path / "copy")
+    model = with_share(copy, 0.3)
+    shutil.rmtree(copy)
+    with torch.inference_mode():
+        assert torch.equal(model(ids(60)).logits, in_memory(ids(60)).logits)
+
+
+def test_too_little_memory_says_the_least(packed: Path) -> None:
+    with pytest.raises(CapacityError, match="are the least"):
+        tandem.load(packed, expert_memory="20KB")
+
+
+@pytest.mark.parametrize("device", ["emulated", "cuda"])
+def test_a_device_refuses_slots_in_memory(packed: Path, device: str) -> None:
+    with pytest.raises(ConfigError, match="device cpu alone"):
+        tandem.load(packed, device=device, expert_memory="1GB")
+
+
+def test_a_model_that_does_not_fit_gets_slots_by_itself(
+    packed: Path, in_memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("packed_reading", "disk_tier"):
+        monkeypatch.setattr(f"tandem.hf.{module}.available_bytes", lambda: 800_000)
+    monkeypatch.setattr("tandem.hf.disk_tier._RESERVED_BYTES", 0)
+    with pytest.warns(UserWarning, match="stay in memory"):
+        model = tandem.load(packed)
+    assert 0 < slots_of(model).share < 1
+    with torch.inference_mode():
+        assert torch.equal(model(ids(60)).logits, in_memory(ids(60)).logits)
+
+
+def test_what_fits_is_as_it_was(packed: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert runtime_in(tandem.load(packed)).host_slots is None
+
+
+def test_closing_ends_the_readers(packed: Path) -> None:
+    model = with_share(packed, 0.3)
+    runtime = runtime_in(model)
+    with torch.inference_mode():
+        model(ids(10))
+    before = len(list(Path("/proc/self/task").iterdir()))
+    runtime.close()
+    del model, runtime
+    assert len(list(Path("/proc/self/task").iterdir())) < before
