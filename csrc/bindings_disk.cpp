@@ -68,9 +68,11 @@ void translate(const std::exception_ptr& error, void*) {
 
 void bind_disk(nb::module_& m) {
   nb::register_exception_translator(translate);
-  m.def("slot_bytes", [](std::int64_t first, std::int64_t stride, std::int64_t expert_bytes) {
+  m.def("slot_bytes", [](std::int64_t first, std::int64_t stride, std::int64_t expert_bytes,
+                         bool has_sums) {
     Layer layer{};
     layer.first = first, layer.stride = stride, layer.expert_bytes = expert_bytes;
+    layer.sums.resize(has_sums ? 1 : 0);
     return layer.slot_bytes();
   });
   nb::class_<Layer>(m, "SlotLayer")

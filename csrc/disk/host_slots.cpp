@@ -24,7 +24,7 @@ constexpr std::int64_t whole_pages(std::int64_t bytes) {
 
 std::int64_t HostSlots::Layer::slot_bytes() const {
   const bool is_aligned = first % kDiskPage == 0 && stride % kDiskPage == 0;
-  return whole_pages(expert_bytes) + (is_aligned ? 0 : kDiskPage);
+  return whole_pages(sums.empty() ? expert_bytes : stride) + (is_aligned ? 0 : kDiskPage);
 }
 
 HostSlots::HostSlots(std::vector<Layer> layers, const Options& options)
@@ -199,8 +199,9 @@ void HostSlots::read_into(Slot& slot, std::int32_t layer, std::int32_t expert, b
   read.file = &files_[layer];
   read.from = from;
   read.skipped = at - from;
-  read.wanted = of.expert_bytes;
-  read.bytes = whole_pages(at - from + of.expert_bytes);
+  // A sum is that of all bytes up to the next expert.
+  read.wanted = of.sums.empty() ? of.expert_bytes : of.stride;
+  read.bytes = whole_pages(at - from + read.wanted);
   read.to = slot.memory;
   read.sum = of.sums.empty() ? nullptr : &of.sums[expert];
   counts_.read_bytes += read.bytes;

@@ -23,7 +23,8 @@ class HostSlots final : public ExpertSource {
     std::string path;
     std::int64_t first, stride, expert_bytes;  // in the file: expert e is at first + e * stride
     std::int32_t num_experts;
-    std::vector<std::uint32_t> sums;  // CRC-32C by expert; none: unknown
+    // CRC-32C by expert of all bytes up to the next one; none: unknown.
+    std::vector<std::uint32_t> sums;
     std::uint8_t* memory;             // num_slots * slot_bytes, from a page's begin on
     std::int64_t num_slots;
     SuccessorTable* table;  // outlives this; null: the least recently used goes

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import tandem
 from tandem.core.errors import CapacityError, ConfigError, ModelError
@@ -191,3 +192,16 @@ def test_closing_ends_the_readers(packed: Path) -> None:
     runtime.close()
     del model, runtime
     assert len(list(Path("/proc/self/task").iterdir())) < before
+
+
+def test_from_pretrained_of_a_packed_model_takes_slots_too(
+    packed: Path, in_memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("packed_reading", "disk_tier"):
+        monkeypatch.setattr(f"tandem.hf.{module}.available_bytes", lambda: 800_000)
+    monkeypatch.setattr("tandem.hf.disk_tier._RESERVED_BYTES", 0)
+    with pytest.warns(UserWarning, match="stay in memory"):
+        model = AutoModelForCausalLM.from_pretrained(packed)
+    assert 0 < slots_of(model).share < 1
+    with torch.inference_mode():
+        assert torch.equal(model(ids(60)).logits, in_memory(ids(60)).logits)

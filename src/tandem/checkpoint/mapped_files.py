@@ -56,19 +56,35 @@ def find_mapped() -> Callable[[Tensor], bool]:
     return lambda tensor: _is_inside(tensor.data_ptr(), ranges)
 
 
+def places_of(tensors: Sequence[Tensor]) -> list[tuple[Path, int]] | None:
+    """Return the file behind each tensor, and its first byte there; None if one has no file."""
+    files, found = sorted(_mapped_files()), []
+    for tensor in tensors:
+        address = tensor.data_ptr()
+        place = bisect_right(files, (address, 1 << 64, 0, "")) - 1
+        if place < 0 or address >= files[place][1]:
+            return None
+        first, _, offset, name = files[place]
+        found.append((Path(name), offset + address - first))
+    return found
+
+
 def _mapped_ranges() -> list[tuple[int, int]]:
     """Return (first, last + 1) addresses of this process's mapped checkpoint files, in order."""
+    return sorted((first, end) for first, end, _, _ in _mapped_files())
+
+
+def _mapped_files() -> Iterator[tuple[int, int, int, str]]:
+    """Yield a mapped checkpoint file's (first, last + 1) addresses, first byte and name."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:  # not Linux
-        return []
-    found = []
+        return
     for line in lines:
-        addresses, *_, name = line.split(maxsplit=5)
+        addresses, _, offset, *_, name = line.split(maxsplit=5)
         if name.endswith(_SUFFIXES):
             first, _, end = addresses.partition("-")
-            found.append((int(first, 16), int(end, 16)))
-    return sorted(found)
+            yield int(first, 16), int(end, 16), int(offset, 16), name
 
 
 def _is_inside(address: int, ranges: list[tuple[int, int]]) -> bool:

@@ -1,15 +1,18 @@
 """Gives a packed model whose experts lie on the disk slots in memory for a part of them."""
 
 import warnings
+from collections.abc import Sequence
+from pathlib import Path
 
-from tandem.checkpoint.packed import packed_name
+from tandem.checkpoint.json_files import read_json
+from tandem.checkpoint.mapped_files import places_of
+from tandem.checkpoint.packed import EXPERT_SUMS_KEY, INDEX_FILE, packed_name
 from tandem.core.errors import TandemWarning
 from tandem.core.units import format_bytes
 from tandem.experts.cache.host_slots import ExpertPlace, HostSlots
 from tandem.experts.store.host_memory import available_bytes
 from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
 from tandem.foreign_types import PreTrainedModel
-from tandem.hf.checkpoint import Checkpoint
 from tandem.hf.config import OffloadConfig
 from tandem.hf.runtime import require_runtime
 
@@ -20,42 +23,59 @@ _RESERVED_SHARE = 0.06
 _USUAL_TOP_K = 8
 
 
-def slots_over(checkpoint: Checkpoint, model: PreTrainedModel, options: OffloadConfig) -> bool:
+def slots_over(model: PreTrainedModel, options: OffloadConfig) -> bool:
     """Let a model's packed experts come from the disk into slots in memory; tells whether it could.
 
-    Some layers may be plain: those stay mapped files. Raises `CapacityError` for too little memory.
+    It cannot where a layer is plain, or lies in no mapped file. Raises `CapacityError` for too
+    little memory.
     """
     runtime = require_runtime(model)
     layers = [layer for layer in runtime.store if isinstance(layer, PackedLayer)]
-    if len(layers) < len(runtime.store):
+    places = _places(layers) if len(layers) == len(runtime.store) else None
+    if places is None:
         return False
     free, memory = available_bytes(), options.expert_memory_bytes
     if memory is None:
         memory = max(0, free - max(_RESERVED_BYTES, int(_RESERVED_SHARE * free)))
     top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or _USUAL_TOP_K
-    slots = HostSlots(
-        layers, [_place(checkpoint, layer) for layer in layers], memory,
-        eviction=options.eviction, top_k=top_k,
-    )  # fmt: skip
+    slots = HostSlots(layers, places, memory, eviction=options.eviction, top_k=top_k)
     runtime.host_slots = slots
+    where = places[0].file.parent
     if options.expert_memory_bytes is None:
-        warnings.warn(
-            f"{checkpoint.directory} has {format_bytes(runtime.store.num_bytes)} of experts and "
+        _warn(
+            f"{where} has {format_bytes(runtime.store.num_bytes)} of experts and "
             f"{format_bytes(free)} of memory are free: {slots.share:.0%} of them stay in memory, "
-            "the others are read from the disk when they are wanted",
-            TandemWarning,
-            stacklevel=5,
+            "the others are read from the disk when they are wanted"
         )
     if not slots.is_direct:
-        warnings.warn(
-            f"the file system of {checkpoint.directory} takes no unbuffered reads: experts from "
-            "it take twice the memory for a moment; put the model on a local disk",
-            TandemWarning,
-            stacklevel=5,
+        _warn(
+            f"the file system of {where} takes no unbuffered reads: experts from it take twice "
+            "their memory for a moment; put the model on a local disk"
         )
     return True
 
 
-def _place(checkpoint: Checkpoint, layer: PackedLayer) -> ExpertPlace:
-    entry = checkpoint.files.entries[f"{layer.arrivals.name}.{packed_name(STORED_NAME)}"]
-    return ExpertPlace(entry.file, entry.first, entry.num_bytes // entry.shape[0])
+def _places(layers: Sequence[PackedLayer]) -> list[ExpertPlace] | None:
+    """Return where the layers' experts lie; None if one is in no mapped file."""
+    found = places_of([layer.buffers for layer in layers])
+    if found is None:
+        return None
+    sums = _sums(found[0][0].parent)
+    return [
+        ExpertPlace(
+            file, first, layer.buffers.stride(0),
+            sums.get(f"{layer.arrivals.name}.{packed_name(STORED_NAME)}", ()),
+        )
+        for layer, (file, first) in zip(layers, found, strict=True)
+    ]  # fmt: skip
+
+
+def _sums(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Return the checksums of experts that a packed model's index has, by tensor."""
+    metadata = read_json(directory, INDEX_FILE).get("metadata")
+    found = metadata.get(EXPERT_SUMS_KEY) if isinstance(metadata, dict) else None
+    return {name: tuple(sums) for name, sums in found.items()} if isinstance(found, dict) else {}
+
+
+def _warn(sentence: str) -> None:
+    warnings.warn(sentence, TandemWarning, stacklevel=6)

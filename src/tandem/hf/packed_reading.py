@@ -52,7 +52,7 @@ def read_packed(
         with _progress(_num_bytes(dense)) as bar:
             read_ahead(dense, bar.update)
         finish_dense_parts(model, assemble)
-        if options.device == "cpu" and slots_over(checkpoint, model, options):
+        if options.device == "cpu" and slots_over(model, options):
             copy_out_of_files(model)  # dense weights that are not packed
             let_go(dense)
             return
@@ -94,14 +94,17 @@ def verify_files(checkpoint: AnyCheckpoint, *, has_progress: bool | None = None)
         return require_checksums(checkpoint.directory, bar.update)
 
 
-def map_packed(model: PreTrainedModel) -> None:
+def map_packed(model: PreTrainedModel, options: OffloadConfig) -> None:
     """Enter the pages of a model that `from_pretrained` has mapped, from the disk if they must.
 
-    Nothing happens where they do not fit into memory.
+    Where they do not fit into memory, experts stay on the disk as in `read_packed`.
     """
     tensors = _mapped_tensors(model)
-    total = sum(tensor.nbytes for tensor in tensors)
-    if total > available_bytes():
+    total, available = sum(tensor.nbytes for tensor in tensors), available_bytes()
+    if options.device == "cpu" and (options.expert_memory_bytes is not None or total > available):
+        copy_out_of_files(model)
+        slots_over(model, options)
+    if total > available:
         return
     with _progress(total) as bar:
         map_ahead(tensors, bar.update)

@@ -242,7 +242,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         assemble(model, runtime, self.quantization_config)
         if self.pre_quantized:
             if not self._job.is_read_afterwards:
-                map_packed(model)
+                map_packed(model, self.quantization_config)
         else:  # what has not been packed
             copy_out_of_files(model)
         return model

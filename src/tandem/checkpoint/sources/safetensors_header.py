@@ -27,8 +27,6 @@ class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
-    first: int
-    """Where its bytes begin in the file."""
 
     @property
     def most_elements(self) -> int:
@@ -71,7 +69,7 @@ def _entries(
     places: list[tuple[int, int, str]] = []
     entries: dict[str, TensorEntry] = {}
     for name, said in header.items():
-        begin, end, entries[name] = _entry(file, name, said, header_bytes)
+        begin, end, entries[name] = _entry(file, name, said)
         places.append((begin, end, name))
     at = 0
     for begin, end, name in sorted(places):
@@ -91,7 +89,7 @@ def _require_metadata(metadata: object) -> None:
         raise DamagedJsonError(f"__metadata__ is {shown(metadata)}, expected texts by name")
 
 
-def _entry(file: Path, name: str, said: object, header_bytes: int) -> tuple[int, int, TensorEntry]:
+def _entry(file: Path, name: str, said: object) -> tuple[int, int, TensorEntry]:
     """Return a tensor's first byte, the one after its last, and what else is said of it."""
     if len(name) > _LONGEST_NAME or not name.isprintable():
         raise DamagedJsonError(f"a tensor is called {shown(name)}")
@@ -117,8 +115,7 @@ def _entry(file: Path, name: str, said: object, header_bytes: int) -> tuple[int,
             f"{name} takes {shown(num_bits // 8)} bytes by its shape {shown(shape)} of {dtype}, "
             f"and {shown(end - begin)} by its data_offsets"
         )
-    entry = TensorEntry(file, dtype, tuple(shape), end - begin, header_bytes + begin)
-    return begin, end, entry
+    return begin, end, TensorEntry(file, dtype, tuple(shape), end - begin)
 
 
 def _are_sizes(value: object) -> TypeGuard[list[int]]:

@@ -37,7 +37,7 @@ class ExpertPlace:
     first: int
     stride: int
     sums: tuple[int, ...] = ()
-    """CRC-32C of each expert's bytes; empty where the file's maker left them out."""
+    """CRC-32C of `stride` bytes from each expert on; empty where the file has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class HostSlots:
     ) -> None:
         """Take at most `memory_bytes`; raises `CapacityError` if no expert of a layer fits."""
         sizes = [
-            _native.slot_bytes(place.first, place.stride, layer.layout.num_bytes)
+            _native.slot_bytes(place.first, place.stride, layer.layout.num_bytes, bool(place.sums))
             for layer, place in zip(layers, places, strict=True)
         ]
         counts = [layer.arrivals.num_experts for layer in layers]
