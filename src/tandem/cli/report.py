@@ -1,10 +1,12 @@
 """What a run did, as one line for people and one JSON object for scripts."""
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
 
 from tandem.core.units import format_bytes
+from tandem.experts.cache.host_slots import SlotStatistics
 from tandem.experts.store.host_memory import peak_process_bytes, process_bytes
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import ExpertStatistics
@@ -33,7 +35,9 @@ class RunReport:
         from tandem.hf.runtime import require_runtime
 
         self._context_tokens = context_tokens(model)
-        self._executor = require_runtime(model).executor
+        runtime = require_runtime(model)
+        self._executor, self._host_slots = runtime.executor, runtime.host_slots
+        self._disk_before = self._disk_now()
         self._expert_cache = self._executor.cache
         self._device = model.device
         self._experts = ExpertStatistics()
@@ -79,6 +83,8 @@ class RunReport:
         lines = ["[" + " | ".join(parts) + "]"]
         if self._expert_cache is not None:
             lines.append("[" + " | ".join(self._cache_parts()) + "]")
+        if self._host_slots is not None:
+            lines.append("[" + " | ".join(self._disk_parts()) + "]")
         if why := _CUT.get(self._end(answer)):
             told = why.format(tokens=len(answer.token_ids), context=self._context_tokens)
             lines.append(f"[the answer is cut off: {told}]")
@@ -101,6 +107,19 @@ class RunReport:
             f"ahead {cache.prefetch_issued}{useful}",
             f"device {cache.device_share:.0%} of the rows",
             f"busy: cpu {busy['cpu']:.0%}, device {busy['gpu']:.0%}, link {busy['link']:.0%}",
+        ]
+
+    def _disk_now(self) -> SlotStatistics:
+        return self._host_slots.statistics() if self._host_slots else SlotStatistics()
+
+    def _disk_parts(self) -> list[str]:
+        """Return what came from the disk, for people."""
+        disk = self._disk_now().since(self._disk_before)
+        assert self._host_slots is not None
+        return [
+            f"memory holds {self._host_slots.share:.0%} of the experts",
+            f"hits {disk.hit_rate:.0%} ({disk.hits} of {disk.hits + disk.misses})",
+            f"disk {format_bytes(disk.read_bytes)}, waited {disk.waited_seconds:.1f} s",
         ]
 
     @property
@@ -164,6 +183,7 @@ class RunReport:
                 "copies": cache.copies,
                 "fetched_bytes": self._copied_bytes(),
             },
+            "expert_memory": self._disk_json(),
             "prefetch": {"issued": cache.prefetch_issued, "useful": cache.prefetch_useful},
             "device_share_of_rows": cache.device_share,
             "busy": self._busy(),
@@ -174,6 +194,14 @@ class RunReport:
             "memory_bytes": self._memory_bytes(),
             "peak_memory_bytes": self._peak_memory_bytes(),
         }
+
+    def _disk_json(self) -> dict[str, object] | None:
+        """Return what host slots did over the disk; None: all experts are in memory."""
+        if self._host_slots is None:
+            return None
+        disk = self._disk_now().since(self._disk_before)
+        slots = {"bytes": self._host_slots.num_bytes, "share": self._host_slots.share}
+        return slots | dataclasses.asdict(disk) | {"hit_rate": disk.hit_rate}
 
     def _memory_bytes(self) -> dict[str, int]:
         on_gpu = self._device.type == "cuda"

@@ -5,7 +5,7 @@ Each layer keeps the same share of its experts in memory; the others are read wh
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
@@ -44,10 +44,20 @@ class ExpertPlace:
 class SlotStatistics:
     """What the slots of a model have done so far."""
 
-    hits: int
-    misses: int
-    read_bytes: int
-    waited_seconds: float
+    hits: int = 0
+    misses: int = 0
+    read_bytes: int = 0
+    waited_seconds: float = 0.0
+
+    def since(self, before: "SlotStatistics") -> "SlotStatistics":
+        """Return what has come on top."""
+        pairs = zip(astuple(self), astuple(before), strict=True)
+        return SlotStatistics(*(now - then for now, then in pairs))
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the active experts that were in memory."""
+        return self.hits / max(1, self.hits + self.misses)
 
 
 class HostSlots:
