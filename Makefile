@@ -24,7 +24,7 @@ PYTEST := $(BIN)/pytest -n 3 --dist loadgroup $(if $(ISA),--isa $(ISA))
 # that follow.
 WHEEL_PYTHONS ?= $(PYTHON)
 
-.PHONY: test-fast wheel check-wheel check-clang check-commits check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-hostile try-readme
+.PHONY: test-fast wheel check-wheel check-clang check-commits check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
@@ -116,6 +116,9 @@ dry-gpu: setup  ## The GPU's tests and benchmark on their CPU twins, all archite
 	TANDEM_DRY_GPU=1 $(PYTEST) tests/shadow tests/kernels/test_triton_launches.py
 	$(BIN)/python -m benchmarks.gpu --device emulated --layers 2 --vocabulary 512 --formats int4 \
 		--shares 0.5 1.0 --batches 1 --prompt-tokens 8 --new-tokens 3
+
+try-disk: setup  ## All architectures with slots in memory for a part of their experts, against all in memory: minutes
+	TANDEM_ALL_ON_DISK=1 $(PYTEST) tests/disk
 
 GPU_TESTS := tests/shadow $(wildcard tests/*/test_cuda*.py tests/kernels/test_triton*.py) \
 	tests/decode/test_gpu_fusion.py tests/decode/test_graphed_steps.py tests/decode/test_host_embeddings.py \

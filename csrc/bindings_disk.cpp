@@ -40,18 +40,20 @@ void init_layer(Layer* self, std::string path, std::int64_t first, std::int64_t 
   new (self) Layer(std::move(layer));
 }
 
+// Of the transit slots the last `num_held` are for experts that are held.
 void init_slots(HostSlots* self, const std::vector<Layer>& layers, const Tensor& transit,
-                int num_readers, std::int64_t piece_bytes, double patience) {
+                std::int64_t num_held, int num_readers, std::int64_t piece_bytes, double patience) {
   transit.require_dims("transit", 2);
-  require(!layers.empty() && transit.size(0) > 0, "a layer and a transit slot or more");
+  require(!layers.empty() && num_held >= 0 && transit.size(0) > num_held,
+          "a layer and a transit slot or more");
   for (const Layer& layer : layers)
     require(layer.slot_bytes() <= transit.size(1), "transit slots of the largest layer's size");
   auto* memory = transit.dense<std::uint8_t>("transit", transit.size(0) * transit.size(1));
   require(reinterpret_cast<std::uintptr_t>(memory) % kDiskPage == 0 &&
               transit.size(1) % kDiskPage == 0,
           "memory of whole pages");
-  new (self) HostSlots(layers, {memory, transit.size(0), transit.size(1), num_readers, piece_bytes,
-                                patience});
+  new (self) HostSlots(layers, {memory, transit.size(0) - num_held, transit.size(1), num_held,
+                                num_readers, piece_bytes, patience});
 }
 
 // A failed read is an error of the model, in the words that users get.
@@ -87,6 +89,17 @@ void bind_disk(nb::module_& m) {
       .def_ro("waited_seconds", &HostSlots::Counts::waited_seconds);
   nb::class_<HostSlots>(m, "HostSlots")
       .def("__init__", &init_slots, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+      .def("hold",
+           [](HostSlots& self, std::int32_t layer, std::int32_t expert) {
+             require(self.has_expert(layer, expert), "an expert of these slots");
+             const nb::gil_scoped_release release;
+             return reinterpret_cast<std::uintptr_t>(self.hold(layer, expert));
+           })
+      .def("let_go",
+           [](HostSlots& self, std::int32_t layer, std::int32_t expert, std::uintptr_t address) {
+             require(self.has_expert(layer, expert), "an expert of these slots");
+             self.let_go(layer, expert, expert_at(address));
+           })
       .def("counts", &HostSlots::counts)
       .def("is_direct", &HostSlots::is_direct)
       .def("resident", &HostSlots::resident)

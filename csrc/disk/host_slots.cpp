@@ -58,8 +58,10 @@ HostSlots::HostSlots(std::vector<Layer> layers, const Options& options)
     std::iota(resident_.free[i].rbegin(), resident_.free[i].rend(), 0);
     if (layers_[i].table != nullptr) layers_[i].table->resize(layers_[i].num_slots);
   }
-  for (std::int64_t s = 0; s < options.num_transit; ++s)
-    transit_.emplace_back().memory = options.transit + s * options.transit_bytes;
+  for (std::int64_t s = 0; s < options.num_transit + options.num_held; ++s) {
+    std::deque<Slot>& kind = s < options.num_transit ? transit_ : held_;
+    kind.emplace_back().memory = options.transit + s * options.transit_bytes;
+  }
 }
 
 bool HostSlots::is_direct() const {
@@ -67,6 +69,7 @@ bool HostSlots::is_direct() const {
 }
 
 Ids HostSlots::resident(std::int32_t layer) const {
+  const std::lock_guard lock(mutex_);
   Ids found = resident_.members.at(layer);
   std::sort(found.begin(), found.end());
   return found;
@@ -78,13 +81,17 @@ void HostSlots::settle(std::int32_t layer) {
   const Ids members = resident_.members[layer];
   for (const std::int32_t expert : members) {
     if (resident_.state[first + expert] != kCopying) continue;
-    const DiskRead& read = slots_[layer][resident_.slot_of[first + expert]].read;
-    if (!read.has_ended()) continue;
+    const Slot& slot = slots_[layer][resident_.slot_of[first + expert]];
+    const DiskRead& read = slot.read;
+    if (!read.has_ended() || slot.num_holders > 0) continue;
     if (read.state == DiskRead::State::kDone)
       resident_.state[first + expert] = kReady;
     else
       resident_.remove(layer, expert);
   }
+}
+
+void HostSlots::settle_transit(std::int32_t layer) {
   for (Slot& slot : transit_)
     if (slot.layer >= 0 && slot.read.has_ended() &&
         (slot.layer != layer || slot.read.state == DiskRead::State::kFailed))
@@ -125,12 +132,15 @@ HostSlots::Slot* HostSlots::find(std::int32_t layer, std::int32_t expert) {
   return nullptr;
 }
 
-bool HostSlots::is_transit(const Slot& slot) const {
-  return resident_.slot_of[slot.layer * resident_.num_experts + slot.expert] < 0;
+bool HostSlots::is_resident(const Slot& slot) const {
+  const std::int32_t found = resident_.slot_of[slot.layer * resident_.num_experts + slot.expert];
+  return found >= 0 && &slots_[slot.layer][found] == &slot;
 }
 
 void HostSlots::begin(const ExpertUse& use) {
+  const std::lock_guard lock(mutex_);
   settle(use.layer);
+  settle_transit(use.layer);
   experts_.assign(use.experts.begin(), use.experts.end());
   const Scores worth = note(use);
   layer_ = use.layer;
@@ -139,11 +149,11 @@ void HostSlots::begin(const ExpertUse& use) {
   for (std::size_t i = 0; i < experts_.size(); ++i) {
     Slot* slot = wanted_[i].slot = find(layer_, experts_[i]);
     if (slot != nullptr && !slot->read.has_ended()) readers_.demand(slot->read);
-    const bool is_resident = slot != nullptr && !is_transit(*slot);
+    const bool has_slot = slot != nullptr && is_resident(*slot);
     // What was read ahead asks for a slot too, once it has come.
-    if (!is_resident && (slot == nullptr || slot->read.has_ended())) absent.push_back(experts_[i]);
+    if (!has_slot && (slot == nullptr || slot->read.has_ended())) absent.push_back(experts_[i]);
     ++(slot == nullptr ? counts_.misses : counts_.hits);
-    counts_.ahead += slot != nullptr && !is_resident;
+    counts_.ahead += slot != nullptr && !has_slot;
   }
   ahead_ = 0;
   admit_absent(worth, std::move(absent));
@@ -241,12 +251,13 @@ void HostSlots::release_handed_out() {
   for (Wanted& one : wanted_) {
     if (!one.is_handed_out || one.is_done) continue;
     one.is_done = true;
-    if (is_transit(*one.slot)) one.slot->layer = -1;
+    if (!is_resident(*one.slot)) one.slot->layer = -1;
     one.slot = nullptr;
   }
 }
 
 std::span<const HostSlots::Arrived> HostSlots::next() {
+  std::unique_lock lock(mutex_);
   release_handed_out();
   arrived_.clear();
   while (true) {
@@ -264,22 +275,97 @@ std::span<const HostSlots::Arrived> HostSlots::next() {
     }
     if (is_all || !arrived_.empty()) return arrived_;
     learn();
-    const auto begin = std::chrono::steady_clock::now();
-    const bool has_come = readers_.wait(seen, patience_);
-    counts_.waited_seconds +=
-        std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-    if (!has_come)
-      throw DiskError(layers_[layer_].path + " gave no expert for " +
-                      std::to_string(static_cast<std::int64_t>(patience_)) +
-                      " seconds; check the disk, and ask again");
+    lock.unlock();
+    require_arrival(layers_[layer_].path, seen);
+    lock.lock();
   }
 }
 
+// Waits until a read has ended since `seen`. Throws DiskError if the disk is silent.
+void HostSlots::require_arrival(const std::string& path, std::uint32_t seen) {
+  const auto begin = std::chrono::steady_clock::now();
+  const bool has_come = readers_.wait(seen, patience_);
+  const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin;
+  {
+    const std::lock_guard lock(mutex_);
+    counts_.waited_seconds += waited.count();
+  }
+  if (!has_come)
+    throw DiskError(path + " gave no expert for " +
+                    std::to_string(static_cast<std::int64_t>(patience_)) +
+                    " seconds; check the disk, and ask again");
+}
+
+HostSlots::Slot* HostSlots::held(std::int32_t layer, std::int32_t expert) {
+  const std::int32_t slot = resident_.slot_of[layer * resident_.num_experts + expert];
+  if (slot >= 0) return &slots_[layer][slot];
+  for (Slot& one : held_)
+    if (one.layer == layer && one.expert == expert) return &one;
+  return nullptr;
+}
+
+// The slot that has an expert, or a free one into which it is being read; null: all are in use.
+HostSlots::Slot* HostSlots::slot_to_hold(std::int32_t layer, std::int32_t expert) {
+  settle(layer);
+  if (Slot* slot = held(layer, expert)) {
+    readers_.demand(slot->read);
+    return slot;
+  }
+  for (Slot& one : held_)
+    if (one.num_holders == 0 && one.read.has_ended()) {
+      read_into(one, layer, expert, true);
+      return &one;
+    }
+  return nullptr;
+}
+
+const std::uint8_t* HostSlots::hold(std::int32_t layer, std::int32_t expert) {
+  std::unique_lock lock(mutex_);
+  Slot* slot = nullptr;
+  is_let_go_.wait(lock, [&] { return (slot = slot_to_hold(layer, expert)) != nullptr; });
+  ++slot->num_holders;
+  // Not a victim while it is held.
+  if (is_resident(*slot)) resident_.state[layer * resident_.num_experts + expert] = kCopying;
+  try {
+    while (true) {
+      const std::uint32_t seen = readers_.ended();
+      if (slot->read.has_ended()) break;
+      lock.unlock();
+      require_arrival(layers_[layer].path, seen);
+      lock.lock();
+    }
+    if (slot->read.state == DiskRead::State::kFailed) throw DiskError(slot->read.why());
+  } catch (...) {
+    if (!lock.owns_lock()) lock.lock();
+    --slot->num_holders;
+    if (!is_resident(*slot)) slot->layer = -1;
+    is_let_go_.notify_all();
+    throw;
+  }
+  return slot->read.data();
+}
+
+void HostSlots::let_go(std::int32_t layer, std::int32_t expert, const std::uint8_t* address) {
+  const std::lock_guard lock(mutex_);
+  const auto is_meant = [&](const Slot& slot) {
+    return slot.num_holders > 0 && slot.layer == layer && slot.expert == expert &&
+           slot.read.data() == address;
+  };
+  for (std::deque<Slot>* slots : {&slots_.at(layer), &held_})
+    for (Slot& slot : *slots)
+      if (is_meant(slot)) {
+        --slot.num_holders;
+        is_let_go_.notify_all();
+        return;
+      }
+}
+
 void HostSlots::end() noexcept {
+  const std::lock_guard lock(mutex_);
   release_handed_out();
   // After an error: what is still being read stays until it has come, and is nobody's then.
   for (Wanted& one : wanted_) {
-    if (one.slot != nullptr && is_transit(*one.slot) && one.slot->read.has_ended())
+    if (one.slot != nullptr && !is_resident(*one.slot) && one.slot->read.has_ended())
       one.slot->layer = -1;
   }
   wanted_.clear();

@@ -4,9 +4,10 @@
 // through transit slots that all layers share.
 #pragma once
 
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -34,6 +35,7 @@ class HostSlots final : public ExpertSource {
   struct Options {
     std::uint8_t* transit;  // slots that hold the largest layer's experts
     std::int64_t num_transit, transit_bytes;
+    std::int64_t num_held;  // on top, likewise: for experts that are held and have no slot
     int num_readers;
     std::int64_t piece_bytes;
     double patience;  // seconds without a byte until a use fails
@@ -50,6 +52,15 @@ class HostSlots final : public ExpertSource {
   std::span<const Arrived> next() override;
   void end() noexcept override;
 
+  bool has_expert(std::int32_t layer, std::int32_t expert) const {
+    return layer >= 0 && layer < resident_.num_layers && expert >= 0 &&
+           expert < layers_[layer].num_experts;
+  }
+  // From any thread: an expert that stays where it is until it is let go, for copies to a device.
+  // Waits for its read; throws DiskError.
+  const std::uint8_t* hold(std::int32_t layer, std::int32_t expert);
+  void let_go(std::int32_t layer, std::int32_t expert, const std::uint8_t* address);
+
   const Counts& counts() const { return counts_; }
   bool is_direct() const;
   bool has(std::int32_t layer, std::int64_t num_experts) const {
@@ -64,6 +75,7 @@ class HostSlots final : public ExpertSource {
     DiskRead read;
     std::uint8_t* memory = nullptr;
     std::int32_t layer = -1, expert = -1;  // -1: nothing
+    std::int32_t num_holders = 0;
 
     void trade(Slot& other);
   };
@@ -73,9 +85,13 @@ class HostSlots final : public ExpertSource {
   };
 
   void settle(std::int32_t layer);
+  void settle_transit(std::int32_t layer);
+  Slot* held(std::int32_t layer, std::int32_t expert);
+  Slot* slot_to_hold(std::int32_t layer, std::int32_t expert);
+  void require_arrival(const std::string& path, std::uint32_t seen);
   Scores note(const ExpertUse& use);
   Slot* find(std::int32_t layer, std::int32_t expert);
-  bool is_transit(const Slot& slot) const;
+  bool is_resident(const Slot& slot) const;
   void admit_absent(const Scores& worth, Ids absent);
   void read_into(Slot& slot, std::int32_t layer, std::int32_t expert, bool is_demand);
   void use_transit_slots();
@@ -87,7 +103,7 @@ class HostSlots final : public ExpertSource {
   std::vector<ExpertFile> files_;
   Resident resident_;
   std::vector<std::deque<Slot>> slots_;  // by layer
-  std::deque<Slot> transit_;
+  std::deque<Slot> transit_, held_;
   std::vector<Scores> last_use_;  // by layer and expert: number of the step, without a table
   std::uint32_t step_ = 0;
   std::int32_t layer_ = -1;  // of the present use, or the last one
@@ -99,6 +115,8 @@ class HostSlots final : public ExpertSource {
   bool has_one_size_ = true;  // of all slots: their memory can be traded
   double patience_;
   Counts counts_;
+  mutable std::mutex mutex_;  // of all above; not held while something is waited for
+  std::condition_variable is_let_go_;
   ReaderPool readers_;  // goes first, and with it what writes into slots
 };
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import tandem
 from tandem.core.errors import CapacityError, ConfigError, ModelError
-from tandem.experts.cache.host_slots import HostSlots
 from tests.architectures import VOCABULARY
+from tests.disk.loading import slots_of, with_share
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
 
@@ -37,20 +37,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def in_memory(packed: Path) -> Any:
     return tandem.load(packed)
-
-
-def slots_of(model: Any) -> HostSlots:
-    slots = runtime_in(model).host_slots
-    assert isinstance(slots, HostSlots)
-    return slots
-
-
-def with_share(packed: Path, share: float, **options: Any) -> Any:
-    """Load the model with slots for a share of its experts."""
-    least = slots_of(tandem.load(packed, expert_memory="1GB"))
-    transit = least.num_bytes - sum(least.num_slots) * least.slot_bytes
-    size = transit + int(share * LAYERS * EXPERTS * least.slot_bytes) + LAYERS
-    return tandem.load(packed, expert_memory=str(size), **options)
 
 
 def ids(count: int, seed: int = 3) -> Tensor:
@@ -158,10 +144,25 @@ def test_too_little_memory_says_the_least(packed: Path) -> None:
         tandem.load(packed, expert_memory="20KB")
 
 
-@pytest.mark.parametrize("device", ["emulated", "cuda"])
-def test_a_device_refuses_slots_in_memory(packed: Path, device: str) -> None:
-    with pytest.raises(ConfigError, match="device cpu alone"):
-        tandem.load(packed, device=device, expert_memory="1GB")
+@pytest.mark.parametrize("share", [0.0, 0.3])
+@pytest.mark.parametrize("eviction", ["successor", "lru", "fifo"])
+def test_a_device_over_memory_over_a_disk_has_the_bits_of_memory(
+    packed: Path, profile: str, share: float, eviction: str
+) -> None:
+    options = {"device": "emulated", "gpu_memory": "300KB", "profile": profile}
+    model = with_share(packed, share, eviction=eviction, **options)
+    with_memory = tandem.load(packed, eviction=eviction, **options)
+    with torch.inference_mode():
+        for seed, count in enumerate((1, 7, 60, 1, 1, 7)):
+            found, expected = (m(ids(count, seed)).logits for m in (model, with_memory))
+            assert torch.equal(found, expected)
+    assert slots_of(model).statistics().read_bytes > 0
+    assert runtime_in(with_memory).host_slots is None
+
+
+def test_device_cuda_refuses_slots_in_memory(packed: Path) -> None:
+    with pytest.raises(ConfigError, match="no GPU so far"):
+        tandem.load(packed, device="cuda", expert_memory="1GB")
 
 
 def test_a_model_that_does_not_fit_gets_slots_by_itself(

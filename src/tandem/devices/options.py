@@ -98,10 +98,10 @@ class OffloadOptions:
             parse_bandwidth(self.link_bandwidth, name="link_bandwidth")
         STARTS.factory(self.start_content)
         parse_gpu_memory(self.gpu_memory)
-        if self.expert_memory_bytes is not None and self.device != "cpu":
+        if self.expert_memory_bytes is not None and self.device == "cuda":
             raise ConfigError(
-                f"expert_memory is {self.expert_memory!r} on device {self.device!r}, and slots in "
-                "memory over a disk serve device cpu alone so far; leave one of both out"
+                f"expert_memory is {self.expert_memory!r} on device cuda, and slots in memory over "
+                "a disk serve no GPU so far; leave one of both out"
             )
         self.planner_settings()
 
@@ -131,6 +131,8 @@ def offload_options(flags: argparse.Namespace) -> OffloadOptions:
     options = from_flags(OffloadOptions, flags)
     of_a_device = ("gpu_memory", *OffloadOptions.rare)
     given = [name for name in of_a_device if vars(flags).get(name) is not None]
+    if options.expert_memory_bytes is not None and "eviction" in given:
+        given.remove("eviction")  # host slots follow it, too
     if options.device == "cpu" and given:
         shown = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConfigError(

@@ -38,7 +38,11 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig) -> bool:
     if memory is None:
         memory = max(0, free - max(_RESERVED_BYTES, int(_RESERVED_SHARE * free)))
     top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or _USUAL_TOP_K
-    slots = HostSlots(layers, places, memory, eviction=options.eviction, top_k=top_k)
+    # On a device the name is that of the device's cache.
+    eviction = (
+        options.eviction if options.device == "cpu" or options.eviction == "lru" else "successor"
+    )
+    slots = HostSlots(layers, places, memory, eviction=eviction, top_k=top_k)
     runtime.host_slots = slots
     where = places[0].file.parent
     if options.expert_memory_bytes is None:

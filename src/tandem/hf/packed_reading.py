@@ -52,7 +52,7 @@ def read_packed(
         with _progress(_num_bytes(dense)) as bar:
             read_ahead(dense, bar.update)
         finish_dense_parts(model, assemble)
-        if options.device == "cpu" and slots_over(model, options):
+        if options.device != "cuda" and slots_over(model, options):
             copy_out_of_files(model)  # dense weights that are not packed
             let_go(dense)
             return
@@ -101,7 +101,7 @@ def map_packed(model: PreTrainedModel, options: OffloadConfig) -> None:
     """
     tensors = _mapped_tensors(model)
     total, available = sum(tensor.nbytes for tensor in tensors), available_bytes()
-    if options.device == "cpu" and (options.expert_memory_bytes is not None or total > available):
+    if options.device != "cuda" and (options.expert_memory_bytes is not None or total > available):
         copy_out_of_files(model)
         slots_over(model, options)
     if total > available:

@@ -114,7 +114,6 @@ class VirtualCopyEngine(CopyEngine):
 
 def copy_image(store: HostStore, layer: int, expert: int, memory: Tensor) -> None:
     """Copy one expert whole; to a GPU, on the current stream and without waiting."""
-    for extent in store[layer].extents(expert):
-        memory[extent.offset : extent.offset + len(extent.data)].copy_(
-            extent.data, non_blocking=True
-        )
+    with store[layer].held(expert) as extents:
+        for offset, data in extents:
+            memory[offset : offset + len(data)].copy_(data, non_blocking=True)

@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.core.errors import CapacityError, ModelError
+from tandem.core.errors import CapacityError, ConfigError, ModelError
 from tandem.core.units import format_bytes
 from tandem.experts.cache.policy_tables import next_use_tables
+from tandem.experts.store.layer_slots import LayerSlots
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.kernels import _native
 from tandem.kernels.memory import allocate_buffers
@@ -24,9 +25,11 @@ _READERS = 8
 _PIECE_BYTES = 512 << 10
 # Experts of any layer that pass through: what is not admitted, and a prompt's next layer.
 _TRANSIT_SLOTS = 32
+_HELD_SLOTS = 4  # experts on their way to a device that memory does not keep
 # Without a byte for so long a request fails; the disk may wake up from its sleep.
 _PATIENCE_SECONDS = 60.0
 _PAGE_BYTES = 4096
+_EVICTIONS = ("successor", "lru")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +75,18 @@ class HostSlots:
         eviction: str,
         top_k: int,
     ) -> None:
-        """Take at most `memory_bytes`; raises `CapacityError` if no expert of a layer fits."""
+        """Take at most `memory_bytes`; raises `CapacityError` if that is too little."""
+        if eviction not in _EVICTIONS:
+            raise ConfigError(
+                f"eviction is {eviction!r}, and experts on the disk are kept by one of "
+                f"{', '.join(_EVICTIONS)}; choose one of them"
+            )
         sizes = [
             _native.slot_bytes(place.first, place.stride, layer.layout.num_bytes, bool(place.sums))
             for layer, place in zip(layers, places, strict=True)
         ]
         counts = [layer.arrivals.num_experts for layer in layers]
-        num_transit = min(_TRANSIT_SLOTS, *counts)
+        num_transit = min(_TRANSIT_SLOTS, *counts) + _HELD_SLOTS
         all_bytes = sum(size * count for size, count in zip(sizes, counts, strict=True))
         room = memory_bytes - num_transit * max(sizes)
         if room < 0:
@@ -94,6 +102,7 @@ class HostSlots:
         self.has_sums = all(place.sums for place in places)
         """Whether damaged bytes are found."""
         self._transit = _page_aligned(num_transit, max(sizes))
+        self.transit_bytes = self._transit.nbytes
         self._memory = list(map(_page_aligned, self.num_slots, sizes))
         self.num_bytes = sum(memory.nbytes for memory in (*self._memory, self._transit))
         self._tables = _tables(eviction, counts, top_k)
@@ -108,12 +117,12 @@ class HostSlots:
         ]  # fmt: skip
         try:
             self.native = _native.HostSlots(
-                entries, self._transit, _READERS, _PIECE_BYTES, _PATIENCE_SECONDS
+                entries, self._transit, _HELD_SLOTS, _READERS, _PIECE_BYTES, _PATIENCE_SECONDS
             )
         except RuntimeError as error:
             raise ModelError(str(error)) from None
         for number, layer in enumerate(layers):
-            layer.slots = (self.native, number)
+            layer.slots = LayerSlots(self.native, number, layer.layout.num_bytes)
 
     @property
     def is_direct(self) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from tandem.core.errors import ModelError
 from tandem.experts.execution.batch import ExpertBatch, ExpertFunctions, RoutedCall
 from tandem.experts.store.host_store import HostLayer
+from tandem.experts.store.layer_slots import LayerSlots
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.kernels import _native
 from tandem.kernels.native import TOKEN_DTYPES, native_layout
@@ -22,9 +23,10 @@ def native_layer(layer: HostLayer, functions: ExpertFunctions) -> _native.Routed
     activation = functions.native
     if activation is None or not isinstance(layer, PackedLayer):
         return None
+    slots = () if layer.slots is None else (layer.slots.native, layer.slots.number)
     return _native.RoutedLayer(
         native_layout(layer.layout), activation.kind, activation.alpha, activation.limit,
-        activation.offset, layer.buffers, *(layer.slots or ()),
+        activation.offset, layer.buffers, *slots,
     )  # fmt: skip
 
 
@@ -47,9 +49,15 @@ class _Prepared(NamedTuple):
     """A layer that was seen before."""
 
     layer: HostLayer
+    slots: LayerSlots | None
     functions: ExpertFunctions
     native: _native.RoutedLayer | None
     runs_steps: bool
+
+    def is_of(self, layer: HostLayer, functions: ExpertFunctions) -> bool:
+        """Whether it is of this layer as it is now."""
+        slots = layer.slots if isinstance(layer, PackedLayer) else None
+        return self.layer is layer and self.slots is slots and self.functions is functions
 
 
 class RoutedLayers:
@@ -98,7 +106,9 @@ class RoutedLayers:
 
     def _prepared(self, layer: HostLayer, functions: ExpertFunctions) -> _Prepared:
         known = self._layers.get(layer.layer)
-        if known is None or known.layer is not layer or known.functions is not functions:
+        if known is None or not known.is_of(layer, functions):
             native, runs_steps = native_layer(layer, functions), can_run_steps(layer, functions)
-            known = self._layers[layer.layer] = _Prepared(layer, functions, native, runs_steps)
+            slots = layer.slots if isinstance(layer, PackedLayer) else None
+            known = _Prepared(layer, slots, functions, native, runs_steps)
+            self._layers[layer.layer] = known
         return known

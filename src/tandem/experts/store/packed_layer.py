@@ -6,14 +6,15 @@ of an expert's inputs is kept in `input_order`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from tandem.core.errors import ModelError
 from tandem.experts.store.arrivals import Arrivals
+from tandem.experts.store.layer_slots import LayerSlots
 from tandem.experts.store.plain_layer import Extent
-from tandem.kernels import _native
 from tandem.kernels.formats.blocks import CodedMatrix
 from tandem.kernels.formats.expert import (
     ExpertLayout,
@@ -58,8 +59,8 @@ class PackedLayer:
         self.is_transposed = is_transposed
         self.input_order: Tensor | None = None
         """Which input each of an expert's columns takes: (num_experts, hidden_size)."""
-        self.slots: tuple[_native.HostSlots, int] | None = None
-        """From where native calls take the experts, if not from the buffers: slots, and whose."""
+        self.slots: LayerSlots | None = None
+        """From where experts are taken that lie on the disk; None: from the buffers."""
         self._is_interleaved = is_interleaved
         self._buffers: Tensor | None = None
         self._has_up: set[int] = set()
@@ -194,6 +195,15 @@ class PackedLayer:
     def extents(self, expert: int) -> list[Extent]:
         """Return what a slot must receive to hold an expert: a packed one is its own image."""
         return [Extent(0, self.buffers[expert])]
+
+    @contextmanager
+    def held(self, expert: int) -> Iterator[list[Extent]]:
+        """Return `extents` that stay inside, wherever the expert is; raises `ModelError`."""
+        if self.slots is None:
+            yield self.extents(expert)
+            return
+        with self.slots.held(expert) as data:
+            yield [Extent(0, data)]
 
     def weights_in(self, image: Tensor) -> ExpertWeights:
         """Return the values of the expert that a slot holds. Slow: unpacks."""

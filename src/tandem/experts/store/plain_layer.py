@@ -1,7 +1,8 @@
 """A layer's experts as plain torch tensors (bf16, fp16, fp32): what the torch reference reads."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -87,6 +88,11 @@ class PlainLayer:
             Extent(offsets[name], tensor[expert].reshape(-1).view(torch.uint8))
             for name, tensor in self._tensors.items()
         ]
+
+    @contextmanager
+    def held(self, expert: int) -> Iterator[list[Extent]]:
+        """Return `extents`: they always stay."""
+        yield self.extents(expert)
 
     def weights_in(self, image: Tensor) -> ExpertWeights:
         """Return views of the tensors that a slot holds."""

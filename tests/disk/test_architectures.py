@@ -1,0 +1,48 @@
+"""Every architecture computes over a disk what it computes in memory, to the bit.
+
+With TANDEM_ALL_ON_DISK=1 (`make try-disk`) all of them, else one of each kind.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tandem
+from tests.architectures import (
+    architectures,
+    build_tiny_model,
+    next_inputs,
+    result_of,
+    takes_cache,
+    tiny_inputs,
+)
+from tests.disk.loading import slots_of, with_share
+
+# Biases and transposed experts; latents; linear attention; norms behind experts; state spaces.
+KINDS = ("gpt_oss", "deepseek_v3", "qwen3_next", "gemma4", "nemotron_h")
+NAMES = architectures() if os.environ.get("TANDEM_ALL_ON_DISK") == "1" else KINDS
+
+
+def outputs_of(model: Any) -> list[Tensor]:
+    """A prompt's result, and that of a step after it."""
+    with torch.inference_mode():
+        outputs = model(**tiny_inputs(model))
+        found = [result_of(outputs)]
+        if takes_cache(model):
+            found.append(result_of(model(**next_inputs(model, outputs))))
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_over_a_disk_has_the_bits_of_memory(name: str, tmp_path: Path) -> None:
+    build_tiny_model(name).save_pretrained(tmp_path / "plain")
+    packed = tandem.save(tandem.load(tmp_path / "plain", expert_dtype="int8"), tmp_path / "packed")
+    expected = outputs_of(tandem.load(packed))
+    model = with_share(packed, 0.4)
+    for found, right in zip(outputs_of(model), expected, strict=True):
+        assert torch.equal(found, right)
+    assert slots_of(model).statistics().misses > 0
