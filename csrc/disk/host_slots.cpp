@@ -308,11 +308,13 @@ HostSlots::Slot* HostSlots::held(std::int32_t layer, std::int32_t expert) {
 HostSlots::Slot* HostSlots::slot_to_hold(std::int32_t layer, std::int32_t expert) {
   settle(layer);
   if (Slot* slot = held(layer, expert)) {
-    readers_.demand(slot->read);
+    ++counts_.hits;
+    if (!slot->read.has_ended()) readers_.demand(slot->read);
     return slot;
   }
   for (Slot& one : held_)
     if (one.num_holders == 0 && one.read.has_ended()) {
+      ++counts_.misses;
       read_into(one, layer, expert, true);
       return &one;
     }

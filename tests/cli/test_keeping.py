@@ -232,3 +232,24 @@ def test_copies_do_not_go_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert kept.find(origin("a")) is not None
     assert kept.write(origin("b"), 55, saver(55)) is not None
     assert kept.find(origin("a")) is None
+
+
+def test_a_model_is_packed_to_the_disk_and_runs_from_there(
+    model: str, env: Mapping[str, str]
+) -> None:
+    in_memory = tandem("run", model, *RUN, env=env)
+    limited = (*RUN, "--expert-memory", "400KB")
+    refused = tandem("run", model, *limited, env=env)
+    assert refused.returncode == 2
+    assert "--pack-to-disk writes it to" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert copies(env) == []
+    packed = tandem("run", model, *limited, "--pack-to-disk", "--json", env=env)
+    assert packed.returncode == 0, packed.stderr
+    report = json.loads(packed.stdout.splitlines()[-1])
+    assert report["text"] == in_memory.stdout.strip()
+    assert report["expert_memory"]["misses"] > 0
+    assert len(copies(env)) == 1
+    again = tandem("run", model, *limited, env=env)
+    assert again.stdout == in_memory.stdout
+    assert "packing" not in again.stderr

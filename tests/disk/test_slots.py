@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import tandem
-from tandem.core.errors import CapacityError, ConfigError, ModelError
+from tandem.core.errors import CapacityError, ConfigError, ModelError, TandemError
 from tests.architectures import VOCABULARY
 from tests.disk.loading import slots_of, with_share
 from tests.hf.tiny import save_tiny_checkpoint
@@ -112,6 +112,22 @@ def test_a_failed_read_is_a_sentence_and_the_next_request_is_right(
         assert torch.equal(model(ids(40)).logits, in_memory(ids(40)).logits)
 
 
+def test_a_failed_read_in_a_recorded_step_fails_its_request_alone(
+    packed: Path, in_memory: Any
+) -> None:
+    model = with_share(packed, 0.3)
+    generator = tandem.Generator(model)
+    prompt = ids(9)[0].tolist()
+    generator.generate(prompt, max_new_tokens=8)  # recorded
+    slots_of(model).native.fail(errno.EIO, 2, 0.0)
+    with pytest.raises(TandemError, match="Input/output error"):
+        generator.generate(ids(5)[0].tolist(), max_new_tokens=20)
+    slots_of(model).native.fail(0, 0, 0.0)
+    (found,) = generator.generate(prompt, max_new_tokens=20)
+    (right,) = tandem.Generator(in_memory).generate(prompt, max_new_tokens=20)
+    assert found.token_ids == right.token_ids
+
+
 def test_slow_reads_change_no_bit(packed: Path, in_memory: Any) -> None:
     model = with_share(packed, 0.3)
     slots_of(model).native.fail(0, 3, 0.01)
@@ -149,7 +165,7 @@ def test_too_little_memory_says_the_least(packed: Path) -> None:
 def test_a_device_over_memory_over_a_disk_has_the_bits_of_memory(
     packed: Path, profile: str, share: float, eviction: str
 ) -> None:
-    options = {"device": "emulated", "gpu_memory": "300KB", "profile": profile}
+    options: dict[str, Any] = {"device": "emulated", "gpu_memory": "300KB", "profile": profile}
     model = with_share(packed, share, eviction=eviction, **options)
     with_memory = tandem.load(packed, eviction=eviction, **options)
     with torch.inference_mode():

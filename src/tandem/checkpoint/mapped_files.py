@@ -14,6 +14,7 @@ from queue import SimpleQueue
 
 from torch import Tensor, nn
 
+from tandem.kernels.formats.weight_format import SECTION_ALIGNMENT_BYTES
 from tandem.kernels.memory import allocate
 
 _SUFFIXES = (".safetensors", ".gguf")
@@ -31,13 +32,16 @@ def copy_out_of_files(model: nn.Module) -> None:
     """Give the dense weights memory of their own, so that the files behind them can be let go.
 
     A weight that is loaded in the dtype of its file is a view of the mapped file, and one such view
-    keeps all pages of the file that were read, experts included, in the process.
+    keeps all pages of the file that were read, experts included, in the process. A copy lies as
+    aligned as its weight did: torch's products differ in the last bit with it.
     """
     tensors = mapped_tensors(model)
     map_ahead(tensors)
     for tensor in tensors:
-        memory = allocate(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-        tensor.data = memory.copy_(tensor.detach())
+        memory = allocate(tensor.nbytes + SECTION_ALIGNMENT_BYTES)
+        first = (tensor.data_ptr() - memory.data_ptr()) % SECTION_ALIGNMENT_BYTES
+        place = memory[first : first + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        tensor.data = place.copy_(tensor.detach())
 
 
 def mapped_tensors(model: nn.Module) -> list[Tensor]:

@@ -13,16 +13,20 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from tandem.cli.progress import PackingBar
 from tandem.core.config import option
-from tandem.core.errors import TandemError
+from tandem.core.errors import ModelError, TandemError
 from tandem.core.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from tandem.cli.kept_copies import KeptCopies, Origin
     from tandem.foreign_types import PreTrainedModel
+    from tandem.hf.packed_writer import OnProgress
 
 # Loading that takes less is not worth a question, nor the disk.
 _SLOW_SECONDS = 10.0
+# What a pair of cores packs of bf16 weights or a GGUF file, for the time that is told before.
+_PACKED_BYTES_PER_SECOND = 300e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +38,11 @@ class KeepOptions:
         None,
         help="write a packed copy of a model that had to be converted, which the next start maps "
         "(default: asked once on a terminal)",
+    )
+    pack_to_disk: bool | None = option(
+        None,
+        help="write a packed copy of a model that does not fit into memory, and run it from the "
+        "disk (default: asked on a terminal)",
     )
     keep_limit: str = option(
         "100GiB", help="all packed copies take at most this; the longest unused go", metavar="SIZE"
@@ -108,6 +117,38 @@ class Keeper:
                 print(f"[{error}]", file=sys.stderr)
             self._options = replace(self._options, keep=False)
 
+    def packed_on_disk(
+        self, origin: "Origin", num_bytes: int, pack: Callable[[Path, "OnProgress"], object]
+    ) -> Path | None:
+        """Let `pack` write a copy of a model that memory does not hold; None: it is not wanted.
+
+        Raises `TandemError` if it cannot be written.
+        """
+        copies = kept_copies(self._options)
+        wanted = self._options.pack_to_disk
+        if wanted is None and self._may_ask and _is_on_terminal():
+            wanted = _ask_to_pack(num_bytes, copies.directory)
+        if not wanted:
+            return None
+        bar = None if self._quiet else PackingBar()
+        try:
+            found = copies.write(
+                origin, num_bytes, lambda path: pack(path, bar or (lambda *_: None))
+            )
+        finally:
+            if bar is not None:
+                bar.close()
+        if found is None:
+            raise ModelError(f"another process writes {origin.name}; wait for it, and start again")
+        return found
+
+    def how_to_pack(self, num_bytes: int) -> str:
+        """Say what would make a model run that memory does not hold."""
+        return (
+            f"--pack-to-disk writes it to {kept_copies(self._options).directory} once "
+            f"({format_bytes(num_bytes)}, about {_minutes(num_bytes)}) and runs it from there"
+        )
+
     def begin(self, origin: "Origin", model: "PreTrainedModel", seconds: float) -> None:
         """Write a copy of a model whose loading took so long, if one is wanted."""
         num_bytes = int(model.get_memory_footprint())
@@ -178,6 +219,21 @@ class Keeper:
         if answer.is_given is None and self._may_ask and _is_on_terminal():
             answer.ask(num_bytes, seconds)
         return bool(answer.is_given)
+
+
+def _ask_to_pack(num_bytes: int, directory: Path) -> bool:
+    print(
+        "The model does not fit into memory. Pack it once, so that it runs from the disk? The copy "
+        f"takes {format_bytes(num_bytes)} in {directory}, and about {_minutes(num_bytes)}. [Y/n] ",
+        end="", file=sys.stderr, flush=True,
+    )  # fmt: skip
+    line = sys.stdin.readline()
+    return bool(line) and line.strip().lower() in ("", "y", "yes")
+
+
+def _minutes(num_bytes: int) -> str:
+    minutes = max(1, round(num_bytes / _PACKED_BYTES_PER_SECOND / 60))
+    return f"{minutes} minute" + ("s" if minutes > 1 else "")
 
 
 class _LeftError(Exception):

@@ -16,12 +16,13 @@ from tandem.cli.keeping import Keeper, cache_dir
 from tandem.cli.progress import shows_progress, waiting
 from tandem.cli.streams import require_text
 from tandem.core.config import add_flags, option
-from tandem.core.errors import ModelError
+from tandem.core.errors import HostCapacityError, ModelError
 from tandem.devices.options import OffloadOptions
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 
 if TYPE_CHECKING:
     from tandem.hf.checkpoint import AnyCheckpoint
+    from tandem.hf.packed_writer import OnProgress
 
 DEMO_MODELS = ("demo", "demo-equal")
 _NO_TOKENIZER = "no tokenizer"
@@ -157,9 +158,30 @@ def load_model_and_tokenizer(
         return _load(dataclasses.replace(found, model=str(copy)), offload, dense_dtype), tokenizer
     keeper.look_ahead(origin, lambda: _packed_bytes(checkpoint, offload, dense_dtype))
     begin = time.perf_counter()
-    model = _load(found, offload, dense_dtype)
+    try:
+        if offload.expert_memory_bytes is not None:  # of a copy on the disk, which is not there yet
+            raise HostCapacityError(f"{label} is not packed, and --expert-memory is given")
+        model = _load(found, offload, dense_dtype)
+    except HostCapacityError as error:
+        num_bytes = _packed_bytes(checkpoint, offload, dense_dtype)
+        copy = keeper.packed_on_disk(origin, num_bytes, _packing(path, offload, dense_dtype))
+        if copy is None:
+            raise HostCapacityError(f"{error}; or {keeper.how_to_pack(num_bytes)}") from None
+        return _load(dataclasses.replace(found, model=str(copy)), offload, dense_dtype), tokenizer
     keeper.begin(origin, model, time.perf_counter() - begin)
     return model, tokenizer
+
+
+def _packing(
+    path: Path, offload: OffloadOptions, dense_dtype: str
+) -> Callable[[Path, "OnProgress"], object]:
+    """Return what packs a model into a directory."""
+    from tandem.hf.pack import pack
+
+    return lambda target, on_progress: pack(
+        path, target, on_progress=on_progress,
+        expert_dtype=offload.expert_dtype, dense_dtype=dense_dtype,
+    )  # fmt: skip
 
 
 def _packed_bytes(checkpoint: "AnyCheckpoint", offload: OffloadOptions, dense_dtype: str) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tandem.checkpoint.packed import require_new
 from tandem.cli.model_choice import ModelChoice, add_model, find_model, import_transformers
+from tandem.cli.progress import PackingBar
 from tandem.cli.streams import require_text
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.units import format_bytes
@@ -51,7 +52,7 @@ def run(flags: argparse.Namespace) -> int:
     from tandem.hf.pack import pack
 
     found = find_model(choice, quiet=options.quiet)
-    progress = None if options.quiet else _Bar()
+    progress = None if options.quiet else PackingBar()
     begin = time.perf_counter()
     try:
         packed = pack(
@@ -83,19 +84,3 @@ def run(flags: argparse.Namespace) -> int:
         }
         print(json.dumps(report))
     return 0
-
-
-class _Bar:
-    """Draws bytes, rate and time left on standard error."""
-
-    def __init__(self) -> None:
-        from tqdm import tqdm
-
-        self._bar = tqdm(desc="packing experts", unit="B", unit_scale=True, file=sys.stderr)
-
-    def __call__(self, done: int, total: int) -> None:
-        self._bar.total = total
-        self._bar.update(done - self._bar.n)
-
-    def close(self) -> None:
-        self._bar.close()

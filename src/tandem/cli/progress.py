@@ -102,3 +102,22 @@ def waiting(what: str, *, quiet: bool = False) -> Iterator[None]:
         if is_drawn.is_set():
             stream.write("\n")
             stream.flush()
+
+
+class PackingBar:
+    """Draws bytes, rate and time left on standard error."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        from tqdm import tqdm
+
+        self._bar = tqdm(desc="packing experts", unit="B", unit_scale=True, file=sys.stderr)
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show that `done` of `total` bytes are written."""
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        """End the line."""
+        self._bar.close()

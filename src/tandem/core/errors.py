@@ -25,6 +25,10 @@ class CapacityError(TandemError, MemoryError):
     """A plan that does not fit into the memory of this machine."""
 
 
+class HostCapacityError(CapacityError):
+    """A model whose experts do not fit into the host memory; packed it can run from the disk."""
+
+
 class ExecutionError(TandemError, RuntimeError):
     """A step that failed in the middle; the request is lost, the model can be used again."""
 

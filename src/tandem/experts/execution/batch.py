@@ -1,7 +1,7 @@
 """A call of a layer, and the experts of it that one processor computes at a time."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -79,6 +79,13 @@ class ExpertBatch:
     begin: Sequence[int]
     tokens: Tensor  # of the rows, int32, contiguous, on the host; other batches' may be among them
     first_token: int  # where this batch's begin in it
+
+    def by_expert(self) -> Iterator["ExpertBatch"]:
+        """Yield a batch for each expert."""
+        for i, expert in enumerate(self.experts):
+            first = self.first_token + self.begin[i] - self.begin[0]
+            begin = self.begin[i : i + 2]
+            yield replace(self, experts=[expert], begin=begin, first_token=first)
 
     @property
     def num_rows(self) -> int:

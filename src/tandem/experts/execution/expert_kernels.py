@@ -107,17 +107,27 @@ class ExpertKernels:
 
     def _run_in_torch(self, batch: ExpertBatch, source: WeightSource | None) -> None:
         """Compute what the kernels do not know: all of it, or the activation."""
-        layer, functions = batch.layer, batch.functions
+        layer = batch.layer
         if not isinstance(layer, PackedLayer):
             images = None if source is None else source.images()
             compute_in_torch(batch, batch.token, images)
             return
-        addresses = source.addresses() if source is not None else None
+        if source is not None:
+            self._run_at(source.addresses(), batch)
+        elif layer.slots is None:
+            first, stride = layer.buffers.data_ptr(), layer.buffers.stride(0)
+            self._run_at([first + expert * stride for expert in batch.experts], batch)
+        else:
+            for one in batch.by_expert():
+                with layer.slots.held_address(one.experts[0]) as address:
+                    self._run_at([address], one)
+
+    def _run_at(self, addresses: Sequence[int], batch: ExpertBatch) -> None:
+        """Compute packed experts that lie at addresses, with an activation in torch."""
+        layer, functions = batch.layer, batch.functions
+        assert isinstance(layer, PackedLayer)
         activate = functions.unpacked_activate or functions.activate
         dtype = batch.hidden.dtype  # the model's own code expects it
-        if addresses is None:
-            first, size = layer.buffers.data_ptr(), layer.layout.num_bytes
-            addresses = [first + expert * size for expert in batch.experts]
         begin = torch.tensor(
             [row - batch.begin[0] for row in batch.begin], dtype=torch.int32, device="cpu"
         )

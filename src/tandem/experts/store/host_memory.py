@@ -5,7 +5,7 @@ import resource
 import sys
 from pathlib import Path
 
-from tandem.core.errors import CapacityError
+from tandem.core.errors import HostCapacityError
 from tandem.core.units import format_bytes
 from tandem.hardware.cgroups import memory_left
 from tandem.hardware.topology import ROOT
@@ -48,11 +48,11 @@ def total_bytes() -> int:
 
 
 def require_host_memory(num_bytes: int, available: int, *, what: str, formats: str = "") -> None:
-    """Raise `CapacityError` unless so many bytes are there; says what would fit."""
+    """Raise `HostCapacityError` unless so many bytes are there; says what would fit."""
     if num_bytes <= available:
         return
     more = f"; {memory_advice(total_bytes())}" if wsl_version() == 2 else ""
-    raise CapacityError(
+    raise HostCapacityError(
         f"{what} take {format_bytes(num_bytes)} of host memory and {format_bytes(available)} are "
         f"free; {formats or 'close other programs or choose a smaller model'}{more}"
     )

@@ -22,13 +22,19 @@ class LayerSlots:
 
     @contextmanager
     def held(self, expert: int) -> Iterator[Tensor]:
-        """Have an expert's bytes stay where they are, inside; waits for the disk if they must come.
+        """Return an expert's bytes, which stay inside; raises as `held_address`."""
+        with self.held_address(expert) as address:
+            memory = (ctypes.c_uint8 * self.expert_bytes).from_address(address)
+            yield torch.frombuffer(memory, dtype=torch.uint8)
 
-        Raises `ModelError` if they cannot be read.
+    @contextmanager
+    def held_address(self, expert: int) -> Iterator[int]:
+        """Return where an expert's bytes are and stay inside; waits for the disk if they must come.
+
+        Raises `ModelError` if they cannot be read. A thread holds one at a time.
         """
         address = self.native.hold(self.number, expert)
         try:
-            memory = (ctypes.c_uint8 * self.expert_bytes).from_address(address)
-            yield torch.frombuffer(memory, dtype=torch.uint8)
+            yield address
         finally:
             self.native.let_go(self.number, expert, address)
