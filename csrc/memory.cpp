@@ -37,4 +37,14 @@ void read_ahead([[maybe_unused]] const void* data, [[maybe_unused]] std::int64_t
 #endif
 }
 
+void give_back([[maybe_unused]] void* data, [[maybe_unused]] std::int64_t bytes) {
+#if defined(__linux__)
+  const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto address = reinterpret_cast<std::uintptr_t>(data);
+  const std::uintptr_t begin = (address + page - 1) & ~(page - 1);
+  const std::uintptr_t end = (address + static_cast<std::uintptr_t>(bytes)) & ~(page - 1);
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+#endif
+}
+
 }  // namespace tandem

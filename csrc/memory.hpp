@@ -13,4 +13,8 @@ bool advise_huge_pages(void* data, std::int64_t bytes);
 // nothing where its first page is in memory, as all of any other memory is.
 void read_ahead(const void* data, std::int64_t bytes);
 
+// Gives the whole pages inside data..data+bytes back to the system; they are zero when they are next
+// used. For private memory alone.
+void give_back(void* data, std::int64_t bytes);
+
 }  // namespace tandem

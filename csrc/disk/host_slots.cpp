@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "lone_layer.hpp"
+#include "memory.hpp"
 
 namespace tandem {
 namespace {
@@ -30,6 +31,7 @@ std::int64_t HostSlots::Layer::slot_bytes() const {
 HostSlots::HostSlots(std::vector<Layer> layers, const Options& options)
     : layers_(std::move(layers)),
       slots_(layers_.size()),
+      unused_(layers_.size()),
       patience_(options.patience),
       readers_(options.num_readers, options.piece_bytes) {
   std::int64_t most_experts = 0;
@@ -142,7 +144,7 @@ void HostSlots::begin(const ExpertUse& use) {
   settle(use.layer);
   settle_transit(use.layer);
   experts_.assign(use.experts.begin(), use.experts.end());
-  const Scores worth = note(use);
+  worth_ = note(use);
   layer_ = use.layer;
   wanted_.assign(experts_.size(), {});
   Ids absent;
@@ -156,8 +158,35 @@ void HostSlots::begin(const ExpertUse& use) {
     counts_.ahead += slot != nullptr && !has_slot;
   }
   ahead_ = 0;
-  admit_absent(worth, std::move(absent));
+  admit_absent(worth_, std::move(absent));
   use_transit_slots();
+}
+
+// Gives memory back, or takes it again, until a layer uses its share of slots. After its use.
+void HostSlots::resize(std::int32_t layer) {
+  const auto all = static_cast<std::int64_t>(slots_[layer].size());
+  const double share = share_.load(std::memory_order_relaxed);
+  const auto wanted = static_cast<std::int64_t>(static_cast<double>(all) * share);
+  Ids &unused = unused_[layer], &free = resident_.free[layer];
+  const auto used = [&] { return all - static_cast<std::int64_t>(unused.size()); };
+  if (used() == wanted) return;
+  for (; used() < wanted && !unused.empty(); unused.pop_back()) free.push_back(unused.back());
+  Ids leaving;
+  for (const std::int32_t expert : resident_.members[layer])
+    if (resident_.state[layer * resident_.num_experts + expert] == kReady) leaving.push_back(expert);
+  std::stable_sort(leaving.begin(), leaving.end(),
+                   [&](std::int32_t a, std::int32_t b) { return worth_[a] > worth_[b]; });
+  while (used() > wanted) {
+    if (free.empty()) {
+      if (leaving.empty()) break;
+      resident_.remove(layer, leaving.back());
+      leaving.pop_back();
+    }
+    unused.push_back(free.back());
+    free.pop_back();
+    give_back(slots_[layer][unused.back()].memory, layers_[layer].slot_bytes());
+  }
+  if (layers_[layer].table != nullptr) layers_[layer].table->resize(used());
 }
 
 // Those that get a slot are read into it at once; the eviction decides who leaves.
@@ -372,6 +401,8 @@ void HostSlots::end() noexcept {
   }
   wanted_.clear();
   learn();
+  settle(layer_);
+  resize(layer_);
 }
 
 void HostSlots::learn() {

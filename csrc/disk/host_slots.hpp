@@ -4,6 +4,7 @@
 // through transit slots that all layers share.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -52,6 +53,10 @@ class HostSlots final : public ExpertSource {
   std::span<const Arrived> next() override;
   void end() noexcept override;
 
+  // From any thread: so much of the slots is used from each layer's next use on; the memory of the
+  // others goes back to the system. 1: all.
+  void use_share(double share) { share_.store(share, std::memory_order_relaxed); }
+
   bool has_expert(std::int32_t layer, std::int32_t expert) const {
     return layer >= 0 && layer < resident_.num_layers && expert >= 0 &&
            expert < layers_[layer].num_experts;
@@ -92,6 +97,7 @@ class HostSlots final : public ExpertSource {
   Scores note(const ExpertUse& use);
   Slot* find(std::int32_t layer, std::int32_t expert);
   bool is_resident(const Slot& slot) const;
+  void resize(std::int32_t layer);
   void admit_absent(const Scores& worth, Ids absent);
   void read_into(Slot& slot, std::int32_t layer, std::int32_t expert, bool is_demand);
   void use_transit_slots();
@@ -113,6 +119,9 @@ class HostSlots final : public ExpertSource {
   std::vector<Wanted> wanted_;  // by place
   std::vector<Arrived> arrived_;
   bool has_one_size_ = true;  // of all slots: their memory can be traded
+  Scores worth_;  // by expert of the present use's layer
+  std::vector<Ids> unused_;  // by layer: slots without memory
+  std::atomic<double> share_{1.0};
   double patience_;
   Counts counts_;
   mutable std::mutex mutex_;  // of all above; not held while something is waited for

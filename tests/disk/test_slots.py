@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import tandem
 from tandem.core.errors import CapacityError, ConfigError, ModelError, TandemError
+from tandem.experts.cache.memory_watch import MemoryWatch
 from tests.architectures import VOCABULARY
 from tests.disk.loading import slots_of, with_share
 from tests.hf.tiny import save_tiny_checkpoint
@@ -198,6 +199,30 @@ def test_what_fits_is_as_it_was(packed: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert runtime_in(tandem.load(packed)).host_slots is None
+
+
+def test_slots_give_memory_back_and_take_it_again(packed: Path, in_memory: Any) -> None:
+    model = with_share(packed, 0.8)
+    slots = slots_of(model)
+    least, most = EXPERTS // 4, max(slots.num_slots)
+    with torch.inference_mode():
+        for share, held in ((1.0, most), (least / most, least), (0.0, 0), (1.0, most)):
+            slots.native.use_share(share)
+            for seed in range(3):
+                found, expected = (m(ids(100, seed)).logits for m in (model, in_memory))
+                assert torch.equal(found, expected)
+            assert [len(slots.native.resident(layer)) for layer in range(LAYERS)] == [held] * LAYERS
+
+
+def test_the_watch_shrinks_slots_while_memory_is_short(packed: Path) -> None:
+    slots = slots_of(with_share(packed, 0.8))
+    free = iter([2_000_000, 1_000_000, 900_000, 0, 0, 10_000_000])
+    watch = MemoryWatch(slots, lambda: next(free), 1_000_000, seconds=3600.0)
+    shares = [watch.look(slots) for _ in range(6)]
+    assert shares[:3] == [1.0, 1.0, 1.0]
+    assert shares[2] > shares[3] >= shares[4]
+    assert shares[4] > 0
+    assert shares[5] == 1.0
 
 
 def test_closing_ends_the_readers(packed: Path) -> None:

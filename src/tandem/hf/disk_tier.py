@@ -10,6 +10,7 @@ from tandem.checkpoint.packed import EXPERT_SUMS_KEY, INDEX_FILE, packed_name
 from tandem.core.errors import TandemWarning
 from tandem.core.units import format_bytes
 from tandem.experts.cache.host_slots import ExpertPlace, HostSlots
+from tandem.experts.cache.memory_watch import MemoryWatch
 from tandem.experts.store.host_memory import available_bytes
 from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
 from tandem.foreign_types import PreTrainedModel
@@ -35,8 +36,9 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig) -> bool:
     if places is None:
         return False
     free, memory = available_bytes(), options.expert_memory_bytes
+    reserved = max(_RESERVED_BYTES, int(_RESERVED_SHARE * free))
     if memory is None:
-        memory = max(0, free - max(_RESERVED_BYTES, int(_RESERVED_SHARE * free)))
+        memory = max(0, free - reserved)
     top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or _USUAL_TOP_K
     # On a device the name is that of the device's cache.
     eviction = (
@@ -44,6 +46,7 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig) -> bool:
     )
     slots = HostSlots(layers, places, memory, eviction=eviction, top_k=top_k)
     runtime.host_slots = slots
+    MemoryWatch(slots, available_bytes, reserved)
     where = places[0].file.parent
     if options.expert_memory_bytes is None:
         _warn(

@@ -105,6 +105,7 @@ class HostSlots:
         self.transit_bytes = self._transit.nbytes
         self._memory = list(map(_page_aligned, self.num_slots, sizes))
         self.num_bytes = sum(memory.nbytes for memory in (*self._memory, self._transit))
+        self.resident_bytes = self.num_bytes - self.transit_bytes
         self._tables = _tables(eviction, counts, top_k)
         entries = [
             _native.SlotLayer(

@@ -1,0 +1,54 @@
+"""Lets host slots shrink while the system is short of memory, and grow again after.
+
+A cache that the system pushes out to the disk is worse than a small one: a slot that is read back
+page by page costs a page fault for each 4 KB.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+
+from tandem.experts.cache.host_slots import HostSlots
+
+# Of the memory that is to stay free: below the first share slots go, above the second they come.
+_SHORT, _PLENTY = 0.5, 1.5
+# What a layer keeps at least, of the slots that it was given.
+_LEAST_SHARE = 0.05
+
+
+class MemoryWatch:
+    """Looks at the free memory once a second, as long as the slots live."""
+
+    def __init__(
+        self,
+        slots: HostSlots,
+        free_bytes: Callable[[], int],
+        reserved_bytes: int,
+        *,
+        seconds: float = 1.0,
+    ) -> None:
+        """Keep about `reserved_bytes` free, as far as the slots can; look every `seconds`."""
+        self._slots, self._free_bytes = weakref.ref(slots), free_bytes
+        self._reserved, self._seconds = reserved_bytes, seconds
+        self._share = 1.0
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tandem-memory", daemon=True)
+        weakref.finalize(slots, self._has_ended.set)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._has_ended.wait(self._seconds):
+            slots = self._slots()
+            if slots is None:
+                return
+            self.look(slots)
+            del slots
+
+    def look(self, slots: HostSlots) -> float:
+        """Take memory from the slots, or give it back; returns the share of them that is used."""
+        free = self._free_bytes()
+        if not _SHORT * self._reserved <= free <= _PLENTY * self._reserved:
+            change = (free - self._reserved) / max(1, slots.resident_bytes)
+            self._share = min(1.0, max(_LEAST_SHARE, self._share + change))
+            slots.native.use_share(self._share)
+        return self._share
