@@ -54,7 +54,7 @@ floors: setup
 unit: setup
 	$(PYTEST)
 
-SANITIZED := matmul kernels layers attention recurrent quantize tensors blocks
+SANITIZED := matmul kernels layers attention recurrent quantize tensors blocks crc32c
 FUZZED := experts rows
 FUZZ_SECONDS ?= 8
 sanitize: $(SANITIZED:%=sanitized-%) $(FUZZED:%=fuzzed-%)  ## The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer

@@ -9,6 +9,7 @@
 #include "bindings.hpp"
 #include "bindings_tensor.hpp"
 #include "cpu_features.hpp"
+#include "crc32c.hpp"
 #include "experts.hpp"
 #include "memory.hpp"
 #include "sizes.hpp"
@@ -95,6 +96,14 @@ void project(ExpertEngine& engine, const ExpertLayout& layout, std::int64_t expe
   engine.project(layout, is_up, call);
 }
 
+template <std::uint32_t (*sum)(const std::uint8_t*, std::int64_t, std::uint32_t)>
+std::uint32_t sum_of(const Tensor& data, std::uint32_t before) {
+  const std::int64_t bytes = data.count() * data.element_bytes();
+  const std::uint8_t* at = data.memory("data", bytes);
+  const nb::gil_scoped_release release;
+  return sum(at, bytes, before);
+}
+
 // Weight times row over k, first to last; -1 is no row.
 void add_rows(ExpertEngine& engine, const Tensor& rows, const Tensor& row_of, const Tensor& weights,
               const Tensor& out) {
@@ -128,6 +137,13 @@ NB_MODULE(_native, m) {
   m.def("advise_huge_pages", [](const Tensor& memory) {
     const std::int64_t bytes = memory.count() * memory.element_bytes();
     return tandem::advise_huge_pages(memory.memory("memory", bytes), bytes);
+  });
+
+  m.def("crc32c", &tandem::sum_of<&tandem::crc32c>);
+  m.def("crc32c_portable", &tandem::sum_of<&tandem::crc32c_portable>);
+  m.def("join_crc32c", [](std::uint32_t first, std::uint32_t second, std::int64_t second_bytes) {
+    tandem::require(second_bytes >= 0, "0 bytes or more in the second piece");
+    return tandem::join_crc32c(first, second, second_bytes);
   });
 
   using tandem::ProjectionLayout;

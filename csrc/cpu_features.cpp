@@ -9,6 +9,9 @@
 #if defined(__GLIBC__)  // other libraries of Linux do not tell
 #include <unistd.h>
 #endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 
 namespace tandem {
 namespace {
@@ -96,6 +99,12 @@ CpuFeatures detect_cpu_features() {
 #elif defined(__aarch64__)
   found.vendor = "arm";
   found.instruction_sets.emplace_back("neon");
+#if defined(__linux__)
+  constexpr unsigned long kHasCrc32 = 1 << 7;  // HWCAP_CRC32
+  if ((getauxval(AT_HWCAP) & kHasCrc32) != 0) found.instruction_sets.emplace_back("crc32");
+#else
+  found.instruction_sets.emplace_back("crc32");  // Apple's have it all
+#endif
 #endif
 #if defined(__GLIBC__)
   found.l1_data_bytes = known_or_zero(_SC_LEVEL1_DCACHE_SIZE);

@@ -5,12 +5,9 @@
 
 #include "cpu_features.hpp"
 
-#if defined(__x86_64__)
-#include <nmmintrin.h>
-// By attribute, not by flags of the file: what chooses must run on every processor.
-#define TANDEM_CRC_TARGET __attribute__((target("sse4.2")))
-#elif defined(__aarch64__)
-#define TANDEM_CRC_TARGET
+// As assembly: the instruction alone needs no flags, and what chooses runs on every processor.
+#if defined(__x86_64__) || defined(__aarch64__)
+#define TANDEM_HAS_CRC32C 1
 #endif
 
 namespace tandem {
@@ -62,7 +59,7 @@ std::uint32_t factor_of_zeros(std::int64_t bytes) {
   return factor;
 }
 
-#if defined(TANDEM_CRC_TARGET)
+#if defined(TANDEM_HAS_CRC32C)
 
 std::uint64_t word_at(const std::uint8_t* data) {
   std::uint64_t word;
@@ -71,11 +68,14 @@ std::uint64_t word_at(const std::uint8_t* data) {
 }
 
 #if defined(__x86_64__)
-TANDEM_CRC_TARGET inline std::uint32_t next(std::uint32_t state, std::uint64_t word) {
-  return static_cast<std::uint32_t>(_mm_crc32_u64(state, word));
+inline std::uint32_t next(std::uint32_t state, std::uint64_t word) {
+  std::uint64_t wide = state;
+  __asm__("crc32q %1, %0" : "+r"(wide) : "r"(word));
+  return static_cast<std::uint32_t>(wide);
 }
-TANDEM_CRC_TARGET inline std::uint32_t next_byte(std::uint32_t state, std::uint8_t byte) {
-  return _mm_crc32_u8(state, byte);
+inline std::uint32_t next_byte(std::uint32_t state, std::uint8_t byte) {
+  __asm__("crc32b %1, %0" : "+r"(state) : "r"(byte));
+  return state;
 }
 constexpr const char* kInstruction = "sse4_2";
 #else
@@ -95,8 +95,7 @@ constexpr const char* kInstruction = "crc32";
 constexpr std::int64_t kLeastSplit = 12 << 10;
 constexpr std::int64_t kThirdMultiple = 256;
 
-TANDEM_CRC_TARGET std::uint32_t crc32c_native(const std::uint8_t* data, std::int64_t bytes,
-                                              std::uint32_t before) {
+std::uint32_t crc32c_native(const std::uint8_t* data, std::int64_t bytes, std::uint32_t before) {
   std::uint32_t state = ~before;
   if (bytes >= kLeastSplit) {
     const std::int64_t third = bytes / 3 / kThirdMultiple * kThirdMultiple;
@@ -122,12 +121,12 @@ bool has_instruction() {
   return false;
 }
 
-#endif  // TANDEM_CRC_TARGET
+#endif  // TANDEM_HAS_CRC32C
 
 using Crc32c = std::uint32_t (*)(const std::uint8_t*, std::int64_t, std::uint32_t);
 
 Crc32c fastest() {
-#if defined(TANDEM_CRC_TARGET)
+#if defined(TANDEM_HAS_CRC32C)
   if (has_instruction()) return crc32c_native;
 #endif
   return crc32c_portable;

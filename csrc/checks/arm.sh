@@ -16,6 +16,6 @@ cmake -S csrc -B build/arm -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aa
   -DCMAKE_CXX_COMPILER="$compiler" -DCMAKE_BUILD_TYPE=Release -DTANDEM_CHECKS=ON \
   -DTANDEM_WARNINGS_ARE_ERRORS=ON >/dev/null
 cmake --build build/arm --parallel 2 >/dev/null
-for check in coordinator matmul kernels layers attention recurrent quantize tensors blocks; do
+for check in coordinator matmul kernels layers attention recurrent quantize tensors blocks crc32c; do
   "$QEMU" "build/arm/check_$check"
 done

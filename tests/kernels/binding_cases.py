@@ -40,7 +40,7 @@ WITHOUT_MEMORY = {
     "SuccessorTable.learn", "SuccessorTable.note", "SuccessorTable.resize",
     "SuccessorTable.values", "TokenSampler", "TwinStream.join", "TwinStream.set_dense_seconds",
     "TwinStream.set_patience", "TwinStream.times", "available_isas", "block_bytes", "block_cols",
-    "decide_lone_layer", "detect_cpu_features",
+    "decide_lone_layer", "detect_cpu_features", "join_crc32c",
 }  # fmt: skip
 
 _FORMAT = find_format("int8-g32")
@@ -147,13 +147,15 @@ def engine_cases() -> dict[str, Case]:
     assert sampler.choose(_floats(8), array("q", [1, 2]), 0.5) < 8
     rows = _int32(EXPERTS + 1), 1, _floats(TOKENS, HIDDEN), _floats(EXPERTS, HIDDEN)
     started = engine, _routed(), range(EXPERTS), False, list(range(EXPERTS + 1)), *rows
-    of_bytes = _native.advise_huge_pages, (_bytes(64),)
+    of_bytes, summed = (_native.advise_huge_pages, (_bytes(64),)), (_bytes(64), 0)
     return {
         "ExpertEngine.run": Case(engine.run, run, any_size=[3]),
         "ExpertEngine.project": Case(engine.project, project, any_size=[3]),
         "ExpertEngine.add_rows": Case(engine.add_rows, sums, any_size=[0]),
         "ExpertEngine.read_all": Case(engine.read_all, (_bytes(64),), any_size=[0], any_type=[0]),
         "advise_huge_pages": Case(*of_bytes, any_size=[0], any_type=[0]),
+        "crc32c": Case(_native.crc32c, summed, any_size=[0], any_type=[0]),
+        "crc32c_portable": Case(_native.crc32c_portable, summed, any_size=[0], any_type=[0]),
         "DenseEngine.run": Case(dense.run, one),
         "DenseEngine.run_groups": Case(dense.run_groups, grouped),
         "DenseEngine.read": Case(dense.read, read),
