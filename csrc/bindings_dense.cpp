@@ -264,19 +264,20 @@ void bind_attention(nb::module_& m) {
       });
 }
 
-// `experts` is (experts, bytes of one), which lie in it one after the other. With `slots` they are
-// read from the disk into these, as those of layer `number`.
+// `experts` is (experts, bytes of one), with or without gaps between the experts. With `slots` they
+// are read from the disk into these, as those of layer `number`.
 void init_routed(RoutedLayer* self, const ExpertLayout& layout, int activation, float alpha,
                  float limit, float offset, const Tensor& experts, HostSlots* slots,
                  std::int32_t number) {
+  const auto* first =
+      static_cast<const std::uint8_t*>(experts.strided("experts", Element::kByte, {-1, -1}));
+  const std::int64_t bytes = experts.size(1), stride = experts.stride(0);
+  if (experts.stride(1) != 1 || (experts.size(0) > 1 && stride < bytes))
+    experts.refuse("experts", "experts one after the other, each side by side");
   require(slots == nullptr || slots->has(number, experts.size(0)), "a layer of these slots");
-  experts.require_dims("experts", 2);
-  const std::int64_t bytes = experts.size(1);
   require_layout(layout, bytes);
   new (self) RoutedLayer{layout, activation_spec(layout, activation, alpha, limit, offset),
-                         experts.size(0),
-                         experts.dense<const std::uint8_t>("experts", experts.size(0) * bytes), bytes,
-                         slots, number};
+                         experts.size(0), first, bytes, stride, slots, number};
 }
 
 void bind_routed(nb::module_& m) {

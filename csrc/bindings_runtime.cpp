@@ -50,7 +50,7 @@ class StartedBatch {
         throw std::invalid_argument("expert " + std::to_string(expert) + ", expected 0 to " +
                                     std::to_string(layer.num_experts - 1));
       addresses_.push_back(are_addresses ? expert_at(expert)
-                                         : layer.experts + expert * layer.expert_bytes);
+                                         : layer.expert(static_cast<std::int64_t>(expert)));
     }
     const std::int32_t first = begin_.front();
     for (std::int32_t& row : begin_) row -= first;

@@ -77,7 +77,7 @@ std::int64_t RoutedExperts::sort_rows(const RoutedLayer& layer, const RoutedCall
   for (std::int64_t e = 0; e < layer.num_experts; ++e) {
     if (count_[e] == 0) continue;
     active_.push_back(static_cast<std::int32_t>(e));
-    addresses_.push_back(layer.experts + e * layer.expert_bytes);
+    addresses_.push_back(layer.expert(e));
     const std::int32_t first = begin_.back();
     begin_.push_back(first + count_[e]);
     count_[e] = first;  // from here on: the expert's next row

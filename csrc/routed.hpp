@@ -15,11 +15,14 @@ struct RoutedLayer {
   ExpertLayout layout;
   ActivationSpec activation;
   std::int64_t num_experts;
-  const std::uint8_t* experts;  // `expert_bytes` apart
+  const std::uint8_t* experts;
   std::int64_t expert_bytes;
+  std::int64_t stride_bytes;  // from one expert to the next
   // Null: all lie in memory. Else they come from there, as those of layer `number`.
   ExpertSource* source = nullptr;
   std::int32_t number = 0;
+
+  const std::uint8_t* expert(std::int64_t place) const { return experts + place * stride_bytes; }
 };
 
 struct RoutedCall {

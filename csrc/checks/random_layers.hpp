@@ -65,7 +65,7 @@ inline Layer make_layer(Random& random, std::int64_t hidden, std::int64_t count)
     l.bytes.insert(l.bytes.end(), down.begin(), down.end());
   }
   const auto size = static_cast<std::int64_t>(l.bytes.size()) / l.count;
-  l.routed = {layout, {tandem::Activation::kRelu2, 1, 1, 0}, l.count, l.bytes.data(), size};
+  l.routed = {layout, {tandem::Activation::kRelu2, 1, 1, 0}, l.count, l.bytes.data(), size, size};
   return l;
 }
 

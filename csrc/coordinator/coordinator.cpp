@@ -256,7 +256,7 @@ void Coordinator::answer(std::int64_t layer) {
     if (is_hit[i] != 0) continue;
     has_misses = true;
     if (choice[i] >= 0 && choice[i] < host.num_experts)
-      addresses_[i] = host.experts + choice[i] * host.expert_bytes;
+      addresses_[i] = host.expert(choice[i]);
     else  // published by mistake: nothing is read outside
       std::fill_n(box_->results() + i * layout.hidden_size, layout.hidden_size, 0.0f);
   }

@@ -113,7 +113,7 @@ void CopyingThread::loop() {
 
 void CopyingThread::carry_out(const SlotCopy& copy) {
   const RoutedLayer& layer = layers_[copy.layer];
-  const std::uint8_t* from = layer.experts + copy.expert * layer.expert_bytes;
+  const std::uint8_t* from = layer.expert(copy.expert);
   std::uint8_t* to = slots_[copy.slot];
   const double begin = steady_seconds();
   for (std::int64_t at = 0; at < layer.expert_bytes; at += kChunkBytes) {

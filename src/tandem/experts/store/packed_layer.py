@@ -32,7 +32,13 @@ from tandem.kernels.formats.expert import (
 from tandem.kernels.formats.file_rows import FileRows, Placing, write_file_rows
 from tandem.kernels.formats.native_quantize import Rounding
 from tandem.kernels.formats.packed import write_weights
-from tandem.kernels.formats.weight_format import ExpertFormat, WeightFormat, formats_of
+from tandem.kernels.formats.weight_format import (
+    FILE_ALIGNMENT_BYTES,
+    ExpertFormat,
+    WeightFormat,
+    aligned,
+    formats_of,
+)
 from tandem.kernels.memory import allocate_buffers
 from tandem.kernels.reference import ExpertWeights
 
@@ -41,7 +47,10 @@ STORED_ORDER_NAME = "input_order"
 
 
 class PackedLayer:
-    """All experts of a layer as one (num_experts, expert bytes) tensor; packed as they arrive."""
+    """All experts of a layer as one (num_experts, expert bytes) tensor; packed as they arrive.
+
+    In a packed checkpoint each begins at a multiple of 4,096 bytes, with a gap before the next.
+    """
 
     def __init__(
         self,
@@ -62,15 +71,17 @@ class PackedLayer:
         self.slots: LayerSlots | None = None
         """From where experts are taken that lie on the disk; None: from the buffers."""
         self._is_interleaved = is_interleaved
+        self._stored: Tensor | None = None
         self._buffers: Tensor | None = None
         self._has_up: set[int] = set()
         self._inner_order: dict[int, Tensor] = {}
 
     @property
     def buffers(self) -> Tensor:
-        """The packed experts: (num_experts, layout.num_bytes) uint8."""
+        """The packed experts: (num_experts, layout.num_bytes) uint8, each contiguous."""
         if self._buffers is None:
-            self._buffers = allocate_buffers(self.arrivals.num_experts, self.layout.num_bytes)
+            size = self.arrivals.num_experts, self.layout.num_bytes
+            self._stored = self._buffers = allocate_buffers(*size)
         return self._buffers
 
     def put(self, tensor_name: str, fused: Tensor) -> None:
@@ -173,20 +184,24 @@ class PackedLayer:
         if stored_name == STORED_ORDER_NAME:
             self._orders().copy_(tensor)
             return
-        expected = (self.arrivals.num_experts, self.layout.num_bytes)
-        if stored_name != STORED_NAME or tuple(tensor.shape) != expected:
+        expected = (self.arrivals.num_experts, aligned(self.layout.num_bytes, FILE_ALIGNMENT_BYTES))
+        without_gaps = (self.arrivals.num_experts, self.layout.num_bytes)  # before format 3
+        if stored_name != STORED_NAME or tuple(tensor.shape) not in (expected, without_gaps):
             raise ModelError(
                 f"{self.arrivals.name} holds {stored_name} of shape {tuple(tensor.shape)}, "
                 f"expected {STORED_NAME} of shape {expected} in {self.layout.format_name}"
             )
-        self._buffers = tensor
+        self._keep(tensor)
         for tensor_name in self.arrivals.shapes:
             self.arrivals.count(tensor_name, self.arrivals.num_experts)
 
     def move_to(self, stored: dict[str, Tensor]) -> None:
         """Read from these tensors from now on, which hold what `stored` returned."""
-        self._buffers = stored[STORED_NAME]
+        self._keep(stored[STORED_NAME])
         self.input_order = stored.get(STORED_ORDER_NAME)
+
+    def _keep(self, stored: Tensor) -> None:
+        self._stored, self._buffers = stored, stored[:, : self.layout.num_bytes]
 
     def weights(self, expert: int) -> ExpertWeights:
         """Return one expert's values in fp32, [gate; up] and not transposed. Slow: unpacks."""
@@ -219,9 +234,10 @@ class PackedLayer:
         return self.layout.num_bytes
 
     def stored(self) -> dict[str, Tensor]:
-        """Return what a packed checkpoint holds of this layer, by name."""
+        """Return what a packed checkpoint holds of this layer, by name; contiguous, with gaps."""
         order = {} if self.input_order is None else {STORED_ORDER_NAME: self.input_order}
-        return {STORED_NAME: self.buffers, **order}
+        experts = self.buffers if self._stored is None else self._stored
+        return {STORED_NAME: experts, **order}
 
     @property
     def num_bytes(self) -> int:

@@ -8,6 +8,8 @@ from tandem.core.registry import nearest_names
 
 ROWS_PER_BLOCK = 16  # one 512-bit register holds one dword of each row
 SECTION_ALIGNMENT_BYTES = 64  # one cache line
+# What a disk is read by past the system's cache (O_DIRECT): no sector or page in use is larger.
+FILE_ALIGNMENT_BYTES = 4096
 _STRIP_COLS = 32  # whose planes of bits follow each other
 
 Element = Literal["integer", "table", "e2m1", "e4m3", "bf16", "fp16"]
@@ -18,9 +20,9 @@ _SCALE_BYTES: dict[Scale, float] = {
 WHOLE_ROW = -1  # columns of a super-block
 
 
-def aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int, alignment_bytes: int = SECTION_ALIGNMENT_BYTES) -> int:
     """Round up to where the next section may begin."""
-    return -(-num_bytes // SECTION_ALIGNMENT_BYTES) * SECTION_ALIGNMENT_BYTES
+    return -(-num_bytes // alignment_bytes) * alignment_bytes
 
 
 @dataclass(frozen=True, slots=True)
