@@ -35,9 +35,11 @@ from tandem.bench.generation import WARM_UP_STEPS, Workload, measure
 from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape, find_shape
 from tandem.bench.random_model import drop_experts
 from tandem.bench.random_weights import random_experts
+from tandem.checkpoint.file_writer import FileSums, write_tensors
 from tandem.checkpoint.mapped_files import read_ahead
 from tandem.checkpoint.packed import DENSE_FILE, experts_file, packed_name
-from tandem.checkpoint.packed_files import FileSums, write_index, write_tensors
+from tandem.checkpoint.packed_files import write_index
+from tandem.checkpoint.sources.safetensors_header import read_header
 from tandem.core.units import format_bytes
 from tandem.experts.store.host_memory import process_bytes
 from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
@@ -61,7 +63,6 @@ def write(directory: Path, shape: ModelShape, expert_dtype: str) -> None:
     quantizer = OffloadQuantizer(offload)
     quantizer.announce_layers(model)
     directory.mkdir(parents=True)
-    files: dict[str, dict[str, int]] = {}
     sums: dict[str, FileSums] = {}
     first = next(iter(quantizer.runtime.store))
     assert isinstance(first, PackedLayer)
@@ -71,13 +72,15 @@ def write(directory: Path, shape: ModelShape, expert_dtype: str) -> None:
             experts_file(layer.layer),
             f"{layer.arrivals.name}.{packed_name(STORED_NAME)}",
         )
-        sums[name] = write_tensors(directory, name, {tensor: experts})
-        files[name] = {tensor: experts.nbytes}
+        sums[name] = write_tensors(directory, name, {tensor: experts}, experts=tensor)
     drop_experts(model)
     random = torch.empty(1 << 20, dtype=torch.bfloat16).normal_(std=_STD)
     dense = {n: _filled(t, random) for n, t in model.state_dict().items() if t.numel()}
     sums[DENSE_FILE] = write_tensors(directory, DENSE_FILE, dense)
-    files[DENSE_FILE] = {name: tensor.nbytes for name, tensor in dense.items()}
+    files = {
+        name: {n: entry.num_bytes for n, entry in read_header(directory / name).items()}
+        for name in sums
+    }
     write_index(directory, files, sums)
     config.architectures = [type(model).__name__]
     config.dtype = torch.bfloat16

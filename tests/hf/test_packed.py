@@ -92,7 +92,7 @@ def test_save_that_fails_leaves_nothing(
     def full_disk(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tandem.checkpoint.packed_files.save_file", full_disk)
+    monkeypatch.setattr("os.fsync", full_disk)
     with pytest.raises(tandem.TandemError, match="No space left on device"):
         tandem.save(tandem.load(packed), tmp_path / "new")
     assert list(tmp_path.iterdir()) == []

@@ -121,7 +121,7 @@ def test_other_options_begin_anew(checkpoint: Path, tmp_path: Path) -> None:
 def test_a_file_damaged_in_between_is_written_again(checkpoint: Path, tmp_path: Path) -> None:
     pack_until(checkpoint, tmp_path / "packed", 2)
     file = tmp_path / ".packed.partial" / "tandem-experts-00001.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"\0")
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
     done = tandem.pack(checkpoint, tmp_path / "packed", expert_dtype="int4")
     assert done.resumed_layers == 1
     assert require_checksums(tmp_path / "packed")

@@ -1,59 +1,27 @@
-"""Writes and checks the files of packed checkpoints: whole or not there, each with its checksum.
+"""The index of a packed checkpoint, and its files checked against it.
 
-The index has the SHA-256 of each file, and the CRC-32 of each tensor, which says where damage is.
+It has the SHA-256 of each file; the CRC-32 of each tensor, which says where damage is; and the
+CRC32C of each expert, against which one is checked that is read by itself.
 """
 
 import contextlib
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from tandem.checkpoint.json_files import read_json
-from tandem.checkpoint.packed import CHECKSUMS_KEY, INDEX_FILE, TENSOR_SUMS_KEY
+from tandem.checkpoint.file_writer import FileSums
+from tandem.checkpoint.json_files import JsonObject, read_json
+from tandem.checkpoint.packed import CHECKSUMS_KEY, EXPERT_SUMS_KEY, INDEX_FILE, TENSOR_SUMS_KEY
 from tandem.core.errors import ModelError
+from tandem.kernels import _native
 
 _CHUNK_BYTES = 1 << 24
-
-
-class FileSums(NamedTuple):
-    """A file's SHA-256 in hex, and the CRC-32 of each of its tensors."""
-
-    sha256: str
-    crc32: dict[str, int]
-
-
-def write_tensors(directory: Path, name: str, tensors: dict[str, Tensor]) -> FileSums:
-    """Write a safetensors file, which appears when it is on the disk; return its sums.
-
-    Raises `OSError`, and leaves no part of the file.
-    """
-    partial = directory / f"{name}.part"
-    try:
-        partial.unlink(missing_ok=True)
-        partial.touch()  # with the modes that the user's umask gives: safetensors gives 0600
-        mode = partial.stat().st_mode
-        save_file(tensors, partial, metadata={"format": "pt"})
-        partial.chmod(mode)
-        with partial.open("rb+") as stream:
-            os.fsync(stream.fileno())
-        sums = FileSums(sha256_of(partial), {n: _crc32_of(t) for n, t in tensors.items()})
-        partial.replace(directory / name)
-    except SafetensorError as error:  # wraps what the system said
-        partial.unlink(missing_ok=True)
-        raise OSError(str(error)) from error
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    return sums
 
 
 def write_index(
@@ -66,6 +34,7 @@ def write_index(
         "total_size": total,
         CHECKSUMS_KEY: {file: sums[file].sha256 for file in files},
         TENSOR_SUMS_KEY: {name: crc for file in files for name, crc in sums[file].crc32.items()},
+        EXPERT_SUMS_KEY: {n: c for file in files for n, c in sums[file].expert_crc32c.items()},
     }
     text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=1) + "\n"
     (directory / INDEX_FILE).write_text(text, encoding="utf-8")
@@ -102,7 +71,7 @@ def require_checksums(directory: Path, on_bytes: Callable[[int], None] | None = 
             )
         found = sha256_of(directory / name, on_bytes)
         if found != expected:
-            damage = _damage(directory / name, metadata.get(TENSOR_SUMS_KEY))
+            damage = _damage(directory / name, metadata)
             raise ModelError(
                 f"{directory / name} has the SHA-256 {found[:16]}..., expected {expected[:16]}..., "
                 f"{damage}; the disk or a copy has damaged it: pack the model again or copy the "
@@ -111,16 +80,29 @@ def require_checksums(directory: Path, on_bytes: Callable[[int], None] | None = 
     return len(names)
 
 
-def _damage(file: Path, sums: object) -> str:
-    """Say which tensor of a damaged file has other bytes than were written: the first one."""
+def _damage(file: Path, metadata: JsonObject) -> str:
+    """Say which tensor of a damaged file, and which expert, has other bytes than were written."""
+    sums, expert_sums = metadata.get(TENSOR_SUMS_KEY), metadata.get(EXPERT_SUMS_KEY)
     if not isinstance(sums, dict):  # packed by an older version
         return "in one of its tensors or its header"
     with contextlib.suppress(SafetensorError), safe_open(file, "pt") as opened:
         for name in opened.keys():  # noqa: SIM118
-            if sums.get(name) != _crc32_of(opened.get_tensor(name)):
-                return f"and tensor {name} other bytes than were written"
+            tensor = opened.get_tensor(name)
+            if sums.get(name) != _crc32_of(tensor):
+                of_experts = expert_sums.get(name) if isinstance(expert_sums, dict) else None
+                where = _damaged_expert(tensor, of_experts)
+                return f"and tensor {name} other bytes than were written{where}"
     return "in its header"
 
 
+def _damaged_expert(tensor: Tensor, sums: object) -> str:
+    """Name the first expert that has another sum; nothing where none are known."""
+    if isinstance(sums, list) and tensor.dim() == 2 and len(sums) == len(tensor):
+        for expert, (row, expected) in enumerate(zip(tensor, sums, strict=True)):
+            if _native.crc32c(row, 0) != expected:
+                return f", of expert {expert} first"
+    return ""
+
+
 def _crc32_of(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data)

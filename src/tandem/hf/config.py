@@ -23,7 +23,9 @@ from tandem.kernels.formats.weight_format import (
 
 QUANT_METHOD = "tandem"
 # Of the files of a packed model: any change of where a byte goes, or of what it means, raises it.
-PACKED_FORMAT_VERSION = 2
+PACKED_FORMAT_VERSION = 3
+_READABLE_VERSIONS = (2, 3)
+"""In 2 experts lie without gaps, at any place of the file."""
 
 _DTYPES = {
     "bf16": torch.bfloat16,
@@ -127,10 +129,11 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
         parse_expert_dtype(self.expert_dtype)
         parse_dense_dtype(self.dense_dtype)
         super().__post_init__()
-        if self.packed_format not in (None, PACKED_FORMAT_VERSION):
+        if self.packed_format not in (None, *_READABLE_VERSIONS):
             raise ConfigError(
                 f"the checkpoint is packed in format {self.packed_format!r}, and this Tandem reads "
-                f"format {PACKED_FORMAT_VERSION}; pack it again with tandem.save"
+                f"formats {' and '.join(map(str, _READABLE_VERSIONS))}; pack it again with "
+                "tandem.save"
             )
 
     @property

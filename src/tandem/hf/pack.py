@@ -18,7 +18,7 @@ from tandem.checkpoint.sources.gguf_tokenizer import save_gguf_tokenizer
 from tandem.core.config import from_mapping
 from tandem.core.errors import ModelError, TandemError
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, open_model
-from tandem.hf.config import OffloadConfig
+from tandem.hf.config import PACKED_FORMAT_VERSION, OffloadConfig
 from tandem.hf.load import load_checkpoint
 from tandem.hf.packed_writer import PROGRESS_FILE, FileSink, OnProgress
 from tandem.hf.runtime import require_runtime
@@ -102,7 +102,8 @@ def _identity(source: AnyCheckpoint, options: dict[str, object]) -> str:
     stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in source.weight_files]
     config = source.config if isinstance(source, Checkpoint) else None
     chosen = {k: str(v) for k, v in options.items() if k in ("expert_dtype", "dense_dtype")}
-    parts = (str(source.path.resolve()), config, stats, sorted(chosen.items()))
+    path, version = str(source.path.resolve()), PACKED_FORMAT_VERSION
+    parts = (path, config, stats, sorted(chosen.items()), version)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 

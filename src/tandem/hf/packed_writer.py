@@ -11,12 +11,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from tandem.checkpoint.file_writer import FileSums, write_tensors
 from tandem.checkpoint.packed import DENSE_FILE, experts_file, packed_name
-from tandem.checkpoint.packed_files import FileSums, sha256_of, write_index, write_tensors
+from tandem.checkpoint.packed_files import sha256_of, write_index
+from tandem.checkpoint.sources.safetensors_header import read_header
 from tandem.core.errors import CapacityError, ModelError
 from tandem.core.units import format_bytes
 from tandem.experts.store.host_store import HostLayer
-from tandem.experts.store.packed_layer import PackedLayer
+from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
 from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
 from tandem.hf.config import PACKED_FORMAT_VERSION, OffloadConfig, plain_name
 from tandem.hf.dense import packed_layers
@@ -44,19 +46,22 @@ class PackedWriter:
 
     def write_experts(self, layer: HostLayer) -> None:
         """Write the file of a layer."""
-        name, tensors = experts_file(layer.layer), layer_tensors(layer)
-        self.sums[name] = write_tensors(self.directory, name, tensors)
-        self.note(name, tensors)
+        name, tensors = experts_file(layer.layer), _layer_tensors(layer)
+        experts = f"{layer.arrivals.name}.{packed_name(STORED_NAME)}"
+        self._write(name, tensors, experts if experts in tensors else None)
 
     def write_dense(self, model: PreTrainedModel) -> None:
         """Write the file of what is no expert."""
-        tensors = _dense_tensors(model)
-        self.sums[DENSE_FILE] = write_tensors(self.directory, DENSE_FILE, tensors)
-        self.note(DENSE_FILE, tensors)
+        self._write(DENSE_FILE, _dense_tensors(model))
 
-    def note(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """Note that a file holds these tensors."""
-        self._sizes[name] = {name: tensor.nbytes for name, tensor in tensors.items()}
+    def _write(self, name: str, tensors: dict[str, Tensor], experts: str | None = None) -> None:
+        self.sums[name] = write_tensors(self.directory, name, tensors, experts=experts)
+        self.note(name)
+
+    def note(self, name: str) -> None:
+        """Note that a file is there."""
+        entries = read_header(self.directory / name)
+        self._sizes[name] = {tensor: entry.num_bytes for tensor, entry in entries.items()}
 
     def finish(self, model: PreTrainedModel) -> None:
         """Write the index and config.json, and the model's generation config."""
@@ -107,7 +112,7 @@ class FileSink:
         for tensor_name, tensor in self._mapped(layer).items():
             layer.adopt(tensor_name, tensor)
         self.num_resumed += 1
-        files.note(name, layer_tensors(layer))
+        files.note(name)
         self._tell(layer)
 
     def take(self, layer: HostLayer) -> None:
@@ -164,7 +169,7 @@ class FileSink:
         partial.replace(self._files.directory / PROGRESS_FILE)
 
 
-def layer_tensors(layer: HostLayer) -> dict[str, Tensor]:
+def _layer_tensors(layer: HostLayer) -> dict[str, Tensor]:
     """Return what a packed checkpoint holds of a layer, by the names in its file."""
     name = layer.arrivals.name
     return {f"{name}.{packed_name(part)}": tensor for part, tensor in layer.stored().items()}

@@ -1,0 +1,134 @@
+"""Writes a safetensors file of a packed checkpoint in one pass: whole or not there, with its sums.
+
+The data begins at a multiple of 4,096 bytes (spaces follow the header, which the format allows),
+and so does every expert, so that a disk can be read past the system's cache.
+"""
+
+import hashlib
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tandem.kernels import _native
+from tandem.kernels.formats.weight_format import FILE_ALIGNMENT_BYTES, aligned
+
+_CHUNK_BYTES = 1 << 20  # is still in the processor's cache when the second sum is made
+_LENGTH_BYTES = 8
+_DTYPES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
+    torch.uint16: "U16", torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64",
+    torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
+    torch.float64: "F64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}  # fmt: skip
+
+_Bytes = npt.NDArray[np.uint8]
+
+
+class FileSums(NamedTuple):
+    """A file's SHA-256 in hex, the CRC-32 of each tensor, the CRC32C of each expert of a tensor.
+
+    An expert's sum is that of all bytes from its first one to the next expert's.
+    """
+
+    sha256: str
+    crc32: dict[str, int]
+    expert_crc32c: dict[str, list[int]]
+
+
+def write_tensors(
+    directory: Path, name: str, tensors: Mapping[str, Tensor], *, experts: str | None = None
+) -> FileSums:
+    """Write a safetensors file, which appears when it is on the disk; return its sums.
+
+    The tensor `experts` (num_experts, bytes) comes first, each row filled up with zeros to a
+    multiple of 4,096 bytes. Raises `OSError`, and leaves no part of the file.
+    """
+    partial = directory / f"{name}.part"
+    try:
+        partial.unlink(missing_ok=True)
+        with partial.open("xb") as stream:
+            sums = _write(stream, _in_order(tensors, experts), experts)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(directory / name)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return sums
+
+
+def _in_order(tensors: Mapping[str, Tensor], experts: str | None) -> dict[str, Tensor]:
+    """Sort so that each tensor's first byte is a multiple of its elements' size."""
+    names = sorted(tensors, key=lambda n: (n != experts, -tensors[n].itemsize, n))
+    return {name: tensors[name] for name in names}
+
+
+def _write(stream: BinaryIO, tensors: Mapping[str, Tensor], experts: str | None) -> FileSums:
+    sha256, sums = hashlib.sha256(), FileSums("", {}, {})
+
+    def put(pieces: Iterable[_Bytes]) -> int:
+        crc32 = 0
+        for piece in pieces:
+            sha256.update(piece.data)
+            crc32 = zlib.crc32(piece.data, crc32)
+            stream.write(piece.data)
+        return crc32
+
+    put([_header(tensors, experts)])
+    for name, tensor in tensors.items():
+        if name == experts:
+            of_experts = sums.expert_crc32c[name] = []
+            sums.crc32[name] = put(_experts(tensor, of_experts))
+        else:
+            sums.crc32[name] = put(_chunks(tensor))
+    return sums._replace(sha256=sha256.hexdigest())
+
+
+def _experts(tensor: Tensor, sums: list[int]) -> Iterator[_Bytes]:
+    """Yield the rows, each followed by what fills it up; note the sum of both."""
+    filling = np.zeros(_row_bytes(tensor) - tensor.shape[1], np.uint8)
+    for row in _bytes_of(tensor).reshape(tensor.shape):
+        sums.append(_native.crc32c(filling, _native.crc32c(row, 0)))
+        yield row
+        yield filling
+
+
+def _chunks(tensor: Tensor) -> Iterator[_Bytes]:
+    content = _bytes_of(tensor)
+    for begin in range(0, len(content), _CHUNK_BYTES):
+        yield content[begin : begin + _CHUNK_BYTES]
+
+
+def _header(tensors: Mapping[str, Tensor], experts: str | None) -> _Bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        shape = [len(tensor), _row_bytes(tensor)] if name == experts else list(tensor.shape)
+        begin, end = end, end + math.prod(shape) * tensor.itemsize
+        dtype = _DTYPES[tensor.dtype]
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    length = aligned(_LENGTH_BYTES + len(text), FILE_ALIGNMENT_BYTES) - _LENGTH_BYTES
+    whole = length.to_bytes(_LENGTH_BYTES, "little") + text.ljust(length)
+    return np.frombuffer(whole, np.uint8)
+
+
+def _row_bytes(experts: Tensor) -> int:
+    """Return the bytes from one expert to the next in the file."""
+    return aligned(experts.shape[1], FILE_ALIGNMENT_BYTES)
+
+
+def _bytes_of(tensor: Tensor) -> _Bytes:
+    content: _Bytes = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    return content
