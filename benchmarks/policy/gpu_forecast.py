@@ -58,7 +58,9 @@ a model is not in the profile. Ratios mean more than absolutes.
 What the host itself does is in the times. "Graph" is how device `cuda` decodes where driver and
 card let it: a whole step as one graph ([runtime.md](runtime.md)); the host's part in it is measured
 on a CPU twin, the card's assumed. "Segments" is the way elsewhere: graph segments with Python
-between them at every layer. "Hits" are the active experts that run from the card's memory.
+between them at every layer. Each decides as it runs: a graph's decode steps leave every miss to the
+CPU (`ready-on-gpu`), planned ones fetch some (`balanced`) and copy ahead. "Hits" are the active
+experts that run from the card's memory.
 """
 
 
@@ -89,7 +91,7 @@ def rows(name: str) -> Iterator[str]:
     profile = load_profile(name)
     source = profile.source.split(" Host costs:")[0]
     yield f"\n## {heading(profile)}\n\n{textwrap.fill(f'Profile `{name}`. {source}', 100)}\n"
-    yield "| model | experts on the card | hits | prompt tok/s, segments / graph | decode |"
+    yield "| model | experts on the card | hits, segments / graph | prompt tok/s | decode tok/s |"
     yield "|---|---|---|---|---|"
     for model in MODELS:
         print(f"{name}, {model.name}", file=sys.stderr)
@@ -103,9 +105,10 @@ def row(model: Model, found: list[dict[str, Any]]) -> str:
     if not one["fits"]:
         return f"| {model.name} | needs {needs:.0f} GB of host memory, {has:.0f} are free | | | |"
     share = one["expert_slots"] / one["experts"]
+    hits = " / ".join(f"{each['hit_rate']:.0%}" for each in found)
     prompt = " / ".join(f"{each['prefill_tokens_per_second']:.0f}" for each in found)
     decode = " / ".join(f"{each['decode_tokens_per_second']:.0f}" for each in found)
-    return f"| {model.name} | {share:.0%} | {one['hit_rate']:.0%} | {prompt} | {decode} |"
+    return f"| {model.name} | {share:.0%} | {hits} | {prompt} | {decode} |"
 
 
 def main() -> int:

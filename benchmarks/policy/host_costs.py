@@ -1,8 +1,10 @@
 """What the host's own work leaves of a decode step: `python -m benchmarks.policy.host_costs`.
 
 Real routing on the virtual clock, batch 1, with experts of Qwen3-30B-A3B's sizes in int4. Each cell
-is the speed with a path's host costs over the speed without any: 1 means that they are hidden. All
-costs are those of the profiles, whose sources stand in them; none was measured on a GPU.
+is the speed with a path's host costs over the speed without any: 1 means that they are hidden. A
+graph decides as it runs (`ready-on-gpu`), segments and the speed without host costs by plans
+(`balanced`). All costs are those of the profiles, whose sources stand in them; none was measured on
+a GPU.
 """
 
 import argparse

@@ -115,3 +115,5 @@ def test_every_change_is_an_improvement_where_it_must_be(trace: RoutingTrace) ->
     assert len(changes) == 4
     assert all(change.seconds < as_it_is.seconds for change in changes)
     assert changes == sorted(changes, key=lambda change: change.seconds)
+    in_graph = what_if(trace, cache, in_graph=True)[0]
+    assert in_graph.seconds > as_it_is.seconds  # nothing is fetched for the layer that runs

@@ -1,4 +1,7 @@
-"""Plan replay of captured steps: native decisions are the planner's, on recorded runs."""
+"""Plan replay of captured steps: native decisions are the planner's, on recorded runs.
+
+The planner is the one that `tandem simulate` and `tandem plan` ask about steps in one graph.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -9,15 +12,15 @@ from tandem.experts.cache.policy_tables import NATIVE_TABLES, native_step_policy
 from tandem.hardware.profiles import load_profile, profile_names, shape_for
 from tandem.policy.eviction.next_use import NextUse
 from tandem.policy.planner import Planner
-from tandem.policy.settings import PlannerSettings, make_planner_on
+from tandem.policy.settings import make_planner_on
 from tandem.sim.steps import LoadReader, replay_steps
+from tandem.sim.systems import TANDEM
 from tandem.sim.timeline import Timeline
 from tandem.trace import RoutingTrace, read_trace
 from tests.policy.integrity import check_integrity
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 STEPS = 60
-CAPTURED = PlannerSettings(assignment="ready-on-gpu", prefetch="none", never_worse_than_cpu=False)
 
 
 @pytest.fixture(scope="module", params=["deepseek-v2-lite", "gpt-oss-20b"])
@@ -35,17 +38,17 @@ def test_the_same_experts_enter_and_leave(
     shape = shape_for(profile, trace.meta.model, geometry)
     num_slots = int(share * geometry.num_layers * geometry.num_experts)
     resident = range(0, geometry.num_layers * geometry.num_experts, 7)
-    sizes = CAPTURED.set_sizes(geometry, num_slots)
+    sizes = TANDEM.set_sizes(geometry, num_slots)
     chosen = [k for k in resident if k % geometry.num_experts < 7 * min(sizes)]
     planner, template = (
-        make_planner_on(profile, shape, CAPTURED, geometry, num_slots, resident=chosen, tables=t)
+        make_planner_on(profile, shape, TANDEM, geometry, num_slots, resident=chosen, tables=t)
         for t in (None, NATIVE_TABLES)
     )
     policy = native_step_policy(template)
     assert policy is not None
     timeline, reader, inserted = Timeline(profile, shape), LoadReader(trace), 0
     for step in list(replay_steps(trace, batch, prompt=1))[:STEPS]:
-        planner.begin_step(len(step.tokens), timeline.now)
+        planner.begin_step(len(step.tokens), timeline.now, in_graph=True)
         policy.begin_step(planner.costs.dense(len(step.tokens)))
         for load in reader.loads(step):
             timeline.run_dense(len(step.tokens))
@@ -55,6 +58,7 @@ def test_the_same_experts_enter_and_leave(
             plan = planner.plan(load, timeline.now)
             assert not plan.fetch
             assert not plan.arriving
+            assert not plan.prefetch
             native = policy.decide(load.layer, load.experts, load.tokens, timeline.now)
             assert native == [
                 (c.layer, c.expert, c.slot, -1 if c.evicts is None else c.evicts.expert)
@@ -88,11 +92,11 @@ def test_other_policies_have_no_native_form(trace: RoutingTrace) -> None:
     geometry, profile = trace.meta.geometry, load_profile("laptop-8gb")
     shape = shape_for(profile, trace.meta.model, geometry)
     for settings in (
-        dataclasses.replace(CAPTURED, eviction="lru"),
-        dataclasses.replace(CAPTURED, pool="shared"),
+        dataclasses.replace(TANDEM, eviction="lru"),
+        dataclasses.replace(TANDEM, pool="shared"),
     ):
         planner = make_planner_on(profile, shape, settings, geometry, 64, tables=NATIVE_TABLES)
         assert native_step_policy(planner) is None
-    plain = make_planner_on(profile, shape, CAPTURED, geometry, 64)
+    plain = make_planner_on(profile, shape, TANDEM, geometry, 64)
     assert isinstance(plain.eviction, NextUse)
     assert native_step_policy(plain) is None

@@ -25,6 +25,7 @@ from tandem.hf.checkpoint import open_model
 from tandem.hf.config import OffloadConfig
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings
+from tandem.policy.step_path import step_path
 from tests.hf.tiny import save_tiny_checkpoint
 
 DESKTOP = load_profile("desktop-12gb")
@@ -68,7 +69,8 @@ def test_more_slots_make_it_faster() -> None:
     sizes = sizes_of("qwen3-30b-a3b", num_hidden_layers=6)
     all_experts = sizes.num_experts
     slots = (all_experts // 8, all_experts // 2, all_experts)
-    found = [forecast_on_gpu(sizes, DESKTOP, PlannerSettings(), count) for count in slots]
+    path = step_path(DESKTOP, None, None)
+    found = [forecast_on_gpu(sizes, DESKTOP, PlannerSettings(), count, path) for count in slots]
     hits = [forecast.hit_rate for forecast in found]
     seconds = [forecast.decode_seconds for forecast in found]
     assert hits == sorted(hits)

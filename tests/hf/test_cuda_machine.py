@@ -4,13 +4,13 @@ import contextlib
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 import tandem
-from tandem.core.errors import CapacityError, ConfigError
+from tandem.core.errors import CapacityError, ConfigError, TandemWarning
 from tandem.decode.cuda.dense_cost import with_captured_steps
 from tandem.devices.cuda.checks import Gpu
 from tandem.devices.cuda.kernels import TorchKernels
@@ -109,6 +109,27 @@ def test_the_profile_is_measured_once_and_memory_is_shared_out(
     assert slots == (32_000_000 - made.reserved_bytes) >> 20
     assert streams.memory().total_bytes == 32_000_000  # nothing beyond is taken
     assert streams.pinned_bytes == require_runtime(model).store.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"assignment": "dali"}, "assignment dali"),
+        ({"eviction": "lru"}, "eviction lru"),
+        ({"pool": "shared"}, "pool shared"),
+        ({"prefetch_count": 1}, "prediction foresight with prefetch_count 1"),
+        ({"prediction": "foresight"}, "prediction foresight with prefetch_count 2"),
+        ({"look_ahead": True}, "look-ahead"),
+    ],
+)
+def test_an_option_that_one_graph_cannot_follow_is_followed_in_segments_by_name(
+    observed: ObservedModel, options: dict[str, Any], reason: str
+) -> None:
+    asked = dataclasses.replace(observed, options=dataclasses.replace(observed.options, **options))
+    streams, no_cache = LazyStreams(is_eager=True), cast("ExpertCache", None)
+    with pytest.warns(TandemWarning, match=f"one graph cannot follow {reason}$"):
+        parts = device_parts(asked, streams=streams, device_kernels=TorchKernels())
+    assert parts.captured(no_cache) is None  # without a look at it
 
 
 class Failing(LazyStreams):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import tandem.sim  # noqa: F401 - registers the exact solver
 from tandem.core.errors import ConfigError
-from tandem.policy.assignment import ASSIGNMENTS
+from tandem.policy.assignment import ASSIGNMENTS, IN_GRAPH
 from tandem.policy.assignment.problem import all_on_cpu
 from tandem.policy.cost import CostTable
 from tandem.policy.eviction import EVICTIONS
@@ -18,6 +18,7 @@ from tandem.policy.plan import Copy, Hint, LayerLoad, LayerPlan
 from tandem.policy.planner import Planner
 from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.prefetch import LAYERS_PER_CHANCE, PREFETCHES, Recurrence
+from tandem.policy.residency import READY
 from tandem.policy.settings import POOLS, PlannerSettings, make_planner
 from tests.policy.integrity import check_integrity, check_plan
 from tests.policy.strategies import GEOMETRY, shape_costs, steps
@@ -37,24 +38,34 @@ def planner(num_slots: int = NUM_SLOTS, link: float = 0.5, **choices: Any) -> Pl
 class Executor:
     """Runs plans with a link that ends copies in order, some steps late; checks what it is told."""
 
-    def __init__(self, planner: Planner, lag: int) -> None:
+    def __init__(self, planner: Planner, lag: int, *, in_graph: bool = False) -> None:
         self.planner = planner
         self.lag = lag
+        self.in_graph = in_graph
         self.pending: list[Copy] = []
         self.now = 0.0
         self.log: list[object] = []
 
     def run(self, all_steps: list[list[LayerLoad]]) -> list[object]:
         for number, loads in enumerate(all_steps):
-            ahead = self.planner.begin_step(3, self.now, token_ids=(number % 3, 7, 8))
+            ahead = self.planner.begin_step(
+                3, self.now, token_ids=(number % 3, 7, 8), in_graph=self.in_graph
+            )
             self.issue(ahead)
             for load in loads:
                 self.now += 0.5
                 self.finish(keep=self.lag)
                 following = Hint("gate", load._replace(layer=load.layer + 1))
                 hints = [following] if load.layer + 1 < GEOMETRY.num_layers else []
+                states = self.planner.residency.state
+                ready = [e for e in load.experts if states[GEOMETRY.key(load.layer, e)] == READY]
                 plan = self.planner.plan(load, self.now, hints)
                 self.check(load, plan)
+                if self.in_graph:  # the device has published its hits, and takes no other resident
+                    assert [*plan.gpu] == ready
+                    assert not plan.arriving
+                    assert not ahead
+                    assert not plan.prefetch
                 self.log.append(plan)
                 self.now += plan.seconds
         return self.log
@@ -91,6 +102,17 @@ def test_plans_are_sound_for_every_assignment(
     assignment: str, given_steps: list[list[LayerLoad]], lag: int
 ) -> None:
     Executor(planner(assignment=assignment), lag).run(given_steps)
+
+
+@pytest.mark.parametrize("assignment", IN_GRAPH)
+@settings(max_examples=40)
+@given(given_steps=steps(), lag=st.integers(0, 3), link=st.sampled_from([0.01, 0.5, 50.0]))
+def test_steps_in_one_graph_leave_hits_to_the_gpu(
+    assignment: str, given_steps: list[list[LayerLoad]], lag: int, link: float
+) -> None:
+    choices: dict[str, Any] = {"prediction": "foresight", "prefetch_count": 1, "link": link}
+    chosen = planner(assignment=assignment, must_prefetch=False, **choices)
+    Executor(chosen, lag, in_graph=True).run(given_steps)
 
 
 @pytest.mark.parametrize(("eviction", "pool"), list(itertools.product(EVICTIONS.names(), POOLS)))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.execution.executor import unheard
+from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.tracing.cache_statistics import CacheStatistics, LayerCounts
 from tandem.foreign_types import PreTrainedModel
@@ -69,18 +70,22 @@ class _Conditions(NamedTuple):
     profile: HardwareProfile
     shape: ShapeCosts
     num_slots: int
+    in_graph: bool
 
 
-def what_if(trace: "RoutingTrace", cache: ExpertCache) -> list[Change]:
-    """Return the run as it is and with one change at a time, by the simulator, best first."""
-    now = _Conditions(cache.machine.profile, cache.machine.shape, cache.num_slots)
+def what_if(trace: "RoutingTrace", cache: ExpertCache, *, in_graph: bool = False) -> list[Change]:
+    """Return the run as it is and with one change at a time, by the simulator, best first.
+
+    `in_graph` tells whether its decode steps were one graph each.
+    """
+    now = _Conditions(cache.machine.profile, cache.machine.shape, cache.num_slots, in_graph)
     as_it_is = Change("as it is", _seconds(trace, cache, now))
     changes = [Change(what, _seconds(trace, cache, c)) for what, c in _changes(cache, now)]
     return [as_it_is, *sorted(changes, key=lambda change: change.seconds)]
 
 
 def _changes(cache: ExpertCache, now: _Conditions) -> Iterator[tuple[str, _Conditions]]:
-    profile, shape, num_slots = now
+    profile, shape, num_slots, _ = now
     geometry = cache.geometry
     every = geometry.num_layers * geometry.num_experts
     if num_slots < every:
@@ -97,7 +102,8 @@ def _changes(cache: ExpertCache, now: _Conditions) -> Iterator[tuple[str, _Condi
             link_seconds_per_expert=shape.link_seconds_per_expert * ratio,
         )
         slots = min(every, int(num_slots / ratio))
-        yield f"experts in {SMALLER_FORMAT} ({slots} slots)", _Conditions(profile, packed, slots)
+        smaller_experts = now._replace(shape=packed, num_slots=slots)
+        yield f"experts in {SMALLER_FORMAT} ({slots} slots)", smaller_experts
     threads = profile.cpu_threads
     faster = dataclasses.replace(shape, cpu_seconds=tuple(s / 2 for s in shape.cpu_seconds))
     yield f"{2 * threads} threads, twice as fast, instead of {threads}", now._replace(shape=faster)
@@ -114,7 +120,7 @@ def _image_bytes(store: HostStore, name: str) -> int:
 
 
 def _seconds(trace: "RoutingTrace", cache: ExpertCache, conditions: _Conditions) -> float:
-    profile, shape, num_slots = conditions
+    profile, shape, num_slots, in_graph = conditions
     run = ReplaySettings(
         settings=cache.settings,
         profile=profile,
@@ -122,6 +128,7 @@ def _seconds(trace: "RoutingTrace", cache: ExpertCache, conditions: _Conditions)
         num_slots=num_slots,
         prompt=None,
         compare_every=0,
+        in_graph=in_graph,
     )
     # The same start for all: what the cache really held is known for one size only.
     sizes = cache.settings.set_sizes(cache.geometry, num_slots)
@@ -282,6 +289,8 @@ class Explanation:
         self._executor.listeners.remove(self._statistics)
         self._recorder.pause()  # the recorded step goes on through it
         trace = self._recorder.trace("this run")
-        changes = what_if(trace, self._expert_cache)
+        executor = self._executor
+        in_graph = isinstance(executor, HybridExecutor) and executor.captured is not None
+        changes = what_if(trace, self._expert_cache, in_graph=in_graph)
         eviction = self._expert_cache.planner.eviction
         return [layer_table(self._statistics, eviction), change_table(changes, trace.num_tokens)]

@@ -152,6 +152,7 @@ def _speed(
     """Return the forecast that was asked for, or why there is none."""
     from tandem.forecast.gpu_forecast import forecast_on_gpu, machine_for
     from tandem.forecast.speed_forecast import forecast_speed, why_not_measured
+    from tandem.policy.step_path import step_path
 
     if not options.measure:
         return "not forecast (--no-measure)"
@@ -161,8 +162,8 @@ def _speed(
     if reason:
         return reason
     machine = machine_for(sizes, offload)
-    settings = offload.planner_settings()
-    return forecast_on_gpu(sizes, machine, settings, num_slots, options.host_path)
+    path = step_path(machine, options.host_path, offload.why_planned())
+    return forecast_on_gpu(sizes, machine, offload.planner_settings(), num_slots, path)
 
 
 def _table(plan: "Plan") -> str:
@@ -235,8 +236,9 @@ def _speed_lines(plan: "Plan") -> list[str]:
         host = "no" if speed.host_path is None else f"the {speed.host_path} path's"
         return [
             f"{line}, {speed.hit_rate:.0%} of experts from the device's memory (simulated with the "
-            f"times of {speed.costs_of} on {speed.profile} and typical routing, {host} host costs; "
-            "these forecasts have not been compared with a GPU)"
+            f"times of {speed.costs_of} on {speed.profile} and typical routing, {host} host costs, "
+            f"decode steps by {speed.assignment}; these forecasts have not been compared with a "
+            "GPU)"
         ]
     layers = plan.sizes.num_layers
     how = "whole" if speed.measured_layers >= layers else f"on {speed.measured_layers}"

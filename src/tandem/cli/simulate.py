@@ -37,10 +37,16 @@ class SimulateOptions:
     gpu_experts: float = option(
         0.5, help="fraction of all experts that the GPU has room for", metavar="FRACTION"
     )
-    assignment: str = option("balanced", help="who computes")
+    assignment: str | None = option(
+        None, help="who computes (default: balanced; with --host-path graph ready-on-gpu)"
+    )
     eviction: str = option("successor", help="what stays")
-    prediction: str = option("foresight", help="what comes next")
-    prefetch_choice: str = option("pays", help="what is copied ahead")
+    prediction: str | None = option(
+        None, help="what comes next, for --prefetch (default: foresight)"
+    )
+    prefetch_choice: str | None = option(
+        None, help="what is copied ahead, for --prefetch (default: pays)"
+    )
     start: str = option("empty", help="the cache's first content")
     pool: str = option("by-layer", help="slots by-layer or shared by all layers")
     prefetch: int = option(0, help="copies ahead per layer", metavar="K")
@@ -121,16 +127,26 @@ def _print_lists(options: SimulateOptions) -> bool:
 def _settings(options: SimulateOptions) -> "PlannerSettings":
     from tandem.policy.settings import PlannerSettings
 
-    by_equations = options.assignment == "balanced" and options.costs == "equations"
-    return PlannerSettings(
+    by_equations = options.costs == "equations"
+    settings = PlannerSettings(
         assignment=options.assignment,
         assignment_options=(("pipelined", False),) if by_equations else (),
         eviction=options.eviction,
-        prediction=options.prediction if options.prefetch else "none",
-        prefetch=options.prefetch_choice,
+        prediction=options.prediction or ("foresight" if options.prefetch else "none"),
+        prefetch=options.prefetch_choice or "pays",
         prefetch_count=options.prefetch,
         pool=options.pool,
     )
+    unused = None
+    if by_equations and settings.rule() != "balanced":
+        unused = f"--costs equations: that is of assignment balanced, not {options.assignment}"
+    elif options.prefetch == 0 and options.prediction is not None:
+        unused = "--prediction: nothing is copied ahead, as --prefetch is 0"
+    elif options.prefetch == 0 and options.prefetch_choice is not None:
+        unused = "--prefetch-choice: nothing is copied ahead, as --prefetch is 0"
+    if unused is not None:
+        raise ConfigError(f"{unused}; leave it out, or change the other")
+    return settings
 
 
 def _conditions(options: SimulateOptions) -> "Conditions":
@@ -156,11 +172,9 @@ def _conditions(options: SimulateOptions) -> "Conditions":
 def _simulate_all(paths: Sequence[str], options: SimulateOptions) -> dict[str, "Report"]:
     from contextlib import ExitStack
 
-    from tandem.policy.prediction import PREDICTIONS
     from tandem.sim.simulation import simulate
     from tandem.trace import read_trace
 
-    PREDICTIONS.factory(options.prediction)
     settings, conditions = _settings(options), _conditions(options)
     traces = {path: read_trace(path) for path in paths}
     results = {}
@@ -184,7 +198,8 @@ def _progress_bar(total: int, name: str) -> Any:
 
 
 def _print_summary(path: str, result: "Report", *, is_verbose: bool) -> None:
-    print(f"{path}: {result['tokens']} tokens of {result['model']} on {result['hardware']}")
+    way = f", decode steps in one graph by {result['assignment']}" if result["in_graph"] else ""
+    print(f"{path}: {result['tokens']} tokens of {result['model']} on {result['hardware']}{way}")
     speed = result["decode_tokens_per_second"]
     print(
         ("  no decode step within the limit" if speed is None else f"  decode {speed:.1f} tok/s")

@@ -15,6 +15,8 @@ class DeviceKind:
     """The module whose `device_parts` makes its parts for a loaded model; none for the CPU."""
     holds_dense_parts = False
     """Whether all of the model but its experts lies in the device's memory too."""
+    has_graphs = False
+    """Whether a decode step may be one graph; else all steps are planned."""
 
     def require(self) -> None:
         """Raise `CapacityError` where there is no such device."""
@@ -43,7 +45,7 @@ class Cuda(DeviceKind):
 
     help = "a GPU"
     machine = "tandem.hf.machine.cuda"
-    holds_dense_parts = True
+    holds_dense_parts = has_graphs = True
 
     def require(self) -> None:
         """Raise `CapacityError` where there is no GPU, no driver or no CUDA in torch."""

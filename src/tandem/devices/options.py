@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar
 
 from tandem.core.config import from_flags, option, require_range
@@ -15,6 +16,10 @@ from tandem.policy.assignment import ASSIGNMENTS
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.settings import POOLS, PlannerSettings
+
+_OF_ONE_DEVICE = {"emulated_speed": "emulated", "decode_graph": "cuda"}
+# What is copied ahead where steps are planned, if nothing is asked for.
+DEFAULT_PREDICTION, DEFAULT_PREFETCH_COUNT = "foresight", 2
 
 
 @dataclasses.dataclass(kw_only=True, repr=False)
@@ -66,14 +71,19 @@ class OffloadOptions:
     start_content: str = option(
         "heat", help="what the expert cache starts with", choices=STARTS.names()
     )
-    assignment: str = option(
-        "balanced", help="who computes each active expert", choices=ASSIGNMENTS.names()
+    assignment: str | None = option(
+        None,
+        help="who computes each active expert (default: balanced; ready-on-gpu in steps that are "
+        "one graph)",
+        choices=ASSIGNMENTS.names(),
     )
     eviction: str = option(
         "successor", help="what stays in the expert cache", choices=EVICTIONS.names()
     )
-    prediction: str = option(
-        "foresight", help="what the next layers will want", choices=PREDICTIONS.names()
+    prediction: str | None = option(
+        None,
+        help="what the next layers will want (default: foresight where steps are planned)",
+        choices=PREDICTIONS.names(),
     )
     look_ahead: bool = option(
         False, help="let prediction foresight ask the next layer's router too"
@@ -81,7 +91,11 @@ class OffloadOptions:
     residuals: str | None = option(
         None, help="residual vectors of tandem calibrate (default: this model's)", metavar="FILE"
     )
-    prefetch_count: int = option(2, help="experts copied ahead per layer, at most", metavar="N")
+    prefetch_count: int | None = option(
+        None,
+        help="experts copied ahead per layer, at most (default: 2 where steps are planned)",
+        metavar="N",
+    )
     pool: str = option("by-layer", help="how slots are shared over layers", choices=POOLS)
     prefetch: str = "pays"
     """Which predicted experts are copied ahead: Tandem's choice, or a baseline of `tandem.sim`."""
@@ -114,16 +128,28 @@ class OffloadOptions:
 
     def planner_settings(self) -> PlannerSettings:
         """Return the planner's part of the options."""
+        count = self.prefetch_count
         return PlannerSettings(
             assignment=self.assignment,
             eviction=self.eviction,
-            prediction=self.prediction,
+            prediction=self.prediction or DEFAULT_PREDICTION,
             prefetch=self.prefetch,
-            prefetch_count=self.prefetch_count,
+            prefetch_count=DEFAULT_PREFETCH_COUNT if count is None else count,
+            must_prefetch=count is not None or self.prediction is not None,
             pool=self.pool,
             # Worth a few slots of decode steps where a prompt waits for a real link.
             copies_prompts=kind_of(self.device).holds_dense_parts,
         )
+
+    def why_planned(self) -> str | None:
+        """Name the option that decode steps in one graph cannot follow; None: they follow all."""
+        if not kind_of(self.device).has_graphs:
+            return f"device {self.device}"
+        if not self.decode_graph:
+            return "no-decode-graph"
+        if self.look_ahead:
+            return "look-ahead"
+        return self.planner_settings().why_planned()
 
 
 def offload_options(flags: argparse.Namespace) -> OffloadOptions:
@@ -134,9 +160,23 @@ def offload_options(flags: argparse.Namespace) -> OffloadOptions:
     if options.expert_memory_bytes is not None and "eviction" in given:
         given.remove("eviction")  # host slots follow it, too
     if options.device == "cpu" and given:
-        shown = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConfigError(
-            f"{shown}: that is of a device beside the CPU, and there is none (--device cpu); leave "
-            "it out, or give --device cuda or emulated"
+            f"{_flags(given)}: that is of a device beside the CPU, and there is none "
+            "(--device cpu); leave it out, or give --device cuda or emulated"
+        )
+    of_others = [
+        name for name in given if _OF_ONE_DEVICE.get(name, options.device) != options.device
+    ]
+    if of_others:
+        raise ConfigError(
+            f"{_flags(of_others)}: that is not of --device {options.device}; leave it out"
+        )
+    if options.residuals is not None and not options.look_ahead:
+        raise ConfigError(
+            "--residuals: no router is asked ahead; give --look-ahead, or leave it out"
         )
     return options
+
+
+def _flags(names: Sequence[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)

@@ -26,9 +26,10 @@ from tandem.hardware.profiles import load_profile, shape_for
 from tandem.hf.assembly import profile_of
 from tandem.hf.config import OffloadConfig
 from tandem.hf.runtime import require_runtime
-from tandem.policy.cost import HardwareProfile, ShapeCosts
+from tandem.policy.cost import NO_HOST, HardwareProfile, ShapeCosts
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings
+from tandem.policy.step_path import StepPath
 from tandem.sim.replay import ReplaySettings, replay
 from tandem.sim.start import SIMULATED_STARTS
 
@@ -53,6 +54,8 @@ class GpuForecast:
     """Of the active experts, those that ran from the device's memory without a copy."""
     host_path: str | None
     """Whose host costs are in the times; None: the profile knows of none."""
+    assignment: str
+    """Who computes what in decode steps."""
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -145,12 +148,9 @@ def forecast_on_gpu(
     profile: HardwareProfile,
     settings: PlannerSettings,
     num_slots: int,
-    host_path: str | None = None,
+    path: StepPath,
 ) -> GpuForecast:
-    """Return the speed of a prompt and of the tokens after it, with so many expert slots.
-
-    The host's work is that of a path of the profile; None: its usual one.
-    """
+    """Return the speed of a prompt and of the tokens after it, with so many expert slots."""
     geometry = geometry_of(sizes)
     costs = costs_for(sizes, profile)
     trace = typical_routing(
@@ -165,19 +165,19 @@ def forecast_on_gpu(
     run = ReplaySettings(
         settings=settings,
         profile=profile,
-        shape=profile.charged(costs, host_path),
+        shape=profile.charged(costs, path.host_path),
         num_slots=num_slots,
         prompt=PROMPT_TOKENS,
         compare_every=0,
+        in_graph=path.in_graph,
     )
     set_sizes = settings.set_sizes(geometry, num_slots)
     resident = SIMULATED_STARTS.factory("hottest")(geometry, set_sizes, heat)
     played = trace.sequences(_HEAT_SEQUENCES, _HEAT_SEQUENCES + 1)
     tally = steps = replay(played, run, resident=resident)
     if is_resident:  # prompts are handed over layer by layer all the same
-        shape = profile.charged(costs, host_path, is_resident=True)
+        shape = profile.charged(costs, path.host_path, is_resident=True)
         steps = replay(played, dataclasses.replace(run, shape=shape), resident=resident)
-    host = profile.host_costs(host_path)
     return GpuForecast(
         profile=profile.name,
         costs_of=costs.shape,
@@ -185,7 +185,8 @@ def forecast_on_gpu(
         prefill_seconds=tally.prefill_seconds,
         decode_seconds=steps.decode_seconds / steps.decode_tokens,
         hit_rate=tally.hits / tally.demands,
-        host_path=None if host is None else host.path,
+        host_path=None if path.host_path == NO_HOST else path.host_path,
+        assignment=settings.rule(in_graph=path.in_graph),
     )
 
 

@@ -114,9 +114,9 @@ def _hybrid_on(parts: DeviceParts, observed: ObservedModel, runtime: Runtime) ->
     cache.resize(num_slots, start(geometry, cache.set_sizes(num_slots), heat.before))
     executor = parts.make_executor(cache, device, parts.kernels)
     executor.listeners.append(heat)
-    asks_one = options.prediction in SOURCES
-    if asks_one or options.look_ahead:
-        runtime.look_ahead = _look_ahead(observed, options.prediction if asks_one else "residual")
+    asked = options.prediction if options.prediction in SOURCES else None
+    if asked or options.look_ahead:
+        runtime.look_ahead = _look_ahead(observed, asked or "residual")
         executor.look_ahead = runtime.look_ahead
     else:
         executor.captured = parts.captured(cache)

@@ -9,9 +9,11 @@ Deterministic: equal calls give equal plans. Reads no clock; all times are argum
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from tandem.policy.admission import Admission
-from tandem.policy.assignment.problem import Assignment, LayerProblem, Split, all_on_cpu
+from tandem.policy.assignment.problem import LayerProblem, Split
+from tandem.policy.assignment.rule import Rule
 from tandem.policy.cost import CostTable
 from tandem.policy.eviction.policy import Eviction
 from tandem.policy.link_queue import LinkQueue
@@ -21,7 +23,6 @@ from tandem.policy.prefetch import PrefetchChoice, PrefetchTerms, Recurrence
 from tandem.policy.prompt_copies import PromptCopies
 from tandem.policy.residency import COPYING, NOWHERE, READY, Residency
 from tandem.policy.ring import Ring
-from tandem.policy.single_token_layers import SingleTokenLayers
 
 UNLIMITED = 1 << 30
 _READY_STATE = bytes([READY])
@@ -36,29 +37,29 @@ class Planner:
         costs: CostTable,
         residency: Residency,
         *,
-        assignment: Assignment,
+        rule: Rule,
+        graph_rule: Rule,
         eviction: Eviction,
         prediction: Prediction,
         prefetch: PrefetchChoice,
         ring: Ring,
         max_fetches: int = UNLIMITED,
-        never_worse_than_cpu: bool = True,
         can_prefetch: bool = False,
         copy_price_seconds: float = 0.0,
-        single_token: SingleTokenLayers | None = None,
     ) -> None:
         """Wire the policies together.
 
-        The `ring` takes fetched experts that are not admitted to the cache; if it has no slots,
+        `graph_rule` says who computes what in steps that are one graph, `rule` in all others. The
+        `ring` takes fetched experts that are not admitted to the cache; if it has no slots,
         only admitted experts can be fetched. `max_fetches` is equation 9 for one layer.
-        `copy_price_seconds` is the time that one copy costs CPU and GPU. `single_token`
-        decides about single-token layers faster, and the same.
+        `copy_price_seconds` is the time that one copy costs CPU and GPU.
         """
         self.geometry = geometry
         self.costs = costs
         self.residency = residency
         self.link = LinkQueue(costs.link)
-        self._assignment = assignment
+        self._rules = rule, graph_rule
+        self._rule = rule
         self.eviction = eviction
         self.prediction = prediction
         self._prefetch = prefetch
@@ -66,13 +67,10 @@ class Planner:
         self.prompt = PromptCopies(geometry, residency, self.link, eviction)
         self.ring = ring
         self._max_fetches = max_fetches if ring.size else 0
-        self._single_token = single_token
-        self._never_worse_than_cpu = never_worse_than_cpu
         self._copy_price = copy_price_seconds
-        self._can_prefetch = can_prefetch
+        self._can_prefetch = self._predicts = can_prefetch
         self._step_tokens = 1
         self._dense_seconds = costs.dense(1)
-        self._resident_splits: dict[int, Split] = {}
         self._has_every_expert = False
         self.chances = Recurrence()
 
@@ -83,19 +81,25 @@ class Planner:
         *,
         token_ids: Sequence[int] = (),
         is_prefill: bool = False,
+        in_graph: bool = False,
     ) -> tuple[Copy, ...]:
-        """Start a step of `num_tokens` tokens; returns copies ahead for its first layer."""
+        """Start a step of `num_tokens` tokens; returns copies ahead for its first layer.
+
+        A step that is one graph (`in_graph`) has none: nobody is asked for predictions in it.
+        """
+        self._rule = self._rules[in_graph]
+        self._predicts = self._can_prefetch and not in_graph
         self.eviction.begin_step(is_prefill=is_prefill)
         if num_tokens != self._step_tokens:
             self._step_tokens = num_tokens
             self._dense_seconds = self.costs.dense(num_tokens)
         self.residency.release_passed(-1, ())
-        self.ring.begin_step()
+        self.ring.begin_step(in_graph=in_graph)
         self._has_every_expert = self.residency.has_every_expert()
         self.prompt.begin_step(num_tokens, is_prefill=is_prefill and not self._prefetch.is_staged)
         if self._has_every_expert:
             return ()
-        if self._can_prefetch:
+        if self._predicts:
             self.prediction.begin_step(token_ids)
         return self._copies_ahead(0, frozenset(), now, now + self._dense_seconds)
 
@@ -128,7 +132,7 @@ class Planner:
         first = layer * self.geometry.num_experts
         keys = [first + expert for expert in load.experts]
         self.eviction.touch(load)
-        if self._can_prefetch:
+        if self._predicts:
             for hint in hints:
                 self.prediction.hint(hint)
             self.prediction.observe(load)
@@ -158,12 +162,13 @@ class Planner:
         if states.count(READY) == len(keys):
             split = self._split_resident(load, keys, states, now)
         else:
-            if self._single_token is not None and not self.residency.members[-1]:
+            single_token = self._rule.single_token
+            if single_token is not None and not self.residency.members[-1]:
                 busy, dense = self.link.busy_seconds(now), self._dense_seconds
-                decision = self._single_token.decision(load, states, now, dense, busy)
+                decision = single_token.decision(load, states, now, dense, busy)
                 if decision is not None:
                     return Split(*decision[:4]), decision.admitted
-            split = self._split(self._problem(load, keys, states, now))
+            split = self._rule.split(self._problem(load, keys, states, now))
             misses = [key for key, held in zip(keys, states, strict=True) if not held]
         next_plan = now + split.seconds + self._dense_seconds
         entering = self._newcomers(load.layer, in_use, misses, split.fetch, now, next_plan)
@@ -205,31 +210,14 @@ class Planner:
             self._max_fetches, costs.cpu_slowdown, costs.link_slowdown,
         )  # fmt: skip
 
-    def _split(self, problem: LayerProblem) -> Split:
-        split = self._assignment.assign(problem)
-        if self._never_worse_than_cpu:
-            surcharge = problem.cpu_first if self._assignment.pipelined else 0.0
-            if sum(problem.cpu) + surcharge < split.seconds:
-                return all_on_cpu(problem, pipelined=self._assignment.pipelined)
-        return split
-
     def _split_resident(
         self, load: LayerLoad, keys: Sequence[int], states: bytes, now: float
     ) -> Split:
-        """Split a layer without misses; with one token each, only their number matters.
-
-        What copies for other layers cost the CPU meanwhile is left out then.
-        """
+        """Split a layer without misses."""
+        problem = partial(self._problem, load, keys, states, now)
         if max(load.tokens) > 1:
-            return self._split(self._problem(load, keys, states, now))
-        count = len(keys)
-        known = self._resident_splits.get(count)
-        if known is None:
-            known = self._split(self._problem(load, keys, states, now)._replace(link_busy=0.0))
-            self._resident_splits[count] = known
-        if not known.spill:
-            return known
-        return known._replace(spill=load.experts[count - len(known.spill) :])
+            return self._rule.split(problem())
+        return self._rule.split_residents(load.experts, problem)
 
     def _place(
         self,
@@ -335,7 +323,7 @@ class Planner:
     ) -> tuple[Copy, ...]:
         if self.prompt.is_on:
             return self.prompt.copies(layer, in_use, now, next_plan)
-        return self._predicted(layer, in_use, now, next_plan) if self._can_prefetch else ()
+        return self._predicted(layer, in_use, now, next_plan) if self._predicts else ()
 
     def _predicted(
         self, layer: int, in_use: frozenset[int], now: float, next_plan: float

@@ -27,10 +27,10 @@ class Ring:
         self._admission = Admission(residency, eviction)
         self._quiet_steps = 0
 
-    def begin_step(self) -> None:
-        """Give the cache its slots back if nothing was fetched for some steps."""
+    def begin_step(self, *, in_graph: bool = False) -> None:
+        """Give the cache its slots back: if nothing was fetched for some steps, or in one graph."""
         self._quiet_steps += 1
-        if self._quiet_steps > QUIET_STEPS:
+        if in_graph or self._quiet_steps > QUIET_STEPS:
             self._residency.take_back()
 
     def slots(self, in_use: Container[int]) -> Iterator[tuple[int, int]]:

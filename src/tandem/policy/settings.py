@@ -6,7 +6,8 @@ from functools import partial
 from typing import TypeVar
 
 from tandem.core.errors import ConfigError
-from tandem.policy.assignment import ASSIGNMENTS
+from tandem.policy.assignment import ASSIGNMENTS, IN_GRAPH
+from tandem.policy.assignment.rule import Rule
 from tandem.policy.cost import CostTable, HardwareProfile, ShapeCosts
 from tandem.policy.eviction import EVICTIONS, Eviction
 from tandem.policy.eviction.next_use import NextUse
@@ -30,17 +31,20 @@ RING_SLOTS, RING_SHARE = 16, 1 / 96
 # as a link of 25 GB/s fills while 2,048 tokens of Qwen3-30B-A3B attend on a 4070.
 PROMPT_SLOTS, PROMPT_SHARE = 64, 1 / 32
 POOLS = ("by-layer", "shared")
+# Who computes what where no assignment is asked for: in plans, and in steps that are one graph.
+PLANNED_RULE, GRAPH_RULE = "balanced", "ready-on-gpu"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:
     """Everything that makes a planner, except the model and the machine."""
 
-    assignment: str = "balanced"
+    assignment: str | None = None  # of all steps; None: the best that a step can follow
     eviction: str = "successor"
     prediction: str = "none"
     prefetch: str = "pays"
     prefetch_count: int = 0  # experts copied ahead per layer, at most
+    must_prefetch: bool = True  # in all steps; else where they are planned
     copies_prompts: bool = False  # whether slots are set aside for copies ahead in long prompts
     pool: str = "by-layer"
     max_fetches: int = UNLIMITED
@@ -50,7 +54,7 @@ class PlannerSettings:
 
     def __post_init__(self) -> None:
         """Check the names; `ConfigError` names the nearest ones."""
-        ASSIGNMENTS.factory(self.assignment)
+        ASSIGNMENTS.factory(self.rule())
         EVICTIONS.factory(self.eviction)
         PREDICTIONS.factory(self.prediction)
         PREFETCHES.factory(self.prefetch)
@@ -58,6 +62,28 @@ class PlannerSettings:
             raise ConfigError(f"pool is {self.pool!r}; expected one of {', '.join(POOLS)}")
         if self.prefetch_count < 0:
             raise ConfigError(f"prefetch_count is {self.prefetch_count}; expected at least 0")
+
+    def rule(self, *, in_graph: bool = False) -> str:
+        """Return the assignment of planned steps, or of those that are one graph."""
+        if in_graph:
+            return self.assignment if self.assignment in IN_GRAPH else GRAPH_RULE
+        return self.assignment or PLANNED_RULE
+
+    def why_planned(self) -> str | None:
+        """Name the choice that a step in one graph cannot follow; None: it can follow all."""
+        if self.assignment_options or self.assignment not in (None, *IN_GRAPH):
+            options = [f"{name} {value}" for name, value in self.assignment_options]
+            return " ".join([f"assignment {self.rule()}", *options])
+        if self.eviction_options or self.eviction != "successor":
+            options = [f"{name} {value}" for name, value in self.eviction_options]
+            return " ".join([f"eviction {self.eviction}", *options])
+        if self.pool != "by-layer":
+            return f"pool {self.pool}"
+        if self.can_prefetch and self.must_prefetch:
+            return f"prediction {self.prediction} with prefetch_count {self.prefetch_count}"
+        if self.can_prefetch and self.prefetch == "top-k":
+            return f"prefetch {self.prefetch}"
+        return None
 
     @property
     def can_prefetch(self) -> bool:
@@ -119,23 +145,28 @@ def make_planner(
     own = range(residency.num_slots, num_slots)
     ring = Ring(residency, eviction, own, settings.ring_slots(num_slots))
     prediction = like.prediction if like else None
+    single_token = _single_token_layers(settings, costs, residency, eviction, tables)
     planner = Planner(
         geometry,
         costs,
         residency,
-        assignment=ASSIGNMENTS.factory(settings.assignment)(**dict(settings.assignment_options)),
+        rule=Rule(
+            ASSIGNMENTS.factory(settings.rule())(**dict(settings.assignment_options)),
+            never_worse_than_cpu=settings.never_worse_than_cpu,
+            single_token=single_token if ring.size else None,
+        ),
+        # What the device has published as its own cannot go to the CPU.
+        graph_rule=Rule(
+            ASSIGNMENTS.factory(settings.rule(in_graph=True))(), never_worse_than_cpu=False
+        ),
         eviction=eviction,
         prediction=prediction
         or _with_tables(PREDICTIONS.factory(settings.prediction), tables)(geometry),
         prefetch=PREFETCHES.factory(settings.prefetch)(count=settings.prefetch_count),
         ring=ring,
         max_fetches=settings.max_fetches,
-        never_worse_than_cpu=settings.never_worse_than_cpu,
         can_prefetch=settings.can_prefetch,
         copy_price_seconds=copy_price_seconds,
-        single_token=_single_token_layers(settings, costs, residency, eviction, tables)
-        if ring.size
-        else None,
     )
     for key in resident:
         residency.insert(key, residency.set_of(key // geometry.num_experts))
@@ -183,7 +214,7 @@ def _single_token_layers(
     """Return what decides about single-token layers; None for other policies than Tandem's."""
     if tables is None or tables.single_token is None or not isinstance(eviction, NextUse):
         return None
-    if settings.assignment != "balanced" or settings.assignment_options:
+    if settings.rule() != "balanced" or settings.assignment_options:
         return None
     if settings.pool != "by-layer" or settings.prefetch == "top-k":
         return None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from statistics import median
 from typing import NamedTuple
 
-from tandem.policy.assignment import ASSIGNMENTS
+from tandem.policy.assignment import ASSIGNMENTS, Assignment
 from tandem.policy.assignment.problem import (
     LayerProblem,
     Split,
@@ -17,6 +17,7 @@ from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.policy.plan import LayerLoad, LayerPlan
 from tandem.policy.settings import PlannerSettings, make_planner_on
 from tandem.policy.speculation.step_shape import TouchedExperts
+from tandem.policy.step_path import MAX_GRAPH_TOKENS
 from tandem.sim.exact import optimal_seconds
 from tandem.sim.exact_overlapped import overlapped_optimal_seconds
 from tandem.sim.speculation import SpeculationChoice, TraceSpeculation
@@ -108,6 +109,7 @@ class ReplaySettings:
     limit: int = 1 << 60
     compare_every: int = COMPARE_EVERY  # 0: never
     speculation: SpeculationChoice | None = None
+    in_graph: bool = False  # whether decode steps of few tokens are one graph
 
 
 def replay(
@@ -141,10 +143,8 @@ class _Replay:
             run.num_slots,
             resident=resident,
         )
-        options = dict(run.settings.assignment_options)
-        if run.settings.assignment == "balanced":
-            options["pipelined"] = False
-        self._by_equations = ASSIGNMENTS.factory(run.settings.assignment)(**options)
+        self._by_equations = [_by_equations(run.settings, in_graph=kind) for kind in (False, True)]
+        self._in_graph = False  # the step that runs
         self._watch = watch
         self._touched = TouchedExperts(lambda: self._planner)
         self._decoding = (
@@ -188,9 +188,12 @@ class _Replay:
         planner, timeline, reader, tally = self._planner, self._timeline, self._reader, self._tally
         count = len(step.tokens)
         hints = reader.hints(step) if self._trace.predicted is not None else None
+        is_short = not step.is_prefill and count <= MAX_GRAPH_TOKENS
+        self._in_graph = self._settings.in_graph and is_short
         ahead = planner.begin_step(
-            count, timeline.now, token_ids=reader.token_ids(step), is_prefill=step.is_prefill
-        )
+            count, timeline.now, token_ids=reader.token_ids(step), is_prefill=step.is_prefill,
+            in_graph=self._in_graph,
+        )  # fmt: skip
         timeline.issue(ahead)
         for copy in ahead:
             self._ahead.add((copy.layer, copy.expert))
@@ -225,7 +228,7 @@ class _Replay:
         if self._watch is None and not is_due:
             return None
         problem = self._planner.problem(load, self._timeline.now)
-        split = self._by_equations.assign(problem)
+        split = self._by_equations[self._in_graph].assign(problem)
         if not is_due:
             return Compared(problem, split, None)
         self._countdown = self._settings.compare_every - 1
@@ -259,3 +262,12 @@ class _Replay:
         for copy in plan.prefetch:
             ahead.add((copy.layer, copy.expert))
             tally.prefetch_issued += 1
+
+
+def _by_equations(settings: PlannerSettings, *, in_graph: bool) -> Assignment:
+    """Return a rule that decides by equations 3 to 9, if it is one that may."""
+    name = settings.rule(in_graph=in_graph)
+    options = {} if in_graph else dict(settings.assignment_options)
+    if name == "balanced":
+        options["pipelined"] = False
+    return ASSIGNMENTS.factory(name)(**options)

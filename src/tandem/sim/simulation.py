@@ -7,9 +7,10 @@ from typing import Any, TextIO
 from tandem.core.config import require_range
 from tandem.core.errors import ConfigError
 from tandem.hardware.profiles import shape_for
-from tandem.policy.cost import HardwareProfile, ShapeCosts
+from tandem.policy.cost import NO_HOST, HardwareProfile, ShapeCosts
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.settings import PlannerSettings
+from tandem.policy.step_path import MAX_GRAPH_TOKENS, StepPath, step_path
 from tandem.sim.dump import Dump
 from tandem.sim.hit_rate import belady_hit_rate, demand_loads, hit_rate
 from tandem.sim.replay import COMPARE_EVERY, ReplaySettings, Tally, replay
@@ -46,13 +47,20 @@ class Conditions:
         require_range("hold_out", self.hold_out, 0)
         SIMULATED_STARTS.factory(self.start)
 
-    def costs(self, trace: RoutingTrace) -> ShapeCosts:
+    def path(self, settings: PlannerSettings) -> StepPath:
+        """Return the way of decode steps; raises `ConfigError` if it cannot follow the settings."""
+        why = settings.why_planned()
+        if why is None and self.batch > MAX_GRAPH_TOKENS:
+            why = f"batch {self.batch}, as it has at most {MAX_GRAPH_TOKENS} tokens"
+        return step_path(self.profile, self.host_path, why)
+
+    def costs(self, trace: RoutingTrace, settings: PlannerSettings) -> ShapeCosts:
         """Return the costs of the trace's model, or of the shape that was asked for."""
         if self.shape is not None:
             shape = self.profile.shape(self.shape)
         else:
             shape = shape_for(self.profile, trace.meta.model, trace.meta.geometry)
-        return self.profile.charged(shape, self.host_path)
+        return self.profile.charged(shape, self.path(settings).host_path)
 
     def num_slots(self, trace: RoutingTrace) -> int:
         """Return the expert slots on the GPU, ring and staging included."""
@@ -90,13 +98,14 @@ def run_timed(
     run = ReplaySettings(
         settings=settings,
         profile=conditions.profile,
-        shape=conditions.costs(trace),
+        shape=conditions.costs(trace, settings),
         num_slots=num_slots,
         batch=conditions.batch,
         prompt=conditions.prompt,
         limit=conditions.limit,
         compare_every=conditions.compare_every,
         speculation=conditions.speculation,
+        in_graph=conditions.path(settings).in_graph,
     )
     return replay(
         replayed,
@@ -146,7 +155,7 @@ def simulate(
     progress: Progress | None = None,
 ) -> Report:
     """Return everything that `tandem simulate` reports about one trace."""
-    conditions.costs(trace)  # raises for an unknown shape before a long replay
+    costs = conditions.costs(trace, settings)  # raises for an unknown shape before a long replay
     dump = None
     if dump_to is not None:
         dump = Dump(dump_to, trace.meta.geometry)
@@ -156,24 +165,24 @@ def simulate(
             slots=conditions.num_slots(trace),
             batch=conditions.batch,
             prompt=conditions.prompt,
-            costs=dataclasses.asdict(conditions.costs(trace)),
+            costs=dataclasses.asdict(costs),
             link_slowdown_while_computing=conditions.profile.link_slowdown_while_computing,
             cpu_slowdown_while_copying=conditions.profile.cpu_slowdown_while_copying,
         )
     rates = hit_rates(trace, settings, conditions, dump=dump)
     tally = run_timed(trace, settings, conditions, dump=dump, progress=progress)
-    return _summary(trace, settings, conditions, tally, rates)
+    return _summary(trace, settings, conditions, costs, tally, rates)
 
 
 def _summary(
     trace: RoutingTrace,
     settings: PlannerSettings,
     conditions: Conditions,
+    costs: ShapeCosts,
     tally: Tally,
     rates: dict[str, float],
 ) -> Report:
-    costs = conditions.costs(trace)
-    host = conditions.profile.host_costs(conditions.host_path)
+    path = conditions.path(settings)
     issued, useful = tally.prefetch_issued, tally.prefetch_useful
     total = tally.total_seconds or 1.0
     over, overlapped = tally.over_optimal, tally.overlapped_over_optimal
@@ -182,11 +191,12 @@ def _summary(
         "model": trace.meta.model,
         "hardware": conditions.profile.name,
         "shape": costs.shape,
-        "host_path": None if host is None else host.path,
+        "host_path": None if path.host_path == NO_HOST else path.host_path,
+        "in_graph": path.in_graph,
         "batch": conditions.batch,
         "gpu_experts": conditions.gpu_experts,
         "slots": conditions.num_slots(trace),
-        "assignment": settings.assignment,
+        "assignment": settings.rule(in_graph=path.in_graph),
         "eviction": settings.eviction,
         "prediction": settings.prediction,
         "tokens": tally.tokens,

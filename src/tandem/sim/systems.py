@@ -9,7 +9,7 @@ from tandem.policy.settings import PlannerSettings
 LLAMA_STREAM_TOKENS = 32
 
 
-TANDEM = PlannerSettings(prediction="foresight", prefetch_count=2)
+TANDEM = PlannerSettings(prediction="foresight", prefetch_count=2, must_prefetch=False)
 
 
 class System(NamedTuple):

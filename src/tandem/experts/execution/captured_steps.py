@@ -26,9 +26,10 @@ from tandem.kernels.dense import CpuThreads
 from tandem.kernels.native import TOKEN_DTYPES
 from tandem.policy.eviction.next_use import NextUse
 from tandem.policy.plan import Copy, LayerLoad, LayerPlan
+from tandem.policy.step_path import MAX_GRAPH_TOKENS
 
 PATIENCE_SECONDS = 10.0
-NUM_ROWS = (1, 2, 4, 8)  # a step of other tokens has idle rows
+NUM_ROWS = (1, 2, 4, MAX_GRAPH_TOKENS)  # a step of other tokens has idle rows
 MAX_ROWS = NUM_ROWS[-1]
 
 

@@ -21,6 +21,7 @@ from tandem.forecast.typical_routing import typical_routing
 from tandem.generate.generator import Generator
 from tandem.hf.config import OffloadConfig
 from tandem.hf.runtime import require_runtime
+from tandem.policy.step_path import step_path
 
 _DECODE_STEPS = 64
 _MOST_LAYERS = 16
@@ -89,8 +90,9 @@ def on_gpu(shape: ModelShape, share: float, device: str = "cuda") -> Said:
             raise ExecutionError(f"a model that was built for {device} has no expert cache")
         sizes = shape_sizes(shape, offload)
         num_slots = max(1, math.floor(share * sizes.num_experts))
-        settings = offload.planner_settings()
-        forecast = forecast_on_gpu(sizes, cache.machine.profile, settings, num_slots)
+        settings, profile = offload.planner_settings(), cache.machine.profile
+        path = step_path(profile, None, offload.why_planned())
+        forecast = forecast_on_gpu(sizes, profile, settings, num_slots, path)
         cache.resize(
             num_slots + (settings.extra_slots(num_slots) if num_slots == sizes.num_experts else 0)
         )

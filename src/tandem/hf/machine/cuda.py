@@ -10,7 +10,7 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from tandem.checkpoint.mapped_files import find_mapped
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, TandemWarning
 from tandem.devices.cuda.checks import Gpu, require_cuda, require_dtype
 from tandem.devices.cuda.copies import CudaCopyEngine, Link
 from tandem.devices.cuda.device import CudaDevice
@@ -31,6 +31,7 @@ from tandem.experts.store.pinning import pin_store
 from tandem.foreign_types import PreTrainedModel
 from tandem.hardware.profiles import load_profile, save_profile
 from tandem.hf.compat import cache_argument
+from tandem.hf.config import OffloadConfig
 from tandem.hf.experts import expert_functions
 from tandem.hf.lookahead.warm_up import ExpertsCall, NoExperts, forward_tokens, warm_up_ids
 from tandem.hf.machine.parts import DeviceParts, ObservedModel
@@ -62,6 +63,7 @@ def device_parts(
     bound to nothing useful afterwards.
     """
     model, options = observed.model, observed.options
+    _say_if_planned(options)
     gpu: Gpu | None = None
     if streams is None:
         gpu = require_cuda(index=require_on_one_gpu(model))
@@ -98,12 +100,26 @@ def device_parts(
     return DeviceParts(device, clock, kernels, make_engine, machine, share, reserved, captured)
 
 
+def _say_if_planned(options: OffloadConfig) -> None:
+    """Warn where an option keeps decode steps from being one graph, which is quicker."""
+    why = options.why_planned()
+    if why is not None and options.decode_graph:
+        warnings.warn(
+            "decode steps are captured with a break at the experts of each layer, slower: one "
+            f"graph cannot follow {why}",
+            TandemWarning,
+            stacklevel=2,
+        )
+
+
 def _handed_steps(
     observed: ObservedModel, device: CudaDevice, cache: ExpertCache
 ) -> HandedSteps | None:
     """Return what computes decode steps as one graph each; None: they are graph segments."""
+    if observed.options.why_planned() is not None:
+        return None
     layers, rate = observed.native_layers(cache), observed.link_bytes_per_second
-    if layers is None or not observed.options.decode_graph:
+    if layers is None:
         return None
     steps = handed_steps(cache, layers, observed.threads, observed.call.dtype, device, rate)
     if steps is not None:

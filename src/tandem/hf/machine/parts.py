@@ -24,8 +24,9 @@ from tandem.hf.lookahead.warm_up import WARM_UP_TOKENS, ExpertsCall, Observer, f
 from tandem.hf.runtime import Runtime
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
-from tandem.policy.cost import SEGMENTS, HardwareProfile
+from tandem.policy.cost import HardwareProfile
 from tandem.policy.plan import Geometry
+from tandem.policy.step_path import step_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +95,8 @@ class ObservedModel:
         rate = self.link_bytes_per_second
         profile = profile if rate is None else with_link(profile, rate)
         shape = shape_for(profile, self.model_type, self.geometry)
-        has_segments = any(costs.path == SEGMENTS for costs in profile.host)
-        path = SEGMENTS if has_segments and not self.options.decode_graph else None
-        return Machine(profile, profile.charged(shape, path))
+        path = step_path(profile, None, self.options.why_planned())
+        return Machine(profile, profile.charged(shape, path.host_path))
 
 
 def observe(model: PreTrainedModel, runtime: Runtime) -> ObservedModel:

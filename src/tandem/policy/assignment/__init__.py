@@ -5,7 +5,10 @@ from tandem.policy.assignment import baselines
 from tandem.policy.assignment.balanced import Balanced
 from tandem.policy.assignment.problem import Assignment, LayerProblem, Split
 
-__all__ = ["ASSIGNMENTS", "Assignment", "LayerProblem", "Split"]
+__all__ = ["ASSIGNMENTS", "IN_GRAPH", "Assignment", "LayerProblem", "Split"]
+
+# Those that a decode step in one graph can follow: its hits stay the device's.
+IN_GRAPH = ("ready-on-gpu",)
 
 ASSIGNMENTS: Registry[Assignment] = Registry("assignment")
 ASSIGNMENTS.register("balanced")(Balanced)

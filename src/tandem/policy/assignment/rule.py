@@ -1,0 +1,49 @@
+"""An assignment as a planner applies it in one kind of step."""
+
+from collections.abc import Callable, Sequence
+
+from tandem.policy.assignment.problem import Assignment, LayerProblem, Split, all_on_cpu
+from tandem.policy.single_token_layers import SingleTokenLayers
+
+
+class Rule:
+    """Splits layers: by an assignment, and by what it has found for layers of residents."""
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        *,
+        never_worse_than_cpu: bool,
+        single_token: SingleTokenLayers | None = None,
+    ) -> None:
+        """With `never_worse_than_cpu` the CPU computes all of a layer where that is sooner.
+
+        `single_token` decides about single-token layers faster, and the same.
+        """
+        self.single_token = single_token
+        self._assignment = assignment
+        self._never_worse_than_cpu = never_worse_than_cpu
+        self._of_residents: dict[int, Split] = {}  # by their number
+
+    def split(self, problem: LayerProblem) -> Split:
+        """Return who computes what."""
+        split = self._assignment.assign(problem)
+        if self._never_worse_than_cpu:
+            surcharge = problem.cpu_first if self._assignment.pipelined else 0.0
+            if sum(problem.cpu) + surcharge < split.seconds:
+                return all_on_cpu(problem, pipelined=self._assignment.pipelined)
+        return split
+
+    def split_residents(self, experts: Sequence[int], problem: Callable[[], LayerProblem]) -> Split:
+        """Split a layer of residents with one token each, of which only the number matters.
+
+        What copies for other layers cost the CPU meanwhile is left out.
+        """
+        count = len(experts)
+        known = self._of_residents.get(count)
+        if known is None:
+            known = self.split(problem()._replace(link_busy=0.0))
+            self._of_residents[count] = known
+        if not known.spill:
+            return known
+        return known._replace(spill=experts[count - len(known.spill) :])

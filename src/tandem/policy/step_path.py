@@ -1,0 +1,42 @@
+"""Which way decode steps go on a GPU: planned layer by layer, or as one graph.
+
+A step in one graph decides by itself, without Python: what the device has published as its own
+stays the device's, and nothing is copied ahead. So it can follow some choices only
+(`PlannerSettings.why_planned`); for the others steps are planned, or the path is refused.
+"""
+
+from typing import NamedTuple
+
+from tandem.core.errors import ConfigError
+from tandem.policy.cost import GRAPH, NO_HOST, SEGMENTS, HardwareProfile
+
+MAX_GRAPH_TOKENS = 8  # of a step in one graph; one of more is planned
+
+
+class StepPath(NamedTuple):
+    """A way of decode steps."""
+
+    host_path: str
+    """Whose host costs are charged, by a profile's names."""
+    in_graph: bool
+    """Whether steps of few tokens are one graph."""
+
+
+def step_path(profile: HardwareProfile, asked: str | None, why_planned: str | None) -> StepPath:
+    """Return the path that is asked for, None: the profile's usual one.
+
+    `why_planned` names a choice that one graph cannot follow: the usual path is then that of
+    planned steps, and `ConfigError` refuses one graph by name.
+    """
+    host = profile.host_costs(asked)
+    if host is None:
+        return StepPath(NO_HOST, in_graph=False)
+    if host.path != GRAPH or why_planned is None:
+        return StepPath(host.path, in_graph=host.path == GRAPH)
+    if asked is not None:
+        raise ConfigError(
+            f"host_path is {GRAPH!r}, and a decode step in one graph cannot follow {why_planned}; "
+            f"leave that out, or take host_path {SEGMENTS!r}"
+        )
+    is_known = any(costs.path == SEGMENTS for costs in profile.host)
+    return StepPath(SEGMENTS if is_known else GRAPH, in_graph=False)

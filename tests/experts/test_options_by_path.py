@@ -1,0 +1,261 @@
+"""What becomes of each option on each path: it is followed, or steps are planned, or it is refused.
+
+The paths: the CPU alone, planned steps on a GPU or on the emulated device, steps in one graph.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.cli.main import main
+from tandem.core.config import add_flags
+from tandem.core.errors import ConfigError
+from tandem.devices.options import OffloadOptions, offload_options
+from tandem.hardware.profiles import load_profile
+from tandem.policy.assignment import ASSIGNMENTS, IN_GRAPH
+from tandem.policy.cost import CostTable
+from tandem.policy.eviction import EVICTIONS
+from tandem.policy.plan import LayerLoad
+from tandem.policy.planner import Planner
+from tandem.policy.settings import PlannerSettings, make_planner
+from tandem.policy.step_path import StepPath, step_path
+from tests.policy.strategies import GEOMETRY, shape_costs
+
+TRACE = str(Path(__file__).parents[2] / "data" / "traces" / "gpt-oss-20b.npz")
+DESKTOP = load_profile("desktop-12gb")
+
+# Flags of decisions, and why steps are planned with them; None: one graph follows them.
+DECISIONS: list[tuple[list[str], str | None]] = [
+    *(
+        (["--assignment", name], None if name in IN_GRAPH else f"assignment {name}")
+        for name in ASSIGNMENTS
+        if not name.startswith("exact")  # the simulator's
+    ),
+    *(
+        (["--eviction", name], None if name == "successor" else f"eviction {name}")
+        for name in EVICTIONS
+    ),
+    (["--prediction", "none"], None),
+    (["--prediction", "foresight"], "prediction foresight with prefetch_count 2"),
+    (["--prefetch-count", "0"], None),
+    (["--prefetch-count", "1"], "prediction foresight with prefetch_count 1"),
+    (["--prediction", "none", "--prefetch-count", "1"], None),  # nothing can be copied ahead
+    (["--look-ahead"], "look-ahead"),
+    (["--look-ahead", "--residuals", "r.npz"], "look-ahead"),
+    (["--pool", "by-layer"], None),
+    (["--pool", "shared"], "pool shared"),
+    (["--no-decode-graph"], "no-decode-graph"),
+]
+# Flags of the machine and of its memory, which all paths follow.
+OF_MACHINE = [
+    ["--gpu-memory", "1GiB"],
+    ["--link-bandwidth", "4GB/s"],
+    ["--profile", "laptop-8gb"],
+    ["--start-content", "none"],
+]
+ALL = [*(words for words, _ in DECISIONS), *OF_MACHINE, ["--emulated-speed", "4"]]
+
+
+def parsed(device: str, words: Sequence[str]) -> OffloadOptions:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, OffloadOptions)
+    return offload_options(parser.parse_args(["--device", device, *words]))
+
+
+def test_every_option_of_a_device_is_tried() -> None:
+    tried = {word for words in ALL for word in words if word.startswith("--")}
+    names = {f"--{name.replace('_', '-')}" for name in ("gpu_memory", *OffloadOptions.rare)}
+    assert {word.replace("--no-", "--") for word in tried} == names
+
+
+def test_every_setting_of_a_planner_is_named_or_cannot_matter() -> None:
+    """A new one must be thought of: can a step in one graph follow it?"""
+    changed: dict[str, Any] = {
+        "assignment": "balanced",
+        "eviction": "lru",
+        "prediction": "foresight",
+        "prefetch_count": 1,
+        "pool": "shared",
+        "assignment_options": (("pipelined", False),),
+        "eviction_options": (("window", 3),),
+    }
+    # Of copies ahead, of prompts, and limits that a step without fetches keeps.
+    others = {"prefetch", "must_prefetch", "copies_prompts", "max_fetches", "never_worse_than_cpu"}
+    assert {field.name for field in dataclasses.fields(PlannerSettings)} == {*changed, *others}
+    for name, value in changed.items():
+        both = {"prediction": "foresight", "prefetch_count": 1} if name.startswith("pre") else {}
+        why = PlannerSettings(**{**both, name: value}).why_planned()
+        assert why is not None
+        assert str(value[0][1] if isinstance(value, tuple) else value) in why
+    assert PlannerSettings(assignment="ready-on-gpu", max_fetches=1).why_planned() is None
+    staged = PlannerSettings(
+        prediction="foresight", prefetch_count=1, prefetch="top-k", must_prefetch=False
+    )
+    assert staged.why_planned() == "prefetch top-k"
+
+
+@pytest.mark.parametrize("words", ALL, ids=" ".join)
+def test_the_cpu_alone_refuses_it(words: list[str]) -> None:
+    flag = words[0].replace("no-", "")
+    with pytest.raises(ConfigError, match=rf"^{flag}.*--device cpu.*leave it out"):
+        parsed("cpu", words)
+
+
+@pytest.mark.parametrize(
+    ("device", "words"), [("cuda", ["--emulated-speed", "4"]), ("emulated", ["--no-decode-graph"])]
+)
+def test_what_is_another_devices_is_refused(device: str, words: list[str]) -> None:
+    flag = words[0].replace("no-", "")
+    with pytest.raises(ConfigError, match=f"^{flag}: that is not of --device {device}"):
+        parsed(device, words)
+
+
+def test_residuals_that_nobody_would_read_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^--residuals: no router is asked ahead"):
+        parsed("cuda", ["--residuals", "r.npz"])
+
+
+@pytest.mark.parametrize(("words", "why"), DECISIONS, ids=str)
+def test_a_gpu_follows_it_in_one_graph_or_in_planned_steps(
+    words: list[str], why: str | None
+) -> None:
+    options = parsed("cuda", words)
+    assert options.why_planned() == why
+    usual_is_graph = dataclasses.replace(DESKTOP, host=DESKTOP.host[::-1])
+    path = step_path(usual_is_graph, None, options.why_planned())
+    assert path == StepPath("graph" if why is None else "segments", in_graph=why is None)
+    assert_followed(words, options.planner_settings(), in_graph=path.in_graph)
+
+
+@pytest.mark.parametrize("words", [w for w, _ in DECISIONS if w != ["--no-decode-graph"]])
+def test_the_emulated_device_plans_all_steps(words: list[str]) -> None:
+    options = parsed("emulated", words)
+    assert options.why_planned() == "device emulated"
+    assert_followed(words, options.planner_settings(), in_graph=False)
+
+
+def assert_followed(words: Sequence[str], settings: PlannerSettings, *, in_graph: bool) -> None:
+    """Check the decisions of decode steps against the policies that the words name."""
+    asked = dict(pairwise(words))
+    name = asked.get("--assignment", "ready-on-gpu" if in_graph else "balanced")
+    planner = planner_of(dataclasses.replace(settings, never_worse_than_cpu=False))
+    num_ahead = []
+    for step in range(40):
+        ahead = planner.begin_step(1, float(8 * step), token_ids=(step % 8,), in_graph=in_graph)
+        num_ahead.append(len(ahead))
+        for layer in range(GEOMETRY.num_layers):
+            now = 8.0 * step + 2.0 * layer + 1.0
+            for key in [*planner.link.pending]:
+                planner.copy_finished(*GEOMETRY.expert_id(key), now)
+            load = LayerLoad(layer, tuple(sorted({step % 8, (step + 3) % 8})), (1, 1))
+            problem = planner.problem(load, now)
+            plan = planner.plan(load, now)
+            split = ASSIGNMENTS.factory(name)().assign(problem)
+            # By number: which of equals is fetched, the eviction says, which learns in between.
+            num_absent = sum(wait < 0 for wait in problem.wait)
+            assert len(plan.fetch) == len(split.fetch)
+            assert len(plan.cpu) == num_absent - len(split.fetch) + len(split.spill)
+            num_ahead.append(len(plan.prefetch))
+    most = int(asked.get("--prefetch-count", "2"))
+    if in_graph or asked.get("--prediction") == "none" or most == 0:
+        assert max(num_ahead) == 0
+    else:
+        assert 1 <= max(num_ahead) <= most
+    eviction = EVICTIONS.factory(asked.get("--eviction", "successor"))(GEOMETRY)
+    assert type(planner.eviction) is type(eviction)
+    assert planner.residency.num_sets == (1 if asked.get("--pool") == "shared" else 3)
+
+
+def planner_of(settings: PlannerSettings) -> Planner:
+    costs = CostTable(shape_costs(link=0.5))
+    planner = make_planner(settings, GEOMETRY, costs, 12, copy_price_seconds=0.01)
+    while not planner.chances.note_chance():
+        pass  # as if many copies ahead had paid before
+    return planner
+
+
+def graph_of(words: Sequence[str]) -> list[str]:
+    return ["simulate", TRACE, "--limit", "20", "--host-path", "graph", *words]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--assignment", "balanced"], "assignment balanced"),
+        (["--assignment", "exact"], "assignment exact"),
+        (["--eviction", "lru"], "eviction lru"),
+        (["--pool", "shared"], "pool shared"),
+        (["--prefetch", "1"], "prediction foresight with prefetch_count 1"),
+        (["--prefetch", "1", "--prediction", "popularity"], "prediction popularity with"),
+        (["--costs", "equations"], "assignment balanced pipelined False"),
+        (["--batch", "9"], "batch 9, as it has at most 8 tokens"),
+    ],
+)
+def test_simulate_refuses_one_graph_with_it(
+    words: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(graph_of(words)) == 2
+    error = capsys.readouterr().err
+    assert f"host_path is 'graph', and a decode step in one graph cannot follow {why}" in error
+    assert "leave that out, or take host_path 'segments'" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["--assignment", "ready-on-gpu"], ["--batch", "8"], []])
+def test_simulate_decides_one_graph_as_it_runs(
+    words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plans = tmp_path / "plans.jsonl"
+    assert main([*graph_of(words), "--prompt", "1", "--dump", str(plans), "--json"]) == 0
+    out = capsys.readouterr().out
+    assert "on desktop-12gb, decode steps in one graph by ready-on-gpu" in out
+    result = json.loads(out.splitlines()[-1])
+    assert (result["in_graph"], result["assignment"]) == (True, "ready-on-gpu")
+    timed = [json.loads(line) for line in plans.read_text().splitlines()]
+    timed = [plan for plan in timed if plan.get("run") == "timed" and plan["step"] > 1]
+    assert timed
+    for plan in timed:
+        placed = zip(plan["experts"], plan["wait"], strict=True)
+        assert plan["gpu"] == [expert for expert, wait in placed if wait == 0.0]
+        assert plan["fetch"] == plan["arriving"] == plan["prefetch"] == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--costs", "equations", "--assignment", "dali"],
+        ["--prediction", "foresight"],
+        ["--prefetch-choice", "none"],
+    ],
+)
+def test_simulate_refuses_what_it_would_not_look_at(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", TRACE, "--limit", "20", *words]) == 2
+    assert f"{words[0]}" in capsys.readouterr().err
+
+
+def test_plan_forecasts_the_rule_that_runs_and_refuses_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = ["plan", "--shape", "lfm2-8b-a1b", "--profile", "laptop-8gb", "--json"]
+    words = [*plan, "--device", "cuda", "--expert-dtype", "int4", "--host-path"]
+    rules = {}
+    for path in ("segments", "graph"):
+        assert main([*words, path]) == 0
+        rules[path] = json.loads(capsys.readouterr().out.splitlines()[-1])["assignment"]
+    assert rules == {"segments": "balanced", "graph": "ready-on-gpu"}
+    for more, why in (
+        (["--assignment", "dali"], "assignment dali"),
+        (["--no-decode-graph"], "no-decode-graph"),
+    ):
+        assert main([*words, "graph", *more]) == 2
+        assert f"one graph cannot follow {why}; leave" in capsys.readouterr().err
+    assert main([*plan, "--device", "emulated", "--host-path", "graph"]) == 2
+    assert "one graph cannot follow device emulated" in capsys.readouterr().err
