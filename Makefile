@@ -24,13 +24,13 @@ PYTEST := $(BIN)/pytest -n 3 --dist loadgroup $(if $(ISA),--isa $(ISA))
 # that follow.
 WHEEL_PYTHONS ?= $(PYTHON)
 
-.PHONY: test-fast wheel check-wheel check-clang check-commits check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
+.PHONY: test-fast fuzz-files wheel check-wheel check-clang check-commits check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
 
 test: setup  ## Everything that CI runs
-	@$(MAKE) --no-print-directory -j2 -Otarget lint types floors check-clang sanitize
+	@$(MAKE) --no-print-directory -j2 -Otarget lint types floors check-clang sanitize fuzz-files
 	@$(MAKE) --no-print-directory unit
 	@$(MAKE) --no-print-directory seam-oldest
 
@@ -56,7 +56,8 @@ unit: setup
 
 SANITIZED := matmul kernels layers attention recurrent quantize tensors blocks crc32c
 FUZZED := experts rows
-FUZZ_SECONDS ?= 8
+# Of native code, and as many of model files.
+FUZZ_SECONDS ?= 60
 sanitize: $(SANITIZED:%=sanitized-%) $(FUZZED:%=fuzzed-%)  ## The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 
 sanitized:
@@ -69,10 +70,13 @@ sanitized-%: sanitized
 # What was found before, then new sizes and bytes; a find lies in build/fuzz, and once mended in corpus.
 fuzzed-%: sanitized
 	@mkdir -p build/fuzz/native-$*
-	build/sanitize/fuzz_$* -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=build/fuzz/$*- build/fuzz/native-$* csrc/fuzz/corpus/$*
+	build/sanitize/fuzz_$* -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZED)))) -artifact_prefix=build/fuzz/$*- build/fuzz/native-$* csrc/fuzz/corpus/$*
+
+fuzz-files: setup  ## Damaged model files of all kinds for FUZZ_SECONDS; what is found lies in build/fuzz
+	$(BIN)/python -m tests.fuzz all --count 100000000 --seconds $(FUZZ_SECONDS)
 
 fuzz: setup  ## Damaged model files and hostile sizes for an hour; what is found lies in build/fuzz
-	@$(MAKE) --no-print-directory FUZZ_SECONDS=300 $(FUZZED:%=fuzzed-%)
+	@$(MAKE) --no-print-directory FUZZ_SECONDS=600 $(FUZZED:%=fuzzed-%)
 	$(BIN)/python -m tests.fuzz --count 100000000 --seconds 300
 
 wheel:  ## Wheels for Linux x86-64 in build/wheels; needs no compiler (it installs one from the package index)

@@ -63,7 +63,7 @@ def kinds(directory: Path) -> Mapping[str, Kind]:
     _join(sharded, whole)
     gguf = directory / "gguf" / "whole.gguf"
     gguf.parent.mkdir()
-    write_gguf(gguf, tiny_model(), "Q4_0", also=add_tokenizer)
+    write_gguf(gguf, tiny_model(sizes={"num_hidden_layers": 1}), "Q4_0", also=add_tokenizer)
     header = read_header(gguf)
     length = min(tensor.data_offset for tensor in header.tensors.values())
     data, keys = gguf.read_bytes(), [*header.fields, *header.tensors]
@@ -84,7 +84,8 @@ def kinds(directory: Path) -> Mapping[str, Kind]:
     found["packed"] = _json(packed / "config.json", partial(_run, packed))
     indexed = _copy(packed, "packed_index") / "tandem.safetensors.index.json"
     found["packed_index"] = _json(indexed, partial(_run, indexed.parent))
-    plain = write_plain(directory / "plain", FORMATS["gptq"].architecture)
+    architecture = FORMATS["gptq"].architecture
+    plain = write_plain(directory / "plain", architecture, num_hidden_layers=1)
     gptq = write_quantised(directory / "gptq", plain, FORMATS["gptq"])
     found["quantised"] = _json(gptq / "config.json", partial(_run, gptq))
     words = partial(mutate_words, keys=[key.encode() for key in keys])

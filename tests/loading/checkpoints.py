@@ -161,9 +161,9 @@ def is_quantised(name: str) -> bool:
     return name.endswith("proj.weight") or (".experts." in name and name.endswith(".weight"))
 
 
-def write_plain(directory: Path, architecture: str) -> Path:
-    """Write a tiny model in one file, in bf16."""
-    build_tiny_model(architecture).bfloat16().save_pretrained(directory)
+def write_plain(directory: Path, architecture: str, **values: int) -> Path:
+    """Write a tiny model in one file, in bf16; `values` are of its config."""
+    build_tiny_model(architecture, values=values).bfloat16().save_pretrained(directory)
     return directory
 
 
