@@ -35,6 +35,8 @@ def test_a_profile_is_measured_kept_and_drawn(model: Path, tmp_path: Path) -> No
     profile = HardwareProfile.from_json(printed, where="printed")
     (shape,) = profile.shapes
     assert (shape.num_moe_layers, shape.num_experts, shape.top_k) == (4, 8, 2)
+    assert profile.disk is not None
+    assert f"{profile.disk.reads} reads of " in done.stdout
     assert all(a <= b for a, b in zip(shape.cpu_seconds, shape.cpu_seconds[1:], strict=False))
     # The rest of a layer is what the step that is told took beyond its experts.
     told = re.search(r"tokens takes .* s, then ([0-9.]+) tok/s", done.stdout)

@@ -1,6 +1,7 @@
 """Profiles: round trip, interpolation, and one sentence for everything that can be wrong."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -32,6 +33,39 @@ def test_profiles_round_trip(name: str, tmp_path: Any) -> None:
     save_profile(profile, tmp_path / "copy.json")
     assert load_profile(str(tmp_path / "copy.json")) == profile
     assert profile.source
+
+
+DISK = {
+    "reads": "direct", "piece_bytes": 4096, "depths": [1, 4], "bytes_per_second": [1e9, 2e9],
+}  # fmt: skip
+
+
+def test_a_disk_is_read_back_and_may_be_missing() -> None:
+    values = json.loads(load_profile("laptop-8gb").to_json())
+    profile = HardwareProfile.from_json(json.dumps(values | {"disk": DISK}), where="there")
+    assert profile.disk is not None
+    assert profile.disk.most_bytes_per_second == 2e9
+    assert HardwareProfile.from_json(profile.to_json(), where="again") == profile
+    del values["disk"]  # as Tandem wrote it before
+    assert HardwareProfile.from_json(json.dumps(values), where="older").disk is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reads": "fast"}, "there: disk: reads is 'fast'; expected direct or buffered"),
+        ({"piece_bytes": 0}, "piece_bytes is 0"),
+        ({"depths": [1]}, "bytes_per_second has 2 entries for 1 depths"),
+        ({"depths": [1, 0]}, "depths is 0"),
+        ({"depths": 1}, "depths is 1; expected a list"),
+        ({"bytes_per_second": [1e9, 0]}, "bytes_per_second is 0; expected rates above 0"),
+        ({"speed": 1}, "there: disk: unknown key 'speed'"),
+    ],
+)
+def test_what_is_wrong_with_a_disk_is_said(changes: dict[str, Any], message: str) -> None:
+    values = json.loads(load_profile("laptop-8gb").to_json()) | {"disk": DISK | changes}
+    with pytest.raises(FileFormatError, match=re.escape(message)):
+        HardwareProfile.from_json(json.dumps(values), where="there")
 
 
 def test_every_machine_knows_every_shape() -> None:

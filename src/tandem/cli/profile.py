@@ -1,21 +1,24 @@
 """`tandem profile`: what things cost on this machine for a model, measured once and kept."""
 
 import argparse
+import dataclasses
 import json
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.cli.model_choice import ModelChoice, add_model, load_model
+from tandem.cli.model_choice import ModelChoice, add_model, find_model, load_model
 from tandem.cli.progress import waiting
 from tandem.core.config import add_flags, from_flags, option
+from tandem.core.errors import TandemWarning
 from tandem.core.units import format_bytes
 from tandem.devices.options import OffloadOptions
 from tandem.sim.picture import Chart, svg
 
 if TYPE_CHECKING:
-    from tandem.policy.cost import HardwareProfile
+    from tandem.policy.cost import DiskCosts, HardwareProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +43,7 @@ def run(flags: argparse.Namespace) -> int:
     """Measure and print; returns the exit code."""
     options = from_flags(ProfileOptions, flags)
     offload = OffloadOptions(expert_dtype=options.expert_dtype, threads=options.threads)
-    choice = from_flags(ModelChoice, flags)
+    choice = find_model(from_flags(ModelChoice, flags), quiet=False)
     model = load_model(choice, offload, quiet=False, dense_dtype=options.dense_dtype)
 
     begin = time.perf_counter()
@@ -53,6 +56,8 @@ def run(flags: argparse.Namespace) -> int:
         whole = time_model(model)  # the steps that answers are made of, as tandem plan times them
         times = whole.prefill_seconds, whole.decode_seconds
         profile = with_timed_steps(profile, PROMPT_TOKENS, *times)
+        disk = _disk_of(choice, profile.shapes[0].expert_bytes)
+        profile = dataclasses.replace(profile, disk=disk)
         keep_profile_of(model, profile)
     print(table(profile, time.perf_counter() - begin))
     print(
@@ -64,6 +69,19 @@ def run(flags: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(json.loads(profile.to_json())))
     return 0
+
+
+def _disk_of(choice: ModelChoice, expert_bytes: int) -> "DiskCosts | None":
+    """Measure the disk under a model's files; None, with a warning, where they cannot be read."""
+    from tandem.hardware.disk import measure_disk
+    from tandem.hf.checkpoint import open_model
+
+    files = open_model(Path(choice.model), may_run_code=choice.trust_remote_code).weight_files
+    try:
+        return measure_disk(files, expert_bytes)
+    except OSError as error:
+        warnings.warn(f"the disk was not measured: {error}", TandemWarning, stacklevel=2)
+        return None
 
 
 def table(profile: "HardwareProfile", seconds: float) -> str:
@@ -84,7 +102,18 @@ def table(profile: "HardwareProfile", seconds: float) -> str:
     for tokens, cpu, dense in rows:
         rate = shape.expert_bytes / cpu / 1e9
         lines.append(f"{tokens:>8} {cpu * 1e6:>15.0f} us {rate:>9.1f} GB/s {dense * 1e6:>13.0f} us")
+    if profile.disk is not None:
+        lines.append(_disk_line(profile.disk))
     return "\n".join(lines)
+
+
+def _disk_line(disk: "DiskCosts") -> str:
+    rates = " / ".join(f"{rate / 1e9:.2f}" for rate in disk.bytes_per_second)
+    depths = " / ".join(map(str, disk.depths))
+    return (
+        f"the disk under its files, {disk.reads} reads of {format_bytes(disk.piece_bytes)}: "
+        f"{rates} GB/s, {depths} at once"
+    )
 
 
 def charts(profile: "HardwareProfile") -> list[Chart]:

@@ -88,6 +88,36 @@ class HostCosts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DiskCosts:
+    """What the disk under a model's files gives, in pieces at random places, by reads at once."""
+
+    reads: str
+    """"direct": past the system's cache; "buffered": the file system refuses that."""
+    piece_bytes: int  # of one read
+    depths: tuple[int, ...]  # reads at once
+    bytes_per_second: tuple[float, ...]  # of all of them, by depth
+
+    def __post_init__(self) -> None:
+        """Check every field; `ConfigError` names the field, what was found and what is expected."""
+        known = ("direct", "buffered")
+        _require("reads", self.reads, "direct or buffered", lambda value: value in known)
+        _require("piece_bytes", self.piece_bytes, "an integer of at least 1", _is_count)
+        if not self.depths or len(self.depths) != len(self.bytes_per_second):
+            raise ConfigError(
+                f"bytes_per_second has {len(self.bytes_per_second)} entries for {len(self.depths)} "
+                "depths; expected one for each, and at least one"
+            )
+        for depth, rate in zip(self.depths, self.bytes_per_second, strict=True):
+            _require("depths", depth, "integers of at least 1", _is_count)
+            _require("bytes_per_second", rate, "rates above 0", lambda x: _is_time(x) and x != 0)
+
+    @property
+    def most_bytes_per_second(self) -> float:
+        """The rate at the depth that is the fastest."""
+        return max(self.bytes_per_second)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
     """One machine: its memories, how CPU and link slow each other, and times of model shapes."""
 
@@ -103,6 +133,7 @@ class HardwareProfile:
     link_slowdown_while_computing: float  # factor on copies while the CPU computes, at least 1
     shapes: tuple[ShapeCosts, ...]  # without the host's own work
     host: tuple[HostCosts, ...] = ()  # by path, the usual one first
+    disk: DiskCosts | None = None  # where a model's files lie; None: not measured
     format: int = PROFILE_FORMAT
 
     def __post_init__(self) -> None:
@@ -178,10 +209,12 @@ class HardwareProfile:
         if not isinstance(values, dict):
             found = type(values).__name__
             raise FileFormatError(f"{where}: found a JSON {found}; expected an object")
-        costs = {
+        costs: dict[str, object] = {
             "shapes": _build_all(ShapeCosts, values.get("shapes"), f"{where}: shapes"),
             "host": _build_all(HostCosts, values.get("host", []), f"{where}: host"),
         }
+        if values.get("disk") is not None:
+            costs["disk"] = _build(DiskCosts, values["disk"], f"{where}: disk")
         return _build(cls, values | costs, where)
 
 
@@ -202,7 +235,8 @@ def _build(kind: type[T], values: object, where: str) -> T:
         if name not in values and field.default is dataclasses.MISSING:
             raise FileFormatError(f"{where}: {name} is missing; expected it beside {[*values][:3]}")
     plain = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    for name in ("tokens", "cpu_seconds", "gpu_seconds", "dense_seconds"):
+    lists = ("tokens", "cpu_seconds", "gpu_seconds", "dense_seconds", "depths", "bytes_per_second")
+    for name in lists:
         if name in fields and not isinstance(plain[name], tuple):
             raise FileFormatError(f"{where}: {name} is {plain[name]!r}; expected a list")
     if "tokens" in fields and not all(map(_is_count, plain["tokens"])):

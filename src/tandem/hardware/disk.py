@@ -1,0 +1,109 @@
+"""How fast a disk gives experts: pieces at random places of files, several at once.
+
+They are read past the system's cache (O_DIRECT), whose speed is the memory's. Where a file system
+refuses that, each piece is dropped from the cache first, as far as nobody maps it.
+"""
+
+import mmap
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+from tandem.policy.cost import DiskCosts
+
+DEPTHS = (1, 4, 16)  # reads at once
+_PAGE_BYTES = 4096  # O_DIRECT reads whole ones, into memory that begins with one
+_MOST_PIECE_BYTES = 1 << 20  # larger reads are cut into pieces: more is no faster, and waits longer
+_SECONDS = 0.4  # of each depth
+
+
+class _File(NamedTuple):
+    descriptor: int
+    num_bytes: int
+
+
+def measure_disk(
+    files: Sequence[Path], expert_bytes: int, *, seconds: float = _SECONDS
+) -> DiskCosts | None:
+    """Measure reads of experts from files, for so many seconds at each depth.
+
+    None where no file is as large as a page. Raises `OSError`.
+    """
+    sizes = {file: file.stat().st_size // _PAGE_BYTES * _PAGE_BYTES for file in files}
+    piece = min(-(-expert_bytes // _PAGE_BYTES) * _PAGE_BYTES, _MOST_PIECE_BYTES)
+    piece = min(piece, max(sizes.values(), default=0))
+    if piece == 0:
+        return None
+    large = [file for file, size in sizes.items() if size >= piece]
+    is_direct = reads_directly(large[0])
+    with ExitStack() as stack:
+        opened = []
+        for file in large:
+            descriptor = os.open(file, os.O_RDONLY | (os.O_DIRECT if is_direct else 0))
+            stack.callback(os.close, descriptor)
+            opened.append(_File(descriptor, sizes[file]))
+        read = _reader(opened, piece, is_direct=is_direct)
+        rates = tuple(piece * _reads_per_second(read, depth, seconds, piece) for depth in DEPTHS)
+    return DiskCosts(
+        reads="direct" if is_direct else "buffered",
+        piece_bytes=piece,
+        depths=DEPTHS,
+        bytes_per_second=rates,
+    )
+
+
+def reads_directly(file: Path) -> bool:
+    """Whether a file of at least a page is read past the system's cache if that is asked for."""
+    if not hasattr(os, "O_DIRECT"):  # not Linux
+        return False
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        return False
+    try:
+        with mmap.mmap(-1, _PAGE_BYTES) as buffer:
+            return os.preadv(descriptor, [buffer], 0) == _PAGE_BYTES
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+Read = Callable[[random.Random, mmap.mmap], None]
+
+
+def _reader(files: Sequence[_File], piece: int, *, is_direct: bool) -> Read:
+    """Return what reads a piece at a random place into a buffer."""
+    weights = [file.num_bytes for file in files]
+
+    def read(source: random.Random, buffer: mmap.mmap) -> None:
+        (file,) = source.choices(files, weights)
+        place = source.randrange((file.num_bytes - piece) // _PAGE_BYTES + 1) * _PAGE_BYTES
+        if not is_direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.descriptor, place, piece, os.POSIX_FADV_DONTNEED)
+        os.preadv(file.descriptor, [buffer], place)
+
+    return read
+
+
+def _reads_per_second(read: Read, depth: int, seconds: float, piece: int) -> float:
+    """Let so many threads read until the time is over."""
+
+    def keep_reading(seed: int) -> int:
+        source, count = random.Random(seed), 0
+        with mmap.mmap(-1, piece) as buffer:
+            while count == 0 or time.perf_counter() < end:
+                read(source, buffer)
+                count += 1
+        return count
+
+    with ThreadPoolExecutor(depth, thread_name_prefix="tandem-disk") as pool:
+        begin = time.perf_counter()
+        end = begin + seconds
+        total = sum(pool.map(keep_reading, range(depth)))
+        return total / (time.perf_counter() - begin)
