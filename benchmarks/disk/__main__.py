@@ -1,0 +1,152 @@
+"""Models larger than the memory: Tandem's slots, mapped files and other programs, in turns.
+
+    python -m benchmarks.disk [--shape qwen3-30b-a3b] [--layers N] [--limits 12 8.5] [--json]
+    python -m benchmarks.disk --routing data/traces/gpt-oss-20b.npz      # recorded, rearranged
+    python -m benchmarks.disk --gguf MODEL.gguf --systems own-slots llama.cpp \
+        --rival "ik_llama.cpp=/opt/ik/bin/llama-bench"
+
+Writes a packed model with random weights into `--folder` (kept; by default a temporary one), and
+measures each system in a process of its own, in a control group with each of the limits (GB, 1e9
+bytes; page cache counts, no swap; needs root), after the model's files have left the page cache.
+Systems go forwards and backwards (ABBA) `--rounds` times; what is printed are medians over them.
+
+- `slots`: experts come from the disk into slots in memory, as `tandem.load` decides by itself;
+- `mapped`: the same files, mapped, experts in the page cache, as it was before;
+- `own-slots`: as `slots`, with the routing that random weights have of themselves, as it is in
+  other programs: `llama.cpp` (its library) and each `--rival`, a program that takes llama-bench's
+  options; they map `--gguf`, a file of the same shape, without repacking;
+- `fit`: so many layers that all fit, in slots and mapped in memory, in turns.
+
+The routing of the others is forced (`benchmarks.disk.routing`). The disk's own rate is the best of
+unbuffered reads of an expert's size at depth 1, 4 and 16, between the decode steps. The bound of a
+step is the sum over layers of max(absent bytes / rate, residents' computing), and its dense parts.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from benchmarks.disk.job import Job
+from benchmarks.disk.memory_group import drop_from_page_cache, limited
+from benchmarks.disk.report import lines
+from benchmarks.generation.systems.llama_bench import parse_rival
+from benchmarks.loading.large_model import write
+
+from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape, find_shape
+from tandem.kernels.cpu import detect_cpu
+
+SYSTEMS = ("slots", "mapped", "own-slots", "llama.cpp", "fit")
+
+
+def read_options() -> argparse.Namespace:
+    """Return what the command line asks for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=sorted(MODEL_SHAPES))
+    parser.add_argument("--layers", type=int, help="default: the shape's own")
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--expert-dtype", default="int4")
+    parser.add_argument("--dense-dtype", default="int8")
+    parser.add_argument("--folder", type=Path, help="of the packed model; kept")
+    parser.add_argument("--limits", type=float, nargs="+", default=[12.0, 8.5], help="GB")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["slots", "mapped", "fit"])
+    parser.add_argument("--rounds", type=int, default=1, help="of ABBA")
+    parser.add_argument("--routing", default="synthetic", help="synthetic, or a trace's file")
+    parser.add_argument("--steps", type=int, default=96)
+    parser.add_argument("--warm-up", type=int, default=96, help="steps")
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--cold-prompt", type=int, default=256)
+    parser.add_argument("--eviction", default="successor")
+    parser.add_argument("--threads", type=int, default=detect_cpu().num_threads)
+    parser.add_argument("--fit-layers", type=int, default=6)
+    parser.add_argument("--gguf", type=Path, help="for other programs")
+    parser.add_argument("--rival", type=parse_rival, action="append", default=[])
+    parser.add_argument("--rival-steps", type=int, default=8)
+    parser.add_argument("--json", action="store_true", help="last line: one JSON document")
+    return parser.parse_args()
+
+
+def jobs_of(options: argparse.Namespace, folder: Path, shape: ModelShape) -> dict[str, Job]:
+    """Return the jobs by their systems' names."""
+    values = shape.values
+    job = Job(
+        system="slots", folder=folder, num_layers=values["num_hidden_layers"],
+        num_experts=values.get("num_experts") or values["n_routed_experts"],
+        routing=options.routing, steps=options.steps, warm_up=options.warm_up,
+        prompt=options.prompt, cold_prompt=options.cold_prompt, dense_dtype=options.dense_dtype,
+        eviction=options.eviction, threads=options.threads, fit_layers=options.fit_layers,
+        gguf=options.gguf,
+    )  # fmt: skip
+    own = {"own-slots": replace(job, routing="own")}
+    jobs = {name: replace(job, system=name) for name in options.systems} | own
+    other = replace(job, steps=options.rival_steps)
+    if "llama.cpp" in jobs:
+        jobs["llama.cpp"] = replace(other, system="llama.cpp")
+    rivals = {name: replace(other, system="rival", command=words) for name, words in options.rival}
+    if options.gguf is None and ("llama.cpp" in jobs or rivals):
+        raise SystemExit("other programs read a GGUF file: name one with --gguf")
+    return {name: jobs[name] for name in options.systems} | rivals
+
+
+def run(job: Job, limit_bytes: int | None) -> dict[str, Any]:
+    """Do a job in a process of its own; its group's kills are among the findings."""
+    for place in filter(None, (job.folder, job.gguf)):
+        drop_from_page_cache(place)
+    words = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(job).items()}
+    with limited(limit_bytes) as group:
+        command = [sys.executable, "-m", "benchmarks.disk.worker", json.dumps(words)]
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, check=False,
+            preexec_fn=None if group is None else group.enter,
+        )  # fmt: skip
+        kills = 0 if group is None else group.kills()
+    if done.returncode != 0:
+        return {"failed": done.returncode, "kills": kills}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found | {"kills": kills}
+
+
+def packed_model(options: argparse.Namespace, shape: ModelShape) -> Path:
+    """Return the folder of the packed model, which is written if it is not there."""
+    folder: Path = options.folder or Path(mkdtemp(prefix="tandem-disk-"))
+    layers = shape.values["num_hidden_layers"]
+    packed = folder / f"{options.shape}-{layers}-{options.vocabulary}-{options.expert_dtype}"
+    if not (packed / "config.json").exists():
+        write(packed, shape, options.expert_dtype)
+    return packed
+
+
+def main() -> None:
+    """Measure, print, and end with a line of JSON if that is asked for."""
+    options = read_options()
+    if os.geteuid() != 0:
+        raise SystemExit("a control group with a memory limit is made by root; run this as root")
+    shape = find_shape(options.shape)
+    shape = shape.sample(options.layers) if options.layers else shape
+    shape = ModelShape(shape.model_type, shape.values | {"vocab_size": options.vocabulary})
+    jobs = jobs_of(options, packed_model(options, shape), shape)
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    if (fit := jobs.pop("fit", None)) is not None:
+        found["all fit"] = {"fit": [run(fit, None)]}
+    for limit in options.limits if jobs else []:
+        rounds = found[f"{limit:g} GB"] = {name: [] for name in jobs}
+        order = list(jobs)
+        for _ in range(options.rounds):
+            for name in (*order, *reversed(order)) if len(order) > 1 else order:
+                rounds[name].append(run(jobs[name], int(limit * 1e9)))
+                print(f"{limit:g} GB, {name}: done", file=sys.stderr, flush=True)
+    print("\n".join(lines(found, fit)))
+    if options.json:
+        setting = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
+        print(json.dumps({"setting": setting, "found": found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""What a step cannot be faster than, and what LRU would have missed: functions of numbers alone."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a step's parts take."""
+
+    dense_seconds: float
+    """Of a step, all but its experts."""
+    expert_seconds: float
+    """Of one expert that lies in memory."""
+    expert_bytes: int
+    disk_rate: float
+    """Bytes per second."""
+
+
+def step_bound(absent: Sequence[int], chosen: Sequence[int], costs: Costs) -> float:
+    """Return the least seconds of a decode step: by layer, experts absent and experts chosen.
+
+    A layer's choice is known when the layer above is done, so its reads overlap with the computing
+    of its own residents alone.
+    """
+    layers = (
+        max(a * costs.expert_bytes / costs.disk_rate, (c - a) * costs.expert_seconds)
+        for a, c in zip(absent, chosen, strict=True)
+    )
+    return costs.dense_seconds + sum(layers)
+
+
+class LruSlots:
+    """Experts of one layer in so many slots; the least recently used one leaves."""
+
+    def __init__(self, num_slots: int) -> None:
+        """Begin empty."""
+        self._num_slots = num_slots
+        self._held: OrderedDict[int, None] = OrderedDict()
+
+    def use(self, experts: Iterable[int]) -> int:
+        """Use a token's experts; return how many were absent."""
+        experts = list(experts)
+        absent = sum(expert not in self._held for expert in experts)
+        for expert in experts:
+            self._held[expert] = None
+            self._held.move_to_end(expert)
+        while len(self._held) > self._num_slots:
+            self._held.popitem(last=False)
+        return absent

@@ -1,0 +1,69 @@
+"""What the disk itself gives: unbuffered reads of an expert's size, and the bytes it has read."""
+
+import mmap
+import os
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+PAGE = 4096
+DEPTHS = 1, 4, 16
+_SECTOR = 512
+# A probe reads about what a decode step does, so that a disk with a budget gives it the same rate.
+_PROBE_READS, _LONE_READS = 24, 8
+
+
+class DiskProbe:
+    """Reads experts at random places of some files, past the page cache."""
+
+    def __init__(self, files: list[Path], expert_bytes: int) -> None:
+        """Open the files; raises `OSError` where unbuffered reads are refused."""
+        self._size = -(-expert_bytes // PAGE) * PAGE
+        self._files = [
+            (os.open(file, os.O_RDONLY | os.O_DIRECT), file.stat().st_size) for file in files
+        ]
+        self._memory = [mmap.mmap(-1, self._size) for _ in range(max(DEPTHS))]
+        self._threads = ThreadPoolExecutor(max(DEPTHS))
+        self._random = random.Random(os.getpid())
+        self.rates: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
+        """Bytes per second of each probe, by depth."""
+
+    def measure(self) -> None:
+        """Probe the next depth."""
+        depth = DEPTHS[sum(map(len, self.rates.values())) % len(DEPTHS)]
+        places = [self._place() for _ in range(_PROBE_READS if depth > 1 else _LONE_READS)]
+        begin = time.perf_counter()
+        parts = [(self._memory[i], places[i::depth]) for i in range(depth)]
+        list(self._threads.map(_read_all, parts))
+        seconds = time.perf_counter() - begin
+        self.rates[depth].append(len(places) * self._size / seconds)
+
+    def _place(self) -> tuple[int, int]:
+        descriptor, size = self._random.choice(self._files)
+        return descriptor, self._random.randrange((size - self._size) // PAGE) * PAGE
+
+
+def _read_all(part: tuple[mmap.mmap, list[tuple[int, int]]]) -> None:
+    memory, places = part
+    for descriptor, first in places:
+        if os.preadv(descriptor, [memory], first) != len(memory):
+            raise OSError("a probe of the disk read less than it asked for")
+
+
+class DeviceBytes:
+    """Bytes that a file's disk has read since the machine started."""
+
+    def __init__(self, file: Path) -> None:
+        """Find the disk in /proc/diskstats; raises `OSError` if it is not there."""
+        number = file.stat().st_dev
+        self._name = f"{os.major(number)} {os.minor(number)}"
+        self.read()
+
+    def read(self) -> int:
+        """Return the bytes now."""
+        for line in Path("/proc/diskstats").read_text().splitlines():
+            words = line.split()
+            if " ".join(words[:2]) == self._name:
+                return int(words[5]) * _SECTOR
+        raise OSError(f"/proc/diskstats has no disk {self._name}")

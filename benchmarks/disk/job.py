@@ -1,0 +1,29 @@
+"""What a process of the benchmark is asked to measure."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One system under one limit, in a process of its own."""
+
+    system: str
+    """"slots", "own-slots", "mapped", "fit" (both in memory), "llama.cpp", or "rival"."""
+    folder: Path
+    """The packed model."""
+    num_layers: int
+    num_experts: int
+    routing: str = "own"
+    """As of `benchmarks.disk.routing`, or "own": what random weights choose."""
+    steps: int
+    warm_up: int
+    prompt: int
+    cold_prompt: int
+    dense_dtype: str
+    eviction: str
+    threads: int
+    fit_layers: int = 0
+    gguf: Path | None = None
+    command: list[str] = field(default_factory=list)
+    """Of a rival."""

@@ -1,0 +1,102 @@
+"""A control group with a memory limit, of version 1 or 2, for processes that start in it.
+
+Needs root. Page cache counts, as the system charges it to whose process reads a page first; swap is
+not allowed.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+_TRIES = 50
+
+
+class MemoryGroup:
+    """One group; made here, removed by `remove`."""
+
+    def __init__(self, limit_bytes: int, root: Path = ROOT) -> None:
+        """Make it; raises `OSError` where this process may not."""
+        self._is_version_1 = (root / "memory").is_dir()
+        own = _own_name(self._is_version_1)
+        top = root / "memory" if self._is_version_1 else root
+        parent = top / own if (top / own).is_dir() else top
+        if not self._is_version_1:
+            # Processes lie in leaves alone, so the new group is made at the top.
+            parent = root
+            (root / "cgroup.subtree_control").write_text("+memory")
+        self.directory = parent / f"tandem-disk-{os.getpid()}-{time.monotonic_ns()}"
+        self.directory.mkdir()
+        try:
+            self._limit(limit_bytes)
+        except OSError:
+            self.remove()
+            raise
+
+    def _limit(self, limit_bytes: int) -> None:
+        if self._is_version_1:
+            self._write("memory.limit_in_bytes", limit_bytes)
+            self._write("memory.swappiness", 0)
+        else:
+            self._write("memory.max", limit_bytes)
+            if (self.directory / "memory.swap.max").exists():
+                self._write("memory.swap.max", 0)
+
+    def _write(self, name: str, value: int) -> None:
+        (self.directory / name).write_text(str(value))
+
+    def enter(self) -> None:
+        """Put the calling process into the group, and so what it starts."""
+        (self.directory / "cgroup.procs").write_text(str(os.getpid()))
+
+    def kills(self) -> int:
+        """Return how many of its processes the system has killed for memory."""
+        name = "memory.oom_control" if self._is_version_1 else "memory.events"
+        for line in (self.directory / name).read_text().splitlines():
+            key, _, number = line.partition(" ")
+            if key == "oom_kill":
+                return int(number)
+        return 0
+
+    def remove(self) -> None:
+        """Remove it once its processes have ended, and what pages are charged to it."""
+        for _ in range(_TRIES):
+            try:
+                return self.directory.rmdir()
+            except FileNotFoundError:
+                return
+            except OSError:
+                time.sleep(0.1)
+        self.directory.rmdir()
+
+
+@contextmanager
+def limited(limit_bytes: int | None) -> Iterator[MemoryGroup | None]:
+    """Make a group for a while; None: no limit, and no group."""
+    group = None if limit_bytes is None else MemoryGroup(limit_bytes)
+    try:
+        yield group
+    finally:
+        if group is not None:
+            group.remove()
+
+
+def _own_name(is_version_1: bool) -> str:
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, kinds, name = line.split(":", 2)
+        if ("memory" in kinds.split(",")) if is_version_1 else not kinds:
+            return name.lstrip("/")
+    return ""
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    """Have the system forget a folder's files: pages that it holds are not charged again."""
+    for file in folder.iterdir() if folder.is_dir() else [folder]:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)

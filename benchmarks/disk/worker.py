@@ -1,0 +1,162 @@
+"""One system under one limit: `python -m benchmarks.disk.worker JOB` prints a line of JSON.
+
+The process has been put into its control group before this begins.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `import tandem` sets it, here too late
+
+from benchmarks.disk.bound import Costs
+from benchmarks.disk.device import DeviceBytes, DiskProbe
+from benchmarks.disk.job import Job
+from benchmarks.disk.measuring import (
+    Watch,
+    decode_report,
+    measure_decoding,
+    measure_prompts,
+    planned_trace,
+    resident_costs,
+    watch_of,
+)
+from benchmarks.disk.model import RunningModel, load_first_layers, load_model
+from benchmarks.disk.routing import forced_trace
+from benchmarks.generation.systems import LlamaCpp, Setting
+from benchmarks.generation.systems.llama_bench import LlamaBench
+
+from tandem.checkpoint.packed import DENSE_FILE
+from tandem.experts.store.packed_layer import PackedLayer
+from tandem.hf.runtime import require_runtime
+
+_MORE_TOKENS = 4096  # of a trace, for what comes after the measured steps
+_BLOCK_STEPS = 16
+_TURNS = 6
+
+
+def main() -> None:
+    """Do a job."""
+    words = json.loads(sys.argv[1])
+    paths = {name: Path(words[name]) for name in ("folder", "gguf") if words[name]}
+    job = Job(**words | paths)
+    measure = {"fit": measure_fit, "llama.cpp": measure_rival, "rival": measure_rival}
+    print(json.dumps(measure.get(job.system, measure_tier)(job)), flush=True)
+    os._exit(0)  # without giving gigabytes back one by one
+
+
+def measure_tier(job: Job) -> dict[str, Any]:
+    """Measure the whole model: cold, decoding, prompts."""
+    trace = again = None
+    if job.routing != "own":
+        num_tokens = job.cold_prompt + job.warm_up + job.steps + _MORE_TOKENS
+        trace = forced_trace(job.routing, job.num_layers, job.num_experts, num_tokens)
+        trace, again = planned_trace(trace, job)
+    begin, device = time.perf_counter(), DeviceBytes(job.folder)
+    before = device.read()
+    model = load_model(job)
+    report: dict[str, Any] = {"load_seconds": time.perf_counter() - begin}
+    running = RunningModel(model, job.prompt + job.steps + 64)
+    watch = watch_of(model, trace, job.folder)
+    watch.time(lambda: running.prompt(job.cold_prompt), job.cold_prompt)
+    report |= {
+        "first_token_seconds": time.perf_counter() - begin,
+        "cold_device_bytes": device.read() - before,
+    }
+    layers = [layer for layer in require_runtime(model).store if isinstance(layer, PackedLayer)]
+    size = layers[0].layout.num_bytes
+    files = [f for f in job.folder.glob("*.safetensors") if f.name != DENSE_FILE]
+    probe = DiskProbe(files, size)
+    samples = measure_decoding(running, watch, probe, job)
+    rates = {depth: statistics.median(found) for depth, found in probe.rates.items()}
+    costs = None
+    if trace is not None and watch.slots is not None:
+        assert watch.routing is not None
+        assert watch.routing.at == again
+        top_k = trace.experts.shape[2]
+        dense, expert = resident_costs(running, top_k, job.num_layers)
+        costs = Costs(dense, expert, size, max(rates.values()))
+    report |= {"disk_rates": rates, "decode": decode_report(samples, costs)}
+    report["prompts"] = _prompts(running, watch, job, size)
+    report["cold_needed_bytes"] = sum(f.stat().st_size for f in job.folder.glob("*.safetensors"))
+    if watch.slots is not None:
+        report |= {"slots_share": watch.slots.share, "num_slots": watch.slots.num_slots}
+    return report
+
+
+def _prompts(running: RunningModel, watch: Watch, job: Job, size: int) -> dict[str, Any]:
+    samples = measure_prompts(running, watch, job)
+    return {
+        "seconds": [s.seconds for s in samples],
+        "absent_bytes": [sum(s.absent) * size for s in samples],
+        "read_bytes": [s.read_bytes for s in samples],
+        "waited_seconds": [s.waited_seconds for s in samples],
+        "device_bytes": [s.device_bytes for s in samples],
+    }
+
+
+def measure_fit(job: Job) -> dict[str, Any]:
+    """Measure some layers that fit, in slots and mapped in memory, ABBA in one process."""
+    trace = None
+    if job.routing != "own":
+        trace = forced_trace(job.routing, job.fit_layers, job.num_experts, _MORE_TOKENS)
+    running = {}
+    for name in ("slots", "mapped"):
+        model = load_first_layers(job, has_slots=name == "slots")
+        running[name] = RunningModel(model, job.prompt + 2 * _TURNS * _BLOCK_STEPS + 64)
+        watch_of(model, trace, job.folder)
+        for _ in range(2):
+            running[name].prompt(job.prompt)
+        for _ in range(_BLOCK_STEPS):
+            running[name].step()
+    found: dict[str, dict[str, list[float]]] = {
+        name: {"step": [], "prompt": []} for name in running
+    }
+    for turn in range(_TURNS):
+        for name in ("slots", "mapped")[:: 1 if turn % 2 else -1]:
+            begin = time.perf_counter()
+            running[name].prompt(job.prompt)
+            found[name]["prompt"].append(time.perf_counter() - begin)
+            seconds = []
+            for _ in range(_BLOCK_STEPS):
+                begin = time.perf_counter()
+                running[name].step()
+                seconds.append(time.perf_counter() - begin)
+            found[name]["step"].append(statistics.median(seconds[2:]))
+    return {
+        "seconds": {n: {k: statistics.median(v) for k, v in f.items()} for n, f in found.items()},
+        "speed_over_mapped": {
+            kind: statistics.median(
+                b / a for a, b in zip(found["slots"][kind], found["mapped"][kind], strict=True)
+            )
+            for kind in ("step", "prompt")
+        },
+    }
+
+
+def measure_rival(job: Job) -> dict[str, Any]:
+    """Measure another program on a GGUF file by mmap, as the file has its blocks."""
+    assert job.gguf is not None
+    setting = Setting(
+        shape="", layers=job.num_layers, vocabulary=0, threads=job.threads, prompt=job.prompt,
+        steps=job.steps, expert_dtype="", dense_dtype="", kv_dtype="auto", gguf=job.gguf,
+        has_flash_attention=False, may_repack=False,
+    )  # fmt: skip
+    device = DeviceBytes(job.gguf)
+    begin, before = time.perf_counter(), device.read()
+    system = LlamaBench(job.command, setting) if job.command else LlamaCpp(setting)
+    speeds = system.measure(0)
+    return {
+        "decode": {"ms": 1e3 / speeds.decode},
+        "prompts": {"seconds": [job.prompt / speeds.prefill]},
+        "seconds": time.perf_counter() - begin,
+        "device_bytes": device.read() - before,
+    }
+
+
+if __name__ == "__main__":
+    main()

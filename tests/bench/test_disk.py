@@ -1,0 +1,96 @@
+"""What the disk's benchmark computes by itself: bounds, LRU's misses, routing, its report."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from benchmarks.disk.bound import Costs, LruSlots, step_bound
+from benchmarks.disk.device import DEPTHS, DiskProbe
+from benchmarks.disk.memory_group import ROOT, limited
+from benchmarks.disk.report import lines
+from benchmarks.disk.routing import forced_trace
+
+from tests.conftest import REPOSITORY
+
+COSTS = Costs(dense_seconds=0.010, expert_seconds=0.001, expert_bytes=2_000_000, disk_rate=1e9)
+GPT_OSS = str(REPOSITORY / "data" / "traces" / "gpt-oss-20b.npz")
+KEPT_BYTES = 64 << 20
+
+
+def test_a_layer_takes_the_longer_of_its_reads_and_its_residents() -> None:
+    assert step_bound([0, 2, 3], [4, 4, 4], COSTS) == pytest.approx(0.010 + 0.004 + 0.004 + 0.006)
+
+
+def test_lru_forgets_what_was_used_longest_ago() -> None:
+    slots = LruSlots(3)
+    assert [slots.use(token) for token in ([0, 1], [1, 2], [3, 1], [0, 2])] == [2, 1, 1, 1]
+
+
+def test_synthetic_routing_has_the_hit_rate_that_is_reported_of_the_model() -> None:
+    trace = forced_trace("synthetic", 48, 128, 400)
+    again = forced_trace("synthetic", 48, 128, 20)
+    assert np.array_equal(trace.experts[:20], again.experts)
+    rates = []
+    for layer in range(0, 48, 6):
+        slots = LruSlots(128 * 13 // 100)
+        misses = [slots.use(map(int, token)) for token in trace.experts[:, layer]]
+        rates.append(1 - sum(misses[200:]) / (8 * 200))
+    assert 0.6 < np.mean(rates) < 0.75
+
+
+def test_a_trace_of_a_quarter_of_the_experts_is_merged_and_repeated() -> None:
+    trace = forced_trace(GPT_OSS, 20, 128, 0)
+    assert trace.experts.shape[1:] == (20, 8)
+    assert (trace.meta.n_experts, trace.meta.n_moe_layers) == (128, 20)
+    assert not np.array_equal(trace.experts[:, 0], trace.experts[:, 6])
+    with pytest.raises(SystemExit, match="is of 32 experts, the shape has 256"):
+        forced_trace(GPT_OSS, 20, 256, 0)
+
+
+def test_the_probe_reads_at_each_depth(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(4 << 20))
+    try:
+        probe = DiskProbe([file], 100_000)
+    except OSError:
+        pytest.skip("no unbuffered reads here")
+    for _ in range(len(DEPTHS)):
+        probe.measure()
+    assert [len(rates) for rates in probe.rates.values()] == [1, 1, 1]
+    assert all(rate > 0 for rates in probe.rates.values() for rate in rates)
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not os.access(ROOT, os.W_OK), reason="control groups are made by root"
+)
+def test_a_limit_kills_what_takes_more_and_is_gone_afterwards() -> None:
+    program = "import sys; len(bytearray(int(sys.argv[1])))"
+    try:
+        with limited(KEPT_BYTES) as group:
+            assert group is not None
+            directory = group.directory
+            codes = [
+                subprocess.run(
+                    [sys.executable, "-c", program, str(size)], preexec_fn=group.enter, check=False
+                ).returncode
+                for size in (KEPT_BYTES // 8, 2 * KEPT_BYTES)
+            ]
+    except OSError as error:
+        pytest.skip(f"no control group with a limit here: {error}")
+    assert codes == [0, -9]
+    assert not directory.exists()
+
+
+def test_a_report_has_ratios_of_turns_and_counts_runs_that_failed() -> None:
+    def run(milliseconds: float) -> dict[str, Any]:
+        return {"decode": {"ms": milliseconds}, "prompts": {"seconds": [1.0]}, "kills": 0}
+
+    mapped = [run(50.0), {"failed": -9, "kills": 1}]
+    text = lines({"12 GB": {"slots": [run(10.0), run(20.0)], "mapped": mapped}}, None)
+    assert "| slots over mapped | decode, prompt | 5.0, 1.0 |" in text
+    assert "| mapped | runs that ended with an error | 1 |" in text
+    assert "| slots | decode, ms a token | 15.0 |" in text
