@@ -21,13 +21,17 @@ namespace {
 
 using Layer = HostSlots::Layer;
 
+constexpr std::int64_t kMostBytes = std::int64_t{1} << 46, kMostExperts = 1 << 16;
+constexpr std::int64_t kMostReaders = 256, kMostPieceBytes = 1 << 30;
+
 // `memory` (slots, slot bytes) begins at a page.
 void init_layer(Layer* self, std::string path, std::int64_t first, std::int64_t stride,
                 std::int64_t expert_bytes, std::vector<std::uint32_t> sums,
                 std::int32_t num_experts, const Tensor& memory, SuccessorTable* table) {
   Layer layer{std::move(path), first,   stride, expert_bytes, num_experts,
               std::move(sums), nullptr, 0,      table};
-  require(first >= 0 && expert_bytes > 0 && stride >= expert_bytes && num_experts > 0,
+  require(first >= 0 && first <= kMostBytes && expert_bytes > 0 && stride >= expert_bytes &&
+              stride <= kMostBytes / kMostExperts && num_experts > 0 && num_experts <= kMostExperts,
           "experts one after the other in a file");
   require(layer.sums.empty() || layer.sums.size() == static_cast<std::size_t>(num_experts),
           "a checksum for each expert, or none");
@@ -44,6 +48,9 @@ void init_layer(Layer* self, std::string path, std::int64_t first, std::int64_t 
 void init_slots(HostSlots* self, const std::vector<Layer>& layers, const Tensor& transit,
                 std::int64_t num_held, int num_readers, std::int64_t piece_bytes, double patience) {
   transit.require_dims("transit", 2);
+  require(num_readers > 0 && num_readers <= kMostReaders && piece_bytes >= kDiskPage &&
+              piece_bytes <= kMostPieceBytes && patience > 0.0,
+          "1 to 256 readers, pieces of 4 KiB to 1 GiB, and some seconds");
   require(!layers.empty() && num_held >= 0 && transit.size(0) > num_held,
           "a layer and a transit slot or more");
   for (const Layer& layer : layers)

@@ -103,8 +103,6 @@ def test_a_failed_read_is_a_sentence_and_the_next_request_is_right(
     packed: Path, in_memory: Any, error: int, said: str
 ) -> None:
     model = with_share(packed, 0.3)
-    if error == DAMAGED and not slots_of(model).has_sums:
-        pytest.skip("the file has no checksums")
     with torch.inference_mode():
         slots_of(model).native.fail(error, 2, 0.0)
         with pytest.raises(ModelError, match=said):

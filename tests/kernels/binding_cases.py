@@ -4,6 +4,7 @@ python -O -m tests.kernels.binding_cases: makes all wrong calls, and says which 
 """
 
 import contextlib
+import math
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +27,11 @@ WITHOUT_MEMORY = {
     "AttentionEngine", "CpuFeatures", "DenseEngine", "DenseMatrix", "DriverLink", "ExpertEngine",
     "ExpertEngine.bind_workers", "ExpertEngine.multiply", "ExpertEngine.wake", "ExpertLayout",
     "ForesightTables", "ForesightTables.begin_step", "ForesightTables.scores",
-    "ForesightTables.teach", "IndexLayer", "LoneTerms", "MailboxLayout", "Program",
+    "ForesightTables.teach", "HostSlots.counts", "HostSlots.fail", "HostSlots.hold",
+    "HostSlots.is_direct", "HostSlots.let_go", "HostSlots.resident", "HostSlots.use_share",
+    "IndexLayer", "LoneTerms", "MailboxLayout", "Program",
     "Program.num_active", "Program.run", "ProjectionLayout", "RecurrentEngine", "RoutedExperts",
-    "RuleStart",
+    "RuleStart", "SlotCounts",
     "StartedBatch.finish", "StepCoordinator", "StepCoordinator.abort_step",
     "StepCoordinator.begin_copies", "StepCoordinator.begin_step", "StepCoordinator.clear_entries",
     "StepCoordinator.close", "StepCoordinator.copy_error", "StepCoordinator.drain_copies",
@@ -40,10 +43,11 @@ WITHOUT_MEMORY = {
     "SuccessorTable.learn", "SuccessorTable.note", "SuccessorTable.resize",
     "SuccessorTable.values", "TokenSampler", "TwinStream.join", "TwinStream.set_dense_seconds",
     "TwinStream.set_patience", "TwinStream.times", "available_isas", "block_bytes", "block_cols",
-    "decide_lone_layer", "detect_cpu_features", "join_crc32c",
+    "decide_lone_layer", "detect_cpu_features", "join_crc32c", "slot_bytes",
 }  # fmt: skip
 
 _FORMAT = find_format("int8-g32")
+_PAGES = _native.slot_bytes(0, 64, 64, False)
 TOKENS, HEADS, DIM, EXPERTS, TOP_K, HIDDEN = 3, 2, 16, 4, 2, 32
 
 
@@ -85,6 +89,11 @@ def _int32(*shape: int) -> Tensor:
 
 def _bytes(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.uint8)
+
+
+def _pages(*shape: int) -> Tensor:
+    memory = _bytes(math.prod(shape) + 4096)
+    return memory[-memory.data_ptr() % 4096 :][: math.prod(shape)].view(shape)
 
 
 def _weight() -> DenseWeight:
@@ -174,6 +183,8 @@ def making_cases() -> dict[str, Case]:
     layout, packed = native_layout(_layout()), PackedMatrix.empty(16, HIDDEN, _FORMAT)
     sizes = 1, packed.format.group_size, 16, HIDDEN, HIDDEN
     routed = layout, 0, 1.0, 1.0, 0.0, _bytes(EXPERTS, _layout().num_bytes)
+    slots = __file__, 0, 64, 64, [], EXPERTS, _pages(2, _PAGES), None
+    on_disk = [_native.SlotLayer(*slots)], _pages(2, _PAGES), 1, 1, 4096, 1.0
     numbers = 0, HEADS, 1, DIM, DIM, 0.25, 0.0, 0
     layer, index = _native.AttentionLayer(*numbers, None), _native.IndexLayer()
     blocks = [_bytes(2, 1, 4, n) for n in (layer.key_block_bytes, layer.value_block_bytes)]
@@ -189,6 +200,8 @@ def making_cases() -> dict[str, Case]:
             _native.make_dense_matrix, (*sizes, packed.data, packed.scales, _floats(16))
         ),
         "RoutedLayer": Case(_native.RoutedLayer, routed, any_size=[0]),
+        "SlotLayer": Case(_native.SlotLayer, slots, any_size=[0]),
+        "HostSlots": Case(_native.HostSlots, on_disk, any_size=[0]),
         "AttentionLayer": Case(_native.AttentionLayer, (*numbers, _floats(HEADS))),
         "AttentionLayer.set_cache": Case(layer.set_cache, blocks),
         "IndexLayer.set_keys": Case(index.set_keys, (_floats(2, 8, DIM),), any_size=[0]),

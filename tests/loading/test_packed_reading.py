@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import tandem
 from tandem.checkpoint.mapped_files import map_ahead, reading_along
-from tandem.hf import packed_reading
+from tandem.hf import disk_tier, packed_reading
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import logits_of, relative_error
 
@@ -71,7 +71,8 @@ def test_from_pretrained_enters_all_pages_once(
 
     monkeypatch.setattr(packed_reading, "map_ahead", note)
     if not has_room:
-        monkeypatch.setattr(packed_reading, "available_bytes", lambda: 1)
+        for module in (packed_reading, disk_tier):
+            monkeypatch.setattr(module, "available_bytes", lambda: 1)
     AutoModelForCausalLM.from_pretrained(packed)
     stored = sum(file.stat().st_size for file in packed.glob("*.safetensors"))
     assert len(entered) == has_room

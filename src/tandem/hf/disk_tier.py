@@ -7,7 +7,7 @@ from pathlib import Path
 from tandem.checkpoint.json_files import read_json
 from tandem.checkpoint.mapped_files import places_of
 from tandem.checkpoint.packed import EXPERT_SUMS_KEY, INDEX_FILE, packed_name
-from tandem.core.errors import TandemWarning
+from tandem.core.errors import CapacityError, TandemWarning
 from tandem.core.units import format_bytes
 from tandem.experts.cache.host_slots import ExpertPlace, HostSlots
 from tandem.experts.cache.memory_watch import MemoryWatch
@@ -27,8 +27,8 @@ _USUAL_TOP_K = 8
 def slots_over(model: PreTrainedModel, options: OffloadConfig) -> bool:
     """Let a model's packed experts come from the disk into slots in memory; tells whether it could.
 
-    It cannot where a layer is plain, or lies in no mapped file. Raises `CapacityError` for too
-    little memory.
+    It cannot where a layer is plain, or lies in no mapped file, nor with next to no memory. Raises
+    `CapacityError` if that is what the options give.
     """
     runtime = require_runtime(model)
     layers = [layer for layer in runtime.store if isinstance(layer, PackedLayer)]
@@ -44,7 +44,12 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig) -> bool:
     eviction = (
         options.eviction if options.device == "cpu" or options.eviction == "lru" else "successor"
     )
-    slots = HostSlots(layers, places, memory, eviction=eviction, top_k=top_k)
+    try:
+        slots = HostSlots(layers, places, memory, eviction=eviction, top_k=top_k)
+    except CapacityError:
+        if options.expert_memory_bytes is not None:
+            raise
+        return False  # mapped files are slow, but need no memory of their own
     runtime.host_slots = slots
     MemoryWatch(slots, available_bytes, reserved)
     where = places[0].file.parent
