@@ -16,15 +16,17 @@ from tandem.cli.keeping import cache_dir
 from tandem.cli.main import main
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.demo import ensure_demo_model
+from tandem.forecast.disk_forecast import forecast_from_disk
 from tandem.forecast.model_plan import workspace_bytes
 from tandem.forecast.sizes import ModelSizes, model_sizes
-from tandem.forecast.speed_forecast import extrapolate, prefixes_to_time
+from tandem.forecast.speed_forecast import SpeedForecast, extrapolate, prefixes_to_time
 from tandem.forecast.state_bytes import state_bytes_of
 from tandem.hf.checkpoint import open_checkpoint
 from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import PackedModule
 from tandem.hf.load import empty_model
 from tandem.kernels.dense import CpuThreads
+from tandem.policy.cost import DiskCosts
 from tests.architectures import build_tiny_model
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
@@ -184,6 +186,55 @@ def test_what_would_make_it_fit(
     assert any(
         "with int8 experts it fits" in line or "with int4" in line for line in report["advice"]
     )
+
+
+def test_a_packed_model_that_does_not_fit_runs_from_the_disk(
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed = tandem.pack(checkpoint, tmp_path / "packed", expert_dtype="int8").directory
+    words = [str(packed), "--context", "16", "--threads", "1"]
+    out, before = plan(capsys, *words)
+    assert before["from_disk"] is None
+    assert "from the disk" not in out
+    experts = sizes_of(packed).experts_bytes
+    rest = before["host_bytes"] - before["load_host_bytes"] + sizes_of(packed).total_dense_bytes
+    monkeypatch.setattr(
+        "tandem.experts.store.host_memory.available_bytes", lambda: rest + experts // 4
+    )
+    out, after = plan(capsys, *words)
+    found = after["from_disk"]
+    assert found["resident_share"] == pytest.approx(0.25, abs=0.01)
+    assert found["disk_bytes_per_second"] > 0
+    assert found["prefill_tokens_per_second"] <= after["prefill_tokens_per_second"]
+    assert "from the disk: 25% of the experts fit" in out
+    monkeypatch.setattr("tandem.experts.store.host_memory.available_bytes", lambda: rest - 1)
+    assert plan(capsys, *words)[1]["from_disk"] is None  # not even what is no expert
+
+
+SPEED = SpeedForecast(256, 2.0, 0.1, 4, 2.0, 1.0)
+
+
+@pytest.mark.parametrize(("rate", "share"), [(1e6, 0.5), (1e6, 0.0), (1e15, 0.5), (1e6, 1.0)])
+def test_from_the_disk_a_step_takes_what_its_bytes_take(
+    checkpoint: Path, rate: float, share: float
+) -> None:
+    sizes = sizes_of(checkpoint, expert_dtype="int8")
+    disk = DiskCosts(
+        reads="direct", piece_bytes=1, depths=(1, 2), bytes_per_second=(rate / 2, rate)
+    )
+    found = forecast_from_disk(sizes, SPEED, disk, int(share * sizes.experts_bytes))
+    step = sizes.top_k * sizes.num_moe_layers * sizes.expert_image_bytes
+    experts = 0.1 * step / (step + sizes.total_dense_bytes)
+    resident = found.resident_share
+    assert resident == pytest.approx(share, abs=1e-3)
+    read = (1 - resident) * step / rate
+    assert found.decode_seconds == pytest.approx(0.1 - experts + max(read, resident * experts))
+    # A prompt of 256 uses all of the 8 experts of each layer.
+    wanted = max(2.0, (1 - resident) * sizes.experts_bytes / rate)
+    assert found.prefill_seconds == pytest.approx(wanted, rel=1e-3)
 
 
 def test_speed_is_measured_once_and_kept(

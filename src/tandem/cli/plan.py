@@ -1,9 +1,10 @@
 """`tandem plan`: what goes where, how many bytes and how fast, before anything is loaded."""
 
 import argparse
+import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from tandem.core.units import format_bytes
 from tandem.devices.options import OffloadOptions, offload_options
 
 if TYPE_CHECKING:
+    from tandem.forecast.disk_forecast import DiskForecast
     from tandem.forecast.gpu_forecast import GpuForecast
     from tandem.forecast.model_plan import Plan
     from tandem.forecast.sizes import ModelSizes
@@ -106,7 +108,8 @@ def _plan(
     process, elsewhere = process_bytes(), host_bytes_elsewhere(chosen)
     # Of another machine's memory this program would take there what it takes here.
     available = available_bytes() if elsewhere is None else max(0, elsewhere - process)
-    sizes_with, is_packed = _sizes_with(source, options.shape)
+    sizes_with, packed_files = _sizes_with(source, options.shape)
+    is_packed = bool(packed_files)
     sizes = sizes_with(chosen)
     others = {} if is_packed else {name: sizes_with(config(name)) for name in _OTHER_FORMATS}
     memory, context = device_memory(chosen), sizes.context(options.context)
@@ -126,13 +129,26 @@ def _plan(
         speed=_speed(sizes, chosen, slots, options),
         can_be_packed=not is_packed,
     )
-    return plan, others
+    return dataclasses.replace(plan, from_disk=_from_disk(plan, packed_files)), others
+
+
+def _from_disk(plan: "Plan", files: Sequence[Path]) -> "DiskForecast | None":
+    """Return the speed of a packed model that fits but for some of its experts, on the CPU."""
+    from tandem.forecast.disk_forecast import forecast_from_disk
+    from tandem.forecast.speed_forecast import SpeedForecast
+    from tandem.hardware.disk import measure_disk
+
+    if plan.fits or not files or not isinstance(plan.speed, SpeedForecast):
+        return None
+    room = plan.expert_room_bytes
+    disk = measure_disk(files, plan.sizes.expert_image_bytes) if room > 0 else None
+    return None if disk is None else forecast_from_disk(plan.sizes, plan.speed, disk, room)
 
 
 def _sizes_with(
     source: ModelChoice, shape: str | None
-) -> "tuple[Callable[[OffloadConfig], ModelSizes], bool]":
-    """Return what gives a model's sizes under some options, and whether its files are packed."""
+) -> "tuple[Callable[[OffloadConfig], ModelSizes], list[Path]]":
+    """Return what gives a model's sizes under some options, and its files if they are packed."""
     from tandem.forecast.completeness import require_complete
     from tandem.forecast.sizes import model_sizes
     from tandem.hf.checkpoint import open_model
@@ -140,10 +156,11 @@ def _sizes_with(
     if shape is not None:
         from tandem.forecast.gpu_forecast import shape_sizes
 
-        return partial(shape_sizes, find_shape(shape)), False
+        return partial(shape_sizes, find_shape(shape)), []
     checkpoint = open_model(Path(source.model), may_run_code=source.trust_remote_code)
     require_complete(checkpoint)
-    return partial(model_sizes, checkpoint), checkpoint.is_packed
+    files = checkpoint.weight_files if checkpoint.is_packed else []
+    return partial(model_sizes, checkpoint), files
 
 
 def _speed(
@@ -189,7 +206,19 @@ def _table(plan: "Plan") -> str:
     if plan.device != "cpu":
         lines.append(_device_line(plan))
     lines += _speed_lines(plan)
+    if plan.from_disk is not None:
+        lines.append(_disk_line(plan.from_disk))
     return "\n".join(lines)
+
+
+def _disk_line(found: "DiskForecast") -> str:
+    """Say what is left of the speed where the disk holds what memory does not."""
+    return (
+        f"from the disk: {found.resident_share:.0%} of the experts fit, the others are read at "
+        f"{found.disk.most_bytes_per_second / 1e9:.2f} GB/s ({found.disk.reads}): first token of "
+        f"{found.prompt_tokens} after {found.prefill_seconds:.2f} s, then "
+        f"{1 / found.decode_seconds:.1f} tok/s at best, were each expert as likely as any other"
+    )
 
 
 def _tokens(count: int) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tandem.core.units import format_bytes
 from tandem.devices import kind_of
 from tandem.experts.cache.sizing import DeviceMemory, count_slots, parse_gpu_memory
+from tandem.forecast.disk_forecast import DiskForecast
 from tandem.forecast.gpu_forecast import GpuForecast
 from tandem.forecast.sizes import ModelSizes
 from tandem.forecast.speed_forecast import SpeedForecast
@@ -37,6 +38,8 @@ class Plan:
     """Measured on this CPU, simulated with a GPU, or why there is none."""
     can_be_packed: bool
     """Whether it is not packed yet."""
+    from_disk: DiskForecast | None = None
+    """Of a packed model that does not fit."""
 
     @property
     def contexts(self) -> list[int]:
@@ -86,6 +89,11 @@ class Plan:
     def needed_bytes(self) -> int:
         """Host memory beyond what this program, which plans, has taken already."""
         return self.host_bytes - self.process_bytes
+
+    @property
+    def expert_room_bytes(self) -> int:
+        """What the free memory has left for experts."""
+        return self.available_bytes - (self.needed_bytes - self.sizes.experts_bytes)
 
     @property
     def fits(self) -> bool:
@@ -225,7 +233,19 @@ def as_json(plan: Plan, lines: list[str]) -> dict[str, object]:
         "prefill_tokens_per_second": known and known.prefill_tokens_per_second,
         "decode_tokens_per_second": known and known.decode_tokens_per_second,
         **_more_of_speed(speed),
+        "from_disk": plan.from_disk and _disk_json(plan.from_disk),
         "advice": lines,
+    }
+
+
+def _disk_json(found: DiskForecast) -> dict[str, object]:
+    return {
+        "resident_share": found.resident_share,
+        "reads": found.disk.reads,
+        "disk_bytes_per_second": found.disk.most_bytes_per_second,
+        "time_to_first_token_seconds": found.prefill_seconds,
+        "prefill_tokens_per_second": found.prompt_tokens / found.prefill_seconds,
+        "decode_tokens_per_second": 1 / found.decode_seconds,
     }
 
 
