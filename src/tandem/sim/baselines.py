@@ -1,4 +1,4 @@
-"""Predictions and prefetches of papers, with which Tandem's are compared; no run has them.
+"""Policies of papers, with which Tandem's are compared; no run has them.
 
 They join the names of `tandem.policy` when `tandem.sim` is imported.
 """
@@ -8,7 +8,12 @@ from functools import partial
 
 import numpy as np
 
+from tandem.policy.assignment import ASSIGNMENTS
+from tandem.policy.assignment.baselines import HybriMoe
+from tandem.policy.assignment.problem import LayerProblem, Split, priced
 from tandem.policy.decay import DecayedCounts
+from tandem.policy.eviction import EVICTIONS
+from tandem.policy.eviction.baselines import CopyOnMiss, HybriMoeScore
 from tandem.policy.plan import Geometry, Hint, LayerLoad
 from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.prediction.calibration import Calibration
@@ -19,6 +24,65 @@ _POPULARITY_DECAY = 0.995
 _TRANSITION_RATE = 1 / 32  # of the way towards what followed
 _TOKEN_RATE, _MEAN_RATE = 1 / 4, 1 / 64
 _MOST_TOKENS = 1024
+# Milliseconds in HybriMoE's released code: an expert on the GPU, the first one on the CPU beside
+# its tokens, a copy (papers.md 3.1).
+_RELEASED_GPU, _RELEASED_CPU_FIRST, _RELEASED_COPY = 0.5, 0.79, 0.4179
+
+
+@ASSIGNMENTS.register("hybrimoe-released")
+class ReleasedHybriMoe(HybriMoe):
+    """HybriMoE as released: its schedule by the code's constants, whatever experts cost here."""
+
+    def __init__(self, *, cpu_token: float = 1.0) -> None:
+        """Take `cpu_token` milliseconds a token on the CPU: 1 DeepSeek, 0.8 Qwen2, 0.2 Mixtral."""
+        self._cpu_token = cpu_token
+
+    def assign(self, problem: LayerProblem) -> Split:
+        """Return the schedule of the constants with its real times."""
+        tokens = problem.tokens
+        split = super().assign(
+            problem._replace(
+                cpu=[self._cpu_token * count for count in tokens],
+                gpu=[_RELEASED_GPU] * len(tokens),
+                cpu_first=_RELEASED_CPU_FIRST,
+                link=_RELEASED_COPY,
+            )
+        )
+        return priced(problem, split.fetch, split.spill, pipelined=True)
+
+
+@EVICTIONS.register("hybrimoe-released")
+class FirstTokenScore(HybriMoeScore):
+    """HybriMoE's score as released: of a batch it reads the first token alone."""
+
+    reads_weights = False
+
+    def touch(self, load: LayerLoad) -> None:
+        """Fold the first token's experts in, all with the same score; traces have no other."""
+        if load.routes:
+            first = tuple(sorted(load.routes[0]))
+            load = LayerLoad(load.layer, first, (1,) * len(first))
+        super().touch(load)
+
+
+@EVICTIONS.register("indexed-copy-on-miss")
+class IndexedCopyOnMiss(CopyOnMiss):
+    """Paper 2's N-index cache: misses of the first N layers are copied, the others' never.
+
+    With a shared pool these layers have all slots; what leaves is the least recently used of all of
+    them, not of the layer as in its M ways.
+    """
+
+    def __init__(self, geometry: Geometry, *, quota: int = 64, share: float = 0.5) -> None:
+        """Copy for the first `share` of the layers (paper 2: 14 or 16 of 32)."""
+        super().__init__(geometry, quota=quota)
+        self._num_layers = round(share * geometry.num_layers)
+
+    def candidates(
+        self, layer: int, misses: Sequence[int], slot_of: Sequence[int]
+    ) -> Sequence[int]:
+        """Return the misses that the quota still allows, none in other layers."""
+        return super().candidates(layer, misses, slot_of) if layer < self._num_layers else ()
 
 
 @PREDICTIONS.register("popularity")
