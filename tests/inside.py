@@ -5,8 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.hf.config import OffloadConfig
 from tandem.hf.runtime import require_runtime
+from tandem.sim.systems import SimulatedSettings
 from tests.architectures import result_of, tiny_inputs
+
+
+class SimulatedConfig(OffloadConfig):
+    """Options with any policy that the simulator knows."""
+
+    planner = SimulatedSettings
 
 
 def runtime_in(model: Any) -> Any:

@@ -37,15 +37,17 @@ def load_first_layers(job: Job, *, has_slots: bool) -> Any:
     """Load some layers whole: into slots that hold all, or mapped and read in."""
     checkpoint = open_model(job.folder)
     assert isinstance(checkpoint, Checkpoint)
+    memory = "1TB" if has_slots else "auto"
     options = OffloadConfig(
-        dense_dtype=job.dense_dtype, threads=job.threads, expert_memory="1TB", eviction=job.eviction
-    )
+        dense_dtype=job.dense_dtype, threads=job.threads, expert_memory=memory,
+        eviction=job.eviction,
+    )  # fmt: skip
     model = load_checkpoint(checkpoint, options, num_layers=job.fit_layers)
     packed_reading.finish_dense_parts(model, lambda: None)
     if has_slots:
-        slots_over(checkpoint, model, options)
+        slots_over(model, options)
     else:
-        packed_reading.map_packed(model)
+        packed_reading.map_packed(model, options)
     return model
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from benchmarks.gpu.cells import Cell, cells
 from benchmarks.gpu.measure import Result, Work, measure
-from benchmarks.gpu.systems import BASELINES
+from benchmarks.gpu.systems import BASELINES, SimulatedConfig
 
 from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape, find_shape
 from tandem.bench.random_model import build_random_model
@@ -117,7 +117,7 @@ def _config(cell: Cell, options: argparse.Namespace) -> OffloadConfig:
         "cache_dir": options.cache_dir,
         "profile": options.profile,
     }
-    return OffloadConfig(**{**given, **cell.system.options})
+    return SimulatedConfig(**{**given, **cell.system.options})
 
 
 def _build(shape: ModelShape, cell: Cell, options: argparse.Namespace) -> Any:

@@ -6,7 +6,14 @@ decides, and how.
 
 from typing import NamedTuple
 
-import tandem.sim  # noqa: F401  its baselines join the names
+from tandem.hf.config import OffloadConfig
+from tandem.sim.systems import SimulatedSettings
+
+
+class SimulatedConfig(OffloadConfig):
+    """Options with any policy that the simulator knows."""
+
+    planner = SimulatedSettings
 
 
 class System(NamedTuple):

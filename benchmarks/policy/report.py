@@ -18,14 +18,14 @@ from tandem.hardware.profiles import load_profile
 from tandem.policy.assignment import ASSIGNMENTS
 from tandem.policy.cost import NO_HOST
 from tandem.policy.eviction import EVICTIONS
-from tandem.policy.prediction import PREDICTIONS, Prediction
+from tandem.policy.prediction import Prediction
 from tandem.policy.settings import PlannerSettings
 from tandem.sim.compare import Speed, compare, table
 from tandem.sim.hit_rate import belady_hit_rate, demand_loads, hit_rate
 from tandem.sim.picture import Chart, svg
 from tandem.sim.simulation import Conditions, run_timed
 from tandem.sim.steps import LoadReader, replay_steps
-from tandem.sim.systems import TANDEM
+from tandem.sim.systems import POLICIES, TANDEM
 from tandem.trace import RoutingTrace, read_trace
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +104,7 @@ def assignment_rows(traces: dict[str, RoutingTrace], found: Found) -> Rows:
     cells = [(name, batch) for name in NAMES for batch in (1, 8, 32)]
     yield "| mean above optimum | " + " | ".join(f"{n}, batch {b}" for n, b in cells) + " |"
     yield "|---" * (len(cells) + 1) + "|"
-    for policy in (name for name in ASSIGNMENTS if not name.startswith("exact")):
+    for policy in ASSIGNMENTS:
         row = []
         for name, batch in cells:
             conditions = Conditions(
@@ -151,8 +151,9 @@ def prediction_rows(traces: dict[str, RoutingTrace], found: Found) -> Rows:
     """Yield the recall of every predictor that needs no engine."""
     yield "| recall of the next layer's top-k | " + " | ".join(NAMES) + " |"
     yield "|---|---|---|"
-    for name in PREDICTIONS:
-        row = [recall(traces[n], PREDICTIONS.factory(name)(traces[n].meta.geometry)) for n in NAMES]
+    for name in POLICIES.predictions:
+        make = POLICIES.predictions.factory(name)
+        row = [recall(traces[n], make(traces[n].meta.geometry)) for n in NAMES]
         cells = ["-" if r is None else f"{r:.3f}" for r in row]
         yield f"| {name} | " + " | ".join(cells) + " |"
 

@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import random
-import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from collections.abc import Sequence
 import torch
 from tests.experts.captured import LayerTokens, TwinMachine, random_step
 from tests.experts.machines import FUNCTIONS, GEOMETRY, make_machine, make_store
+from tests.experts.stress import memory_bytes, require_no_growth
 
 from tandem.experts.cache.policy_tables import NATIVE_TABLES, native_step_policy
 from tandem.experts.execution.executor import CpuExecutor
@@ -31,7 +31,6 @@ from tandem.policy.settings import PlannerSettings, make_planner
 
 NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
 STEPS_PER_ENGINE = 40
-GROWTH_BYTES = 64 << 20
 SHORT_PATIENCE = 0.05  # seconds
 SETTINGS = PlannerSettings(assignment="ready-on-gpu", prefetch="none", never_worse_than_cpu=False)
 FORMATS = ("int8", "int4", "bf16")
@@ -157,11 +156,6 @@ class Engine:
             self._outcome.experts_copied += 1
 
 
-def _memory_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
-
-
 def stress(*, seconds: float, seed: int) -> Outcome:
     """Run engines, one after another; raises `WrongError` for what must not happen."""
     draw, outcome = random.Random(seed), Outcome()
@@ -173,12 +167,8 @@ def stress(*, seconds: float, seed: int) -> Outcome:
         if threads and now > threads:
             raise WrongError(f"{now} threads after an engine's end, {threads} after the first's")
         threads = threads or now
-        outcome.memory_bytes.append(_memory_bytes())
-    third = len(outcome.memory_bytes) // 3
-    if third:
-        growth = outcome.memory_bytes[-1] - max(outcome.memory_bytes[:third])
-        if growth >= GROWTH_BYTES:
-            raise WrongError(f"memory has grown by {growth} bytes")
+        outcome.memory_bytes.append(memory_bytes())
+    require_no_growth(outcome.memory_bytes)
     return outcome
 
 

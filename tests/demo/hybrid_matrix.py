@@ -18,19 +18,18 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoTokenizer
 
-import tandem
-import tandem.sim
 from tandem.cli.keeping import cache_dir
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.generate.generator import Generator
 from tandem.hf.assembly import assemble
+from tandem.hf.checkpoint import open_model
 from tandem.hf.config import OffloadConfig
+from tandem.hf.load import load_checkpoint
 from tandem.kernels.cpu import detect_cpu
 from tandem.policy.assignment import ASSIGNMENTS
 from tandem.policy.eviction import EVICTIONS
-from tandem.policy.prediction import PREDICTIONS
-from tandem.policy.prefetch import PREFETCHES
-from tests.inside import runtime_in
+from tandem.sim.systems import POLICIES
+from tests.inside import SimulatedConfig, runtime_in
 
 NUM_EXPERTS, TOP_K = 240, 2
 SLOTS = (1, TOP_K, 30, NUM_EXPERTS // 2, NUM_EXPERTS)
@@ -49,8 +48,13 @@ class Row(NamedTuple):
 
 def pairwise_rows() -> Iterator[Row]:
     """Yield combinations until every pair of values has occurred; the busiest first."""
-    policies = [name for name in ASSIGNMENTS.names() if not name.startswith("exact")]
-    values = (policies, EVICTIONS.names(), PREDICTIONS.names(), PREFETCHES.names(), SLOTS)
+    values = (
+        ASSIGNMENTS.names(),
+        EVICTIONS.names(),
+        POLICIES.predictions.names(),
+        POLICIES.prefetches.names(),
+        SLOTS,
+    )
     missing = {
         (i, a, j, b)
         for i, j in itertools.combinations(range(len(values)), 2)
@@ -89,14 +93,10 @@ class Matrix:
         threads: int | None = None,
     ) -> None:
         # Linear layers in int8, as `tandem run` has them: most of a step would be reading them.
-        self.model = tandem.load(
-            directory,
-            dtype="fp32",
-            expert_dtype="int8",
-            dense_dtype="int8",
-            threads=threads,
-            cache_dir=str(cache_dir()),
+        config = SimulatedConfig(
+            expert_dtype="int8", dense_dtype="int8", threads=threads, cache_dir=str(cache_dir())
         )
+        self.model = load_checkpoint(open_model(directory), config, dtype=torch.float32)
         self._tokenizer = AutoTokenizer.from_pretrained(directory)
         self._conversations = list(conversations)
         self._max_new_tokens = max_new_tokens

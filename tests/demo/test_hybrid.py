@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.policy.prediction import PREDICTIONS
+from tandem.sim.systems import POLICIES
 from tests.demo.hybrid_matrix import SLOTS, Matrix, pairwise_rows, prompts
 
 ROWS_IN_CI = 6  # python -m tests.demo.hybrid_matrix runs all
@@ -13,7 +13,7 @@ ROWS_IN_CI = 6  # python -m tests.demo.hybrid_matrix runs all
 def test_every_pair_of_policies_is_in_the_matrix() -> None:
     rows = list(pairwise_rows())
     assert len({(row.assignment, row.eviction) for row in rows}) == 90
-    num_predictions = len(PREDICTIONS.names())
+    num_predictions = len(POLICIES.predictions.names())
     assert len({(row.prediction, row.slots) for row in rows}) == num_predictions * len(SLOTS) >= 10
 
 

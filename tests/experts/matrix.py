@@ -5,17 +5,22 @@ import sys
 
 import torch
 
+from tandem.policy.assignment import ASSIGNMENTS
 from tandem.policy.eviction import EVICTIONS
-from tandem.policy.prediction import PREDICTIONS
-from tandem.policy.prefetch import PREFETCHES
+from tandem.sim.systems import POLICIES
 from tests.experts.machines import make_store
-from tests.experts.test_hybrid_executor import BATCHES, POLICIES, SLOTS, check_equal, settings_of
+from tests.experts.test_hybrid_executor import BATCHES, SLOTS, check_equal, settings_of
 
 
 def main() -> int:
     torch.set_num_threads(1)
     store = make_store()
-    names = (POLICIES, EVICTIONS.names(), PREDICTIONS.names(), PREFETCHES.names())
+    names = (
+        ASSIGNMENTS.names(),
+        EVICTIONS.names(),
+        POLICIES.predictions.names(),
+        POLICIES.prefetches.names(),
+    )
     # Without a prediction nothing is copied ahead, and the other way round: those are the same.
     choices = dict.fromkeys(itertools.starmap(settings_of, itertools.product(*names)))
     for done, settings in enumerate(choices, 1):

@@ -11,6 +11,7 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,14 +24,14 @@ from tandem.kernels.dense import CpuThreads
 from tandem.policy.assignment import ASSIGNMENTS
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.plan import Copy
-from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.settings import PlannerSettings
+from tandem.sim.systems import POLICIES, SimulatedSettings
 from tests.experts.faults import Disturbance, FaultyDevice
 from tests.experts.machines import FUNCTIONS, GEOMETRY, make_real_executor, make_store, route
 
 NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
 STEPS_PER_ENGINE = 40
-GROWTH_BYTES = 64 << 20
+_GROWTH_BYTES = 64 << 20
 
 
 class Interruption(BaseException):
@@ -62,11 +63,10 @@ class _Trouble:
 
 def _settings(draw: random.Random) -> PlannerSettings:
     prefetch = draw.choice(("none", "top-k", "pays"))
-    policies = [name for name in ASSIGNMENTS.names() if not name.startswith("exact")]
-    return PlannerSettings(
-        assignment=draw.choice(policies),
+    return SimulatedSettings(
+        assignment=draw.choice(ASSIGNMENTS.names()),
         eviction=draw.choice(EVICTIONS.names()),
-        prediction=draw.choice(PREDICTIONS.names()),
+        prediction=draw.choice(POLICIES.predictions.names()),
         prefetch=prefetch,
         prefetch_count=2,
         pool=draw.choice(("by-layer", "shared")),
@@ -133,9 +133,16 @@ def _step(
     outcome.steps += 1
 
 
-def _memory_bytes() -> int:
+def memory_bytes() -> int:
+    """Return what of this process is in memory."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def require_no_growth(memory: Sequence[int]) -> None:
+    """Raise AssertionError if a process takes more in the end than in its first third."""
+    growth = memory[-1] - max(memory[: len(memory) // 3], default=memory[-1])
+    assert growth < _GROWTH_BYTES, f"memory has grown by {growth} bytes"
 
 
 def stress(*, seconds: float, seed: int) -> Outcome:
@@ -147,11 +154,8 @@ def stress(*, seconds: float, seed: int) -> Outcome:
         _one_engine(draw, outcome)
         left = [t.name for t in threading.enumerate() if t.name.startswith("tandem-")]
         assert not left, f"threads are left: {left}"
-        outcome.memory_bytes.append(_memory_bytes())
-    third = len(outcome.memory_bytes) // 3
-    if third:
-        growth = outcome.memory_bytes[-1] - max(outcome.memory_bytes[:third])
-        assert growth < GROWTH_BYTES, f"memory has grown by {growth} bytes"
+        outcome.memory_bytes.append(memory_bytes())
+    require_no_growth(outcome.memory_bytes)
     return outcome
 
 

@@ -20,6 +20,7 @@ from tandem.experts.tracing.events import LayerExecuted
 from tandem.kernels.dense import CpuThreads
 from tandem.policy.plan import Copy, Geometry
 from tandem.policy.settings import PlannerSettings
+from tandem.sim.systems import SimulatedSettings
 from tests.experts.lazy_streams import LazyEvent, LazyStreams
 from tests.experts.machines import FUNCTIONS, GEOMETRY, make_machine, make_store, route
 from tests.policy.integrity import check_integrity
@@ -31,7 +32,9 @@ SETTINGS = (
     PlannerSettings(),
     PlannerSettings(assignment="gpu-only", eviction="lru", prediction="none", prefetch="none"),
     PlannerSettings(assignment="hits-on-gpu", eviction="copy-on-miss", prediction="none"),
-    PlannerSettings(assignment="dali", prediction="popularity", prefetch="top-k", prefetch_count=3),
+    SimulatedSettings(
+        assignment="dali", prediction="popularity", prefetch="top-k", prefetch_count=3
+    ),
 )
 
 

@@ -14,8 +14,8 @@ from tandem.experts.tracing.events import LayerExecuted
 from tandem.kernels.dense import CpuThreads
 from tandem.policy.assignment import ASSIGNMENTS
 from tandem.policy.eviction import EVICTIONS
-from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.settings import PlannerSettings
+from tandem.sim.systems import POLICIES, SimulatedSettings
 from tests.experts.machines import (
     FUNCTIONS,
     GEOMETRY,
@@ -51,17 +51,13 @@ def settings_of(
     assignment: str, eviction: str, prediction: str, prefetch: str = "top-k"
 ) -> PlannerSettings:
     is_on = "none" not in (prediction, prefetch)
-    return PlannerSettings(
+    return SimulatedSettings(
         assignment=assignment,
         eviction=eviction,
         prediction=prediction if is_on else "none",
         prefetch=prefetch if is_on else "none",
         prefetch_count=2 if is_on else 0,
     )
-
-
-# The optimum's search is no policy to run with; it is tried below.
-POLICIES = [name for name in ASSIGNMENTS.names() if not name.startswith("exact")]
 
 
 def check_equal(store: HostStore, settings: PlannerSettings, num_slots: int, batch: int) -> None:
@@ -72,8 +68,8 @@ def check_equal(store: HostStore, settings: PlannerSettings, num_slots: int, bat
     check_integrity(executor.cache.planner.residency)
 
 
-@pytest.mark.parametrize("prediction", PREDICTIONS.names())
-@pytest.mark.parametrize("assignment", POLICIES)
+@pytest.mark.parametrize("prediction", POLICIES.predictions.names())
+@pytest.mark.parametrize("assignment", ASSIGNMENTS.names())
 def test_bits_equal_those_of_the_cpu_for_every_policy(
     store: HostStore, assignment: str, prediction: str
 ) -> None:
@@ -87,7 +83,7 @@ def test_bits_equal_those_of_the_cpu_for_every_policy(
         check_equal(store, settings, num_slots, next(batches))
 
 
-@pytest.mark.parametrize("assignment", ASSIGNMENTS.names())
+@pytest.mark.parametrize("assignment", POLICIES.assignments.names())
 def test_bits_equal_those_of_the_cpu_for_plain_experts(
     plain_store: HostStore, assignment: str
 ) -> None:

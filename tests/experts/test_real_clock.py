@@ -16,6 +16,7 @@ from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.kernels.dense import CpuThreads
 from tandem.policy.plan import Copy
 from tandem.policy.settings import PlannerSettings
+from tandem.sim.systems import SimulatedSettings
 from tests.experts.faults import Disturbance, FaultyDevice
 from tests.experts.machines import (
     GEOMETRY,
@@ -27,7 +28,7 @@ from tests.experts.test_hybrid_executor import outputs
 from tests.policy.integrity import check_integrity
 
 NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
-LOOK_AHEAD = PlannerSettings(
+LOOK_AHEAD = SimulatedSettings(
     assignment="gpu-only", eviction="lru", prediction="transitions", prefetch="top-k",
     prefetch_count=2, never_worse_than_cpu=False,
 )  # fmt: skip

@@ -19,14 +19,14 @@ from tandem.policy.settings import PlannerSettings
 from tandem.sim.replay import ReplaySettings, Tally, replay
 from tandem.sim.start import SIMULATED_STARTS
 from tandem.sim.steps import replay_steps
-from tandem.sim.systems import TANDEM
+from tandem.sim.systems import TANDEM, SimulatedSettings
 from tandem.trace import RoutingTrace, read_trace
 from tests.experts.machines import FUNCTIONS, HIDDEN, make_executor, make_store
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 STEPS = 40
 LONG_PROMPTS = dataclasses.replace(TANDEM, copies_prompts=True)
-DALI = PlannerSettings(
+DALI = SimulatedSettings(
     assignment="dali",
     eviction="dali-window",
     prediction="transitions",
@@ -186,7 +186,7 @@ def test_same_plans_for_every_eviction(
     assert statistics.prefetch_issued > 0
 
 
-@pytest.mark.parametrize("assignment", [n for n in ASSIGNMENTS if not n.startswith("exact")])
+@pytest.mark.parametrize("assignment", ASSIGNMENTS.names())
 def test_same_plans_for_every_assignment(
     store: HostStore, trace: RoutingTrace, assignment: str
 ) -> None:

@@ -11,19 +11,23 @@ import torch
 
 import tandem
 import tests.threaded  # noqa: F401  makes the device known
+from tandem.core.config import from_mapping
 from tandem.core.errors import CapacityError, ConfigError, ExecutionError, TandemError
 from tandem.devices.options import OffloadOptions
+from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.cache.heat import Heat
 from tandem.experts.cache.sizing import parse_gpu_memory
 from tandem.experts.execution.forced_routing import ForcedRouting
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.generate.generator import Generator
+from tandem.hf.checkpoint import open_model
 from tandem.hf.identity import model_identity
+from tandem.hf.load import load_checkpoint
 from tandem.hf.lookahead.routing_recording import recording
-from tandem.sim.replay import ReplaySettings, replay
+from tandem.sim.replay import ReplaySettings, Tally, replay
 from tandem.trace import RoutingTrace, read_trace, write_trace
 from tests.hf.tiny import save_tiny_checkpoint
-from tests.inside import runtime_in
+from tests.inside import SimulatedConfig, runtime_in
 
 PROMPTS = ["hello there", "a", "one two three four five six seven"]
 
@@ -36,7 +40,27 @@ def load(checkpoint: Path, profile: str, **options: Any) -> Any:
         "start_content": "random",
         "cache_dir": str(checkpoint.parent / "cache"),
     }
-    return tandem.load(checkpoint, dtype="float32", **{**given, **options})
+    config = from_mapping(SimulatedConfig, {**given, **options}, where="tandem.load")
+    return load_checkpoint(open_model(checkpoint), config, dtype=torch.float32)
+
+
+def recorded(model: Any) -> RoutingTrace:
+    """Return what the routers chose while the model went on from every prompt."""
+    with recording(model) as recorder, torch.no_grad():
+        for prompt in PROMPTS:
+            recorder.begin_sequences()
+            ids = torch.tensor([ids_of(prompt)])
+            model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=-1)
+        return recorder.trace("tiny")
+
+
+def replayed(trace: RoutingTrace, cache: ExpertCache, resident: list[int]) -> Tally:
+    """Let the simulator do what a cache has done."""
+    run = ReplaySettings(
+        settings=cache.settings, profile=cache.machine.profile, shape=cache.machine.shape,
+        num_slots=cache.num_slots, prompt=None, compare_every=0,
+    )  # fmt: skip
+    return replay(trace, run, resident=resident)
 
 
 def ids_of(prompt: str) -> list[int]:
@@ -58,12 +82,8 @@ def test_a_whole_model_says_the_same_to_the_bit(
         with torch.no_grad():
             torch.testing.assert_close(hybrid(ids).logits, alone(ids).logits, rtol=0, atol=0)
         tokens = Generator(alone).generate(ids_of(prompt), max_new_tokens=12, temperature=0)
-        assert (
-            Generator(hybrid)
-            .generate(ids_of(prompt), max_new_tokens=12, temperature=0)[0]
-            .token_ids
-            == tokens[0].token_ids
-        )
+        found = Generator(hybrid).generate(ids_of(prompt), max_new_tokens=12, temperature=0)
+        assert found[0].token_ids == tokens[0].token_ids
     assert 0 < statistics.hits < statistics.active
 
 
@@ -75,36 +95,21 @@ def test_a_recorded_trace_replays_with_the_same_decisions(
     resident = list(executor.cache.resident())
     statistics = CacheStatistics()
     executor.listeners.append(statistics)
-
-    with recording(model) as recorder, torch.no_grad():
-        for prompt in PROMPTS:
-            recorder.begin_sequences()
-            ids = torch.tensor([ids_of(prompt)])
-            model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=-1)
-        trace = recorder.trace("tiny")
+    trace = recorded(model)
     assert runtime_in(model).executor is executor
     write_trace(tmp_path / "t.npz", trace)
     trace = read_trace(tmp_path / "t.npz")
     assert trace.token_ids is not None
     assert trace.token_ids[: len(PROMPTS[0])].tolist() == ids_of(PROMPTS[0])
-    cache = executor.cache
-    run = ReplaySettings(
-        settings=cache.settings,
-        profile=cache.machine.profile,
-        shape=cache.machine.shape,
-        num_slots=cache.num_slots,
-        prompt=None,
-        compare_every=0,
-    )
     # This run asked no router ahead; the recording did, and the simulator would use it.
     trace = dataclasses.replace(trace, predicted=None)
-    tally = replay(trace, run, resident=resident)
+    tally = replayed(trace, executor.cache, resident)
     assert tally.tokens == trace.num_tokens
     assert (tally.demands, tally.hits, tally.copies, tally.total_seconds) == (
         statistics.active,
         statistics.hits,
         statistics.copies,
-        cache.clock.now,
+        executor.cache.clock.now,
     )
 
 

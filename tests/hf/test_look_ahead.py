@@ -15,9 +15,8 @@ from tandem.hf.lookahead.look_ahead import LookAhead, look_ahead
 from tandem.hf.lookahead.residuals import Residuals
 from tandem.hf.lookahead.routers import find_routers
 from tandem.hf.lookahead.routing_recording import recording
-from tandem.sim.replay import ReplaySettings, replay
 from tests.architectures import architectures, build_tiny_model, tiny_inputs
-from tests.hf.test_hybrid import PROMPTS, ids_of, load
+from tests.hf.test_hybrid import load, recorded, replayed
 from tests.inside import runtime_in
 
 
@@ -125,29 +124,15 @@ def test_hints_are_planned_with_and_replay_exactly(
     resident = list(executor.cache.resident())
     statistics = CacheStatistics()
     executor.listeners.append(statistics)
-    with recording(model) as recorder, torch.no_grad():
-        for prompt in PROMPTS:
-            recorder.begin_sequences()
-            ids = torch.tensor([ids_of(prompt)])
-            model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=-1)
-        trace = recorder.trace("tiny")
+    trace = recorded(model)
     assert trace.meta.predictors == ("gate", "residual")
     assert statistics.prefetch_issued > statistics.prefetch_useful > 0
-    cache = executor.cache
-    run = ReplaySettings(
-        settings=cache.settings,
-        profile=cache.machine.profile,
-        shape=cache.machine.shape,
-        num_slots=cache.num_slots,
-        prompt=None,
-        compare_every=0,
-    )
-    tally = replay(trace, run, resident=resident)
+    tally = replayed(trace, executor.cache, resident)
     assert (tally.hits, tally.copies, tally.prefetch_useful, tally.total_seconds) == (
         statistics.hits,
         statistics.copies,
         statistics.prefetch_useful,
-        cache.clock.now,
+        executor.cache.clock.now,
     )
 
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-import tandem.sim  # noqa: F401 - registers the exact solver
-from tandem.policy.assignment import ASSIGNMENTS, LayerProblem
+from tandem.policy.assignment import LayerProblem
 from tandem.policy.assignment.balanced import Balanced
 from tandem.policy.assignment.baselines import Dali, HybriMoe
 from tandem.policy.assignment.problem import (
@@ -19,6 +18,7 @@ from tandem.policy.assignment.problem import (
     priced,
 )
 from tandem.sim.exact import Exact, lower_bound
+from tandem.sim.systems import POLICIES
 from tests.policy.strategies import problems
 
 
@@ -63,10 +63,10 @@ def brute_force(given: LayerProblem) -> float:
 FETCH_NOTHING = {"cpu-only", "layer-static", "ready-on-gpu"}
 
 
-@pytest.mark.parametrize("name", ASSIGNMENTS.names())
+@pytest.mark.parametrize("name", POLICIES.assignments.names())
 @given(layer=problems())
 def test_split_is_sound_and_deterministic(name: str, layer: LayerProblem) -> None:
-    policy = ASSIGNMENTS.factory(name)()
+    policy = POLICIES.assignments.factory(name)()
     split = policy.assign(layer)
     absent = {e for e, wait in zip(layer.experts, layer.wait, strict=True) if wait < 0}
     assert len(set(split.fetch)) == len(split.fetch) <= layer.max_fetches
@@ -87,10 +87,10 @@ def test_exact_equals_brute_force(layer: LayerProblem) -> None:
     assert lower_bound(layer) <= brute_force(layer) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", ASSIGNMENTS.names())
+@pytest.mark.parametrize("name", POLICIES.assignments.names())
 @given(layer=problems())
 def test_no_policy_beats_the_exact_optimum(name: str, layer: LayerProblem) -> None:
-    split = ASSIGNMENTS.factory(name)().assign(layer)
+    split = POLICIES.assignments.factory(name)().assign(layer)
     seconds = max(equation_seconds(layer, split.fetch, split.spill))
     assert seconds >= Exact().assign(layer).seconds * (1 - 1e-9)
 
@@ -98,7 +98,7 @@ def test_no_policy_beats_the_exact_optimum(name: str, layer: LayerProblem) -> No
 @pytest.mark.parametrize("name", ["balanced", "ratio-split", "dali", "exact", "exact-overlapped"])
 @given(layer=problems())
 def test_never_worse_than_all_on_the_cpu(name: str, layer: LayerProblem) -> None:
-    policy = ASSIGNMENTS.factory(name)()
+    policy = POLICIES.assignments.factory(name)()
     spill = all_on_cpu(layer, pipelined=policy.pipelined).spill
     cpu_only = priced(layer, [], spill, pipelined=policy.pipelined)
     unlimited = layer._replace(max_fetches=1 << 30)
@@ -191,8 +191,8 @@ def test_balanced_fetches_what_the_cache_wants_among_equals() -> None:
 
 def test_equation_9_limits_fetches() -> None:
     layer = problem([9.0] * 4, [0.1] * 4, [-1.0] * 4, link=1.0, max_fetches=1)
-    for name in ASSIGNMENTS:
-        assert len(ASSIGNMENTS.factory(name)().assign(layer).fetch) <= 1
+    for name in POLICIES.assignments:
+        assert len(POLICIES.assignments.factory(name)().assign(layer).fetch) <= 1
 
 
 @pytest.mark.parametrize("tokens", [1, 2])

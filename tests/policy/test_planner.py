@@ -8,18 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tandem.sim  # noqa: F401 - registers the exact solver
 from tandem.core.errors import ConfigError
-from tandem.policy.assignment import ASSIGNMENTS, IN_GRAPH
+from tandem.policy.assignment import IN_GRAPH
 from tandem.policy.assignment.problem import all_on_cpu
 from tandem.policy.cost import CostTable
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.plan import Copy, Hint, LayerLoad, LayerPlan
 from tandem.policy.planner import Planner
-from tandem.policy.prediction import PREDICTIONS
-from tandem.policy.prefetch import LAYERS_PER_CHANCE, PREFETCHES, Recurrence
+from tandem.policy.prefetch import LAYERS_PER_CHANCE, Recurrence
 from tandem.policy.residency import READY
 from tandem.policy.settings import POOLS, PlannerSettings, make_planner
+from tandem.sim.systems import POLICIES, SimulatedSettings
 from tests.policy.integrity import check_integrity, check_plan
 from tests.policy.strategies import GEOMETRY, shape_costs, steps
 
@@ -27,7 +26,7 @@ NUM_SLOTS = 12
 
 
 def planner(num_slots: int = NUM_SLOTS, link: float = 0.5, **choices: Any) -> Planner:
-    chosen = PlannerSettings(**choices)
+    chosen = SimulatedSettings(**choices)
     costs = CostTable(shape_costs(link=link))
     made = make_planner(chosen, GEOMETRY, costs, num_slots, copy_price_seconds=0.01)
     while not made.chances.note_chance():
@@ -95,7 +94,7 @@ class Executor:
             self.planner.copy_finished(copy.layer, copy.expert, self.now)
 
 
-@pytest.mark.parametrize("assignment", ASSIGNMENTS.names())
+@pytest.mark.parametrize("assignment", POLICIES.assignments.names())
 @settings(max_examples=12)
 @given(given_steps=steps(), lag=st.integers(0, 3))
 def test_plans_are_sound_for_every_assignment(
@@ -126,7 +125,7 @@ def test_plans_are_sound_for_every_eviction(
 
 @pytest.mark.parametrize(
     ("prediction", "prefetch", "pool"),
-    list(itertools.product(PREDICTIONS.names(), PREFETCHES.names(), POOLS)),
+    list(itertools.product(POLICIES.predictions.names(), POLICIES.prefetches.names(), POOLS)),
 )
 @settings(max_examples=8)
 @given(given_steps=steps(), lag=st.integers(0, 3))
@@ -146,14 +145,14 @@ def test_equal_calls_give_equal_plans(eviction: str, given_steps: list[list[Laye
     assert Executor(planner(**choices), 1).run(given_steps) == first
 
 
-@pytest.mark.parametrize("assignment", ASSIGNMENTS.names())
+@pytest.mark.parametrize("assignment", POLICIES.assignments.names())
 @settings(max_examples=8)
 @given(given_steps=steps(), link=st.sampled_from([0.01, 0.5, 50.0]))
 def test_no_plan_is_worse_than_all_on_the_cpu(
     assignment: str, given_steps: list[list[LayerLoad]], link: float
 ) -> None:
     chosen = planner(assignment=assignment, link=link)
-    is_pipelined = ASSIGNMENTS.factory(assignment)().pipelined
+    is_pipelined = POLICIES.assignments.factory(assignment)().pipelined
     for loads in given_steps:
         chosen.begin_step(1, 0.0)
         for load in loads:
@@ -259,6 +258,9 @@ def test_without_slots_everything_runs_on_the_cpu() -> None:
     ("choice", "message"),
     [
         ({"assignment": "dalli"}, "unknown assignment 'dalli'; did you mean 'dali'?"),
+        # Names of the simulator's alone, which is imported above.
+        ({"prediction": "popularity"}, "unknown prediction 'popularity'; known: foresight, none"),
+        ({"prefetch": "top-k"}, "unknown prefetch choice 'top-k'; known: pays, none"),
         ({"pool": "layer"}, "pool is 'layer'; expected one of by-layer, shared"),
         ({"prefetch_count": -1}, "prefetch_count is -1; expected at least 0"),
     ],

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-import tandem.sim  # noqa: F401  its baselines join the names
 from tandem.policy.plan import Geometry, Hint, LayerLoad
-from tandem.policy.prediction import PREDICTIONS, Prediction
+from tandem.policy.prediction import Prediction
 from tandem.policy.prediction.policy import Forecast
+from tandem.sim.systems import POLICIES
 
 GEOMETRY = Geometry(num_layers=4, num_experts=8, top_k=2)
 
@@ -39,7 +39,7 @@ def train(policy: Prediction, steps: int) -> None:
 
 @pytest.mark.parametrize("name", ["foresight", "token-memory"])
 def test_a_known_token_foresees_every_layer_before_any_has_run(name: str) -> None:
-    policy = PREDICTIONS.factory(name)(GEOMETRY)
+    policy = POLICIES.predictions.factory(name)(GEOMETRY)
     train(policy, 400)
     policy.begin_step((3,))
     for layer in range(4):
@@ -47,7 +47,7 @@ def test_a_known_token_foresees_every_layer_before_any_has_run(name: str) -> Non
 
 
 def test_token_memory_forgets_the_tokens_that_are_longest_unused() -> None:
-    policy = PREDICTIONS.factory("token-memory")(GEOMETRY)
+    policy = POLICIES.predictions.factory("token-memory")(GEOMETRY)
     train(policy, 400)
     for token in (2, *range(10, 1033)):
         policy.begin_step((token,))
@@ -60,7 +60,7 @@ def test_token_memory_forgets_the_tokens_that_are_longest_unused() -> None:
 
 @pytest.mark.parametrize("name", ["foresight", "transitions"])
 def test_the_layer_above_foresees_the_next(name: str) -> None:
-    policy = PREDICTIONS.factory(name)(GEOMETRY)
+    policy = POLICIES.predictions.factory(name)(GEOMETRY)
     train(policy, 400)
     policy.begin_step(())
     policy.observe(LayerLoad(0, route(2, 0), (1, 1)))
@@ -69,7 +69,7 @@ def test_the_layer_above_foresees_the_next(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gate", "residual"])
 def test_hints_of_the_right_source_are_taken(name: str) -> None:
-    policy = PREDICTIONS.factory(name)(GEOMETRY)
+    policy = POLICIES.predictions.factory(name)(GEOMETRY)
     policy.begin_step(())
     policy.hint(Hint("other", LayerLoad(1, (5,), (1,))))
     assert policy.predict(1) is None
@@ -84,7 +84,7 @@ def brier_score(accuracy: float | None, sources: tuple[str, ...] = ("residual",)
     """
     geometry = Geometry(num_layers=4, num_experts=16, top_k=2)
     draw = random.Random(0)
-    policy = PREDICTIONS.factory("foresight")(geometry)
+    policy = POLICIES.predictions.factory("foresight")(geometry)
     total, count = 0.0, 0
     for step in range(1200):
         policy.begin_step(())
@@ -122,7 +122,7 @@ def test_the_better_the_hint_the_better_the_forecast() -> None:
 
 
 def test_a_hint_is_for_one_step_only() -> None:
-    policy = PREDICTIONS.factory("foresight")(GEOMETRY)
+    policy = POLICIES.predictions.factory("foresight")(GEOMETRY)
     policy.begin_step((1,))
     before = expected(policy.predict(2))
     policy.hint(Hint("gate", LayerLoad(2, (5,), (1,))))
@@ -130,9 +130,9 @@ def test_a_hint_is_for_one_step_only() -> None:
     assert expected(policy.predict(2)) == before
 
 
-@pytest.mark.parametrize("name", PREDICTIONS.names())
+@pytest.mark.parametrize("name", POLICIES.predictions.names())
 def test_chances_are_probabilities(name: str) -> None:
-    policy = PREDICTIONS.factory(name)(GEOMETRY)
+    policy = POLICIES.predictions.factory(name)(GEOMETRY)
     train(policy, 60)
     policy.begin_step((1,))
     for layer in range(4):

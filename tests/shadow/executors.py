@@ -18,6 +18,7 @@ from tandem.experts.store.pinning import pin_store
 from tandem.kernels.dense import CpuThreads
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings
+from tandem.sim.systems import SimulatedSettings
 from tests.experts.machines import FUNCTIONS, GEOMETRY, make_machine, route
 
 NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
@@ -29,7 +30,9 @@ SETTINGS = (
     PlannerSettings(),
     FETCHING,
     PlannerSettings(assignment="hits-on-gpu", eviction="copy-on-miss", prediction="none"),
-    PlannerSettings(assignment="dali", prediction="popularity", prefetch="top-k", prefetch_count=3),
+    SimulatedSettings(
+        assignment="dali", prediction="popularity", prefetch="top-k", prefetch_count=3
+    ),
 )
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-import tandem.sim  # noqa: F401 - registers the exact solvers
-from tandem.policy.assignment import ASSIGNMENTS, LayerProblem
+from tandem.policy.assignment import LayerProblem
 from tandem.policy.assignment.balanced import Balanced
 from tandem.policy.assignment.problem import pipeline_seconds
 from tandem.sim.exact_overlapped import (
@@ -15,6 +14,7 @@ from tandem.sim.exact_overlapped import (
     overlapped_lower_bound,
     overlapped_optimal_seconds,
 )
+from tandem.sim.systems import POLICIES
 from tests.policy.strategies import problems
 
 
@@ -39,11 +39,11 @@ def test_exact_overlapped_equals_brute_force(layer: LayerProblem) -> None:
     assert overlapped_lower_bound(layer) <= expected * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", ASSIGNMENTS.names())
+@pytest.mark.parametrize("name", POLICIES.assignments.names())
 @settings(max_examples=30)
 @given(layer=problems())
 def test_no_policy_beats_the_overlapped_optimum(name: str, layer: LayerProblem) -> None:
-    split = ASSIGNMENTS.factory(name)().assign(layer)
+    split = POLICIES.assignments.factory(name)().assign(layer)
     seconds = max(pipeline_seconds(layer, split.fetch, split.spill))
     assert seconds >= ExactOverlapped().assign(layer).seconds * (1 - 1e-9)
 

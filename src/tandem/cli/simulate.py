@@ -100,19 +100,17 @@ def run(flags: argparse.Namespace) -> int:
 
 def _print_lists(options: SimulateOptions) -> bool:
     from tandem.hardware.profiles import profile_names
-    from tandem.policy.assignment import ASSIGNMENTS
     from tandem.policy.eviction import EVICTIONS
-    from tandem.policy.prediction import PREDICTIONS
-    from tandem.policy.prefetch import PREFETCHES
     from tandem.policy.settings import POOLS
     from tandem.sim.start import SIMULATED_STARTS
+    from tandem.sim.systems import POLICIES
 
     known: dict[str, list[str]] = {
         "hardware": profile_names(),
-        "assignment": ASSIGNMENTS.names(),
+        "assignment": POLICIES.assignments.names(),
         "eviction": EVICTIONS.names(),
-        "prediction": PREDICTIONS.names(),
-        "prefetch_choice": PREFETCHES.names(),
+        "prediction": POLICIES.predictions.names(),
+        "prefetch_choice": POLICIES.prefetches.names(),
         "start": SIMULATED_STARTS.names(),
         "pool": list(POOLS),
     }
@@ -125,10 +123,10 @@ def _print_lists(options: SimulateOptions) -> bool:
 
 
 def _settings(options: SimulateOptions) -> "PlannerSettings":
-    from tandem.policy.settings import PlannerSettings
+    from tandem.sim.systems import SimulatedSettings
 
     by_equations = options.costs == "equations"
-    settings = PlannerSettings(
+    settings = SimulatedSettings(
         assignment=options.assignment,
         assignment_options=(("pipelined", False),) if by_equations else (),
         eviction=options.eviction,

@@ -1,6 +1,7 @@
 """Named implementations of one seam: the names are the command line's choices."""
 
-from collections.abc import Callable, Iterator
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from difflib import get_close_matches
 from typing import Generic, TypeVar
 
@@ -24,7 +25,7 @@ class Registry(Generic[T]):
     def __init__(self, kind: str) -> None:
         """Name the kind of thing that is registered; it appears in error messages."""
         self.kind = kind
-        self._factories: dict[str, Callable[..., T]] = {}
+        self._factories: MutableMapping[str, Callable[..., T]] = {}
 
     def register(self, name: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
         """Register a class or function under a name; a name is taken once."""
@@ -35,6 +36,12 @@ class Registry(Generic[T]):
             return factory
 
         return add
+
+    def extended(self, more: Mapping[str, Callable[..., T]]) -> "Registry[T]":
+        """Return a registry with all that this one has, now and later, and other names."""
+        longer: Registry[T] = Registry(self.kind)
+        longer._factories = ChainMap(dict(more), self._factories)
+        return longer
 
     def factory(self, name: str) -> Callable[..., T]:
         """Return what was registered under a name; `ConfigError` with the nearest names else."""

@@ -31,6 +31,8 @@ class OffloadOptions:
         "assignment", "eviction", "prediction", "look_ahead", "residuals", "prefetch_count", "pool",
     )  # fmt: skip
     """Options that few need."""
+    planner: ClassVar[type[PlannerSettings]] = PlannerSettings
+    """What knows the names of policies."""
     expert_dtype: str = option(
         "auto",
         help="experts in host memory: auto (as loaded), bf16, fp16, fp32, int8, int4, mxfp4, ...",
@@ -98,7 +100,7 @@ class OffloadOptions:
     )
     pool: str = option("by-layer", help="how slots are shared over layers", choices=POOLS)
     prefetch: str = "pays"
-    """Which predicted experts are copied ahead: Tandem's choice, or a baseline of `tandem.sim`."""
+    """Which predicted experts are copied ahead."""
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, the value and what is expected."""
@@ -129,7 +131,7 @@ class OffloadOptions:
     def planner_settings(self) -> PlannerSettings:
         """Return the planner's part of the options."""
         count = self.prefetch_count
-        return PlannerSettings(
+        return self.planner(
             assignment=self.assignment,
             eviction=self.eviction,
             prediction=self.prediction or DEFAULT_PREDICTION,

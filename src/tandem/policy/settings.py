@@ -3,10 +3,11 @@
 import dataclasses
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 from tandem.core.errors import ConfigError
-from tandem.policy.assignment import ASSIGNMENTS, IN_GRAPH
+from tandem.core.registry import Registry
+from tandem.policy.assignment import ASSIGNMENTS, IN_GRAPH, Assignment
 from tandem.policy.assignment.rule import Rule
 from tandem.policy.cost import CostTable, HardwareProfile, ShapeCosts
 from tandem.policy.eviction import EVICTIONS, Eviction
@@ -14,7 +15,7 @@ from tandem.policy.eviction.next_use import NextUse
 from tandem.policy.plan import Geometry
 from tandem.policy.planner import UNLIMITED, Planner
 from tandem.policy.prediction import PREDICTIONS, Prediction
-from tandem.policy.prefetch import PREFETCHES
+from tandem.policy.prefetch import PREFETCHES, PrefetchChoice
 from tandem.policy.residency import Residency, sets_by_layer
 from tandem.policy.ring import OWN_SLOTS, Ring
 from tandem.policy.single_token_layers import SingleTokenLayers
@@ -35,10 +36,21 @@ POOLS = ("by-layer", "shared")
 PLANNED_RULE, GRAPH_RULE = "balanced", "ready-on-gpu"
 
 
+class Policies(NamedTuple):
+    """What names of policies stand for."""
+
+    assignments: Registry[Assignment] = ASSIGNMENTS
+    evictions: Registry[Eviction] = EVICTIONS
+    predictions: Registry[Prediction] = PREDICTIONS
+    prefetches: Registry[PrefetchChoice] = PREFETCHES
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:
     """Everything that makes a planner, except the model and the machine."""
 
+    policies: ClassVar[Policies] = Policies()
+    """What is chosen among; a subclass can have more."""
     assignment: str | None = None  # of all steps; None: the best that a step can follow
     eviction: str = "successor"
     prediction: str = "none"
@@ -54,10 +66,10 @@ class PlannerSettings:
 
     def __post_init__(self) -> None:
         """Check the names; `ConfigError` names the nearest ones."""
-        ASSIGNMENTS.factory(self.rule())
-        EVICTIONS.factory(self.eviction)
-        PREDICTIONS.factory(self.prediction)
-        PREFETCHES.factory(self.prefetch)
+        self.policies.assignments.factory(self.rule())
+        self.policies.evictions.factory(self.eviction)
+        self.policies.predictions.factory(self.prediction)
+        self.policies.prefetches.factory(self.prefetch)
         if self.pool not in POOLS:
             raise ConfigError(f"pool is {self.pool!r}; expected one of {', '.join(POOLS)}")
         if self.prefetch_count < 0:
@@ -139,30 +151,32 @@ def make_planner(
     residency = Residency(geometry, sizes, staging)
     eviction = like.eviction if like else None
     if eviction is None:
-        make = _with_tables(EVICTIONS.factory(settings.eviction), tables)
+        make = _with_tables(settings.policies.evictions.factory(settings.eviction), tables)
         eviction = make(geometry, **dict(settings.eviction_options))
     eviction.resized(sizes)
     own = range(residency.num_slots, num_slots)
     ring = Ring(residency, eviction, own, settings.ring_slots(num_slots))
     prediction = like.prediction if like else None
     single_token = _single_token_layers(settings, costs, residency, eviction, tables)
+    policies = settings.policies
     planner = Planner(
         geometry,
         costs,
         residency,
         rule=Rule(
-            ASSIGNMENTS.factory(settings.rule())(**dict(settings.assignment_options)),
+            policies.assignments.factory(settings.rule())(**dict(settings.assignment_options)),
             never_worse_than_cpu=settings.never_worse_than_cpu,
             single_token=single_token if ring.size else None,
         ),
         # What the device has published as its own cannot go to the CPU.
         graph_rule=Rule(
-            ASSIGNMENTS.factory(settings.rule(in_graph=True))(), never_worse_than_cpu=False
+            policies.assignments.factory(settings.rule(in_graph=True))(),
+            never_worse_than_cpu=False,
         ),
         eviction=eviction,
         prediction=prediction
-        or _with_tables(PREDICTIONS.factory(settings.prediction), tables)(geometry),
-        prefetch=PREFETCHES.factory(settings.prefetch)(count=settings.prefetch_count),
+        or _with_tables(policies.predictions.factory(settings.prediction), tables)(geometry),
+        prefetch=policies.prefetches.factory(settings.prefetch)(count=settings.prefetch_count),
         ring=ring,
         max_fetches=settings.max_fetches,
         can_prefetch=settings.can_prefetch,

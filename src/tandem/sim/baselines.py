@@ -1,24 +1,17 @@
-"""Policies of papers, with which Tandem's are compared; no run has them.
-
-They join the names of `tandem.policy` when `tandem.sim` is imported.
-"""
+"""Policies of papers, with which Tandem's are compared; no run has them."""
 
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 
-from tandem.policy.assignment import ASSIGNMENTS
 from tandem.policy.assignment.baselines import HybriMoe
 from tandem.policy.assignment.problem import LayerProblem, Split, priced
 from tandem.policy.decay import DecayedCounts
-from tandem.policy.eviction import EVICTIONS
 from tandem.policy.eviction.baselines import CopyOnMiss, HybriMoeScore
 from tandem.policy.plan import Geometry, Hint, LayerLoad
-from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.prediction.calibration import Calibration
 from tandem.policy.prediction.policy import Forecast, Prediction
-from tandem.policy.prefetch import PREFETCHES, PrefetchChoice, PrefetchTerms
+from tandem.policy.prefetch import PrefetchChoice, PrefetchTerms
 
 _POPULARITY_DECAY = 0.995
 _TRANSITION_RATE = 1 / 32  # of the way towards what followed
@@ -29,7 +22,6 @@ _MOST_TOKENS = 1024
 _RELEASED_GPU, _RELEASED_CPU_FIRST, _RELEASED_COPY = 0.5, 0.79, 0.4179
 
 
-@ASSIGNMENTS.register("hybrimoe-released")
 class ReleasedHybriMoe(HybriMoe):
     """HybriMoE as released: its schedule by the code's constants, whatever experts cost here."""
 
@@ -51,7 +43,6 @@ class ReleasedHybriMoe(HybriMoe):
         return priced(problem, split.fetch, split.spill, pipelined=True)
 
 
-@EVICTIONS.register("hybrimoe-released")
 class FirstTokenScore(HybriMoeScore):
     """HybriMoE's score as released: of a batch it reads the first token alone."""
 
@@ -65,7 +56,6 @@ class FirstTokenScore(HybriMoeScore):
         super().touch(load)
 
 
-@EVICTIONS.register("indexed-copy-on-miss")
 class IndexedCopyOnMiss(CopyOnMiss):
     """Paper 2's N-index cache: misses of the first N layers are copied, the others' never.
 
@@ -85,7 +75,6 @@ class IndexedCopyOnMiss(CopyOnMiss):
         return super().candidates(layer, misses, slot_of) if layer < self._num_layers else ()
 
 
-@PREDICTIONS.register("popularity")
 class Popularity(Prediction):
     """Predicts what a layer has used most (EdgeMoE's statistics): the decayed mean load."""
 
@@ -113,7 +102,6 @@ class Popularity(Prediction):
         return Forecast(scores, 0.0, 1.0 / (self._counts.unit[layer] * self._weight[layer]))
 
 
-@PREDICTIONS.register("transitions")
 class Transitions(Prediction):
     """Predicts the mean of what followed each expert that the layer above uses now."""
 
@@ -143,7 +131,6 @@ class Transitions(Prediction):
         return Forecast(self._rows[layer, list(self._last.experts)].mean(0).tolist(), 0.0, 1.0)
 
 
-@PREDICTIONS.register("token-memory")
 class TokenMemory(Prediction):
     """Predicts the experts that each of the step's tokens had before; popularity for new tokens.
 
@@ -230,11 +217,6 @@ class Hinted(Prediction):
         return self._forecasts.get(layer)
 
 
-PREDICTIONS.register("gate")(partial(Hinted, source="gate"))
-PREDICTIONS.register("residual")(partial(Hinted, source="residual"))
-
-
-@PREFETCHES.register("top-k")
 class TopK(PrefetchChoice):
     """DALI's choice: whatever of the k best is absent, whether or not the link has time for it."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from statistics import median
 from typing import NamedTuple
 
-from tandem.policy.assignment import ASSIGNMENTS, Assignment
+from tandem.policy.assignment import Assignment
 from tandem.policy.assignment.problem import (
     LayerProblem,
     Split,
@@ -270,4 +270,4 @@ def _by_equations(settings: PlannerSettings, *, in_graph: bool) -> Assignment:
     options = {} if in_graph else dict(settings.assignment_options)
     if name == "balanced":
         options["pipelined"] = False
-    return ASSIGNMENTS.factory(name)(**options)
+    return settings.policies.assignments.factory(name)(**options)

@@ -8,7 +8,6 @@ from tandem.core.config import require_range
 from tandem.core.errors import ConfigError
 from tandem.hardware.profiles import shape_for
 from tandem.policy.cost import NO_HOST, HardwareProfile, ShapeCosts
-from tandem.policy.eviction import EVICTIONS
 from tandem.policy.settings import PlannerSettings
 from tandem.policy.step_path import MAX_GRAPH_TOKENS, StepPath, step_path
 from tandem.sim.dump import Dump
@@ -131,8 +130,10 @@ def hit_rates(
     geometry, num_slots = trace.meta.geometry, conditions.num_slots(trace)
     all_slots = settings.whole_set_sizes(geometry, num_slots)
     own_slots = dataclasses.replace(settings, prefetch_count=0).set_sizes(geometry, num_slots)
-    eviction = EVICTIONS.factory(settings.eviction)(geometry, **dict(settings.eviction_options))
-    lru = EVICTIONS.factory("lru")(geometry)
+    evictions = settings.policies.evictions
+    make_eviction = evictions.factory(settings.eviction)
+    eviction = make_eviction(geometry, **dict(settings.eviction_options))
+    lru = evictions.factory("lru")(geometry)
     batch, limit = conditions.batch, conditions.limit
     watch = None if dump is None else dump.demand
     return {

@@ -1,12 +1,57 @@
 """The systems of the papers as settings of one planner, for comparison at equal GPU memory."""
 
-from typing import NamedTuple
+from functools import partial
+from typing import ClassVar, NamedTuple
 
 from tandem.policy.plan import Geometry
-from tandem.policy.settings import PlannerSettings
+from tandem.policy.settings import PlannerSettings, Policies
+from tandem.sim.baselines import (
+    FirstTokenScore,
+    Hinted,
+    IndexedCopyOnMiss,
+    Popularity,
+    ReleasedHybriMoe,
+    TokenMemory,
+    TopK,
+    Transitions,
+)
+from tandem.sim.exact import Exact
+from tandem.sim.exact_overlapped import ExactOverlapped
 
 # llama.cpp moves experts to the GPU for batches of at least this many tokens (its op offload).
 LLAMA_STREAM_TOKENS = 32
+
+# Oracles, and the predictions and prefetches of papers, beside what Tandem runs with.
+_OWN = PlannerSettings.policies
+POLICIES = Policies(
+    assignments=_OWN.assignments.extended(
+        {
+            "exact": Exact,
+            "exact-overlapped": ExactOverlapped,
+            "hybrimoe-released": ReleasedHybriMoe,
+        }
+    ),
+    evictions=_OWN.evictions.extended(
+        {"hybrimoe-released": FirstTokenScore, "indexed-copy-on-miss": IndexedCopyOnMiss}
+    ),
+    predictions=_OWN.predictions.extended(
+        {
+            "popularity": Popularity,
+            "transitions": Transitions,
+            "token-memory": TokenMemory,
+            "gate": partial(Hinted, source="gate"),
+            "residual": partial(Hinted, source="residual"),
+        }
+    ),
+    prefetches=_OWN.prefetches.extended({"top-k": TopK}),
+)
+
+
+class SimulatedSettings(PlannerSettings):
+    """Settings of a planner with any policy that the simulator knows."""
+
+    __slots__ = ()
+    policies: ClassVar[Policies] = POLICIES
 
 
 TANDEM = PlannerSettings(prediction="foresight", prefetch_count=2, must_prefetch=False)
@@ -36,7 +81,7 @@ def systems(geometry: Geometry) -> list[System]:
         pool="shared",
         never_worse_than_cpu=False,
     )
-    dali = PlannerSettings(
+    dali = SimulatedSettings(
         assignment="dali",
         eviction="dali-window",
         prediction="residual",
@@ -44,7 +89,7 @@ def systems(geometry: Geometry) -> list[System]:
         prefetch_count=1 if few else 4,
         never_worse_than_cpu=False,
     )
-    hybrimoe = PlannerSettings(
+    hybrimoe = SimulatedSettings(
         assignment="hybrimoe",
         eviction="hybrimoe",
         prediction="gate",
