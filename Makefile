@@ -16,7 +16,8 @@ GPU_PYTHON ?= python3
 GPU_OUT ?= build/gpu
 SHAPE ?= qwen3-30b-a3b
 # Tests with one instruction set of the CPU kernels: make test ISA=portable. Without it they run with
-# the best, and those whose results depend on the kernels with each that this processor has.
+# the best, and one architecture of those whose results depend on the kernels with each that this
+# processor has; make test-all-isas has them all.
 ISA ?=
 PYTEST := $(BIN)/pytest -n 3 --dist loadgroup $(if $(ISA),--isa $(ISA))
 
@@ -24,7 +25,7 @@ PYTEST := $(BIN)/pytest -n 3 --dist loadgroup $(if $(ISA),--isa $(ISA))
 # that follow.
 WHEEL_PYTHONS ?= $(PYTHON)
 
-.PHONY: test-fast fuzz-files wheel check-wheel check-clang check-commits check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
+.PHONY: test-fast test-all-isas fuzz-files wheel check-wheel check-clang check-commits check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
@@ -53,6 +54,9 @@ floors: setup
 # Three processes for two cores, as tests of servers wait; which tests must share one is said in tests/conftest.py.
 unit: setup
 	$(PYTEST)
+
+test-all-isas: setup  ## Every architecture with every instruction set of the CPU kernels, of which unit has some
+	$(PYTEST) --isa all -m every_isa
 
 SANITIZED := matmul kernels layers attention recurrent quantize tensors blocks crc32c
 FUZZED := experts rows
@@ -88,8 +92,7 @@ check-wheel:  ## Each wheel in a new environment without a compiler: the demo mo
 test-fast: setup  ## While working: the tests of the packages that changed since SINCE, with one instruction set
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports >/dev/null
-	$(BIN)/pytest -n 3 --dist loadgroup -q \
-		--isa $$($(BIN)/python -c "from tandem.kernels.engine import best_isa; print(best_isa())") \
+	$(BIN)/pytest -n 3 --dist loadgroup -q --isa best \
 		$$($(BIN)/python -m tests.of_change $(SINCE))
 
 # check-commits looks at the commits since this one.
@@ -133,15 +136,17 @@ gpu-coverage: setup  ## Which lines and branches of device cuda's host code its 
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
 
+# What another Transformers changes does not depend on the kernels.
+SEAM := -m seam $(if $(ISA),,--isa best)
 seam-oldest: $(VENV)/transformers-$(OLDEST_TRANSFORMERS)/installed.stamp  ## The seam's tests on the oldest supported Transformers
-	PYTHONPATH=$(VENV)/transformers-$(OLDEST_TRANSFORMERS) $(PYTEST) -m seam
+	PYTHONPATH=$(VENV)/transformers-$(OLDEST_TRANSFORMERS) $(PYTEST) $(SEAM)
 
 # NEWEST_TORCH: as pip takes it; the index's own torch may bring gigabytes of CUDA.
 NEWEST_TORCH ?= $(TORCH)
 seam-newest: setup  ## The seam's tests on the newest Transformers that the index has, and NEWEST_TORCH: fails on lost fusions, padded models, more calls a step
 	rm -rf $(VENV)/newest
 	$(BIN)/pip install --disable-pip-version-check -q --target $(VENV)/newest transformers $(if $(filter-out $(TORCH),$(NEWEST_TORCH)),$(NEWEST_TORCH))
-	PYTHONPATH=$(VENV)/newest $(PYTEST) -m seam -W "ignore:.*is newer than:UserWarning"
+	PYTHONPATH=$(VENV)/newest $(PYTEST) $(SEAM) -W "ignore:.*is newer than:UserWarning"
 
 docs-models: setup  ## Write docs/models.md anew
 	$(BIN)/pytest tests/hf/test_architectures.py --write-docs

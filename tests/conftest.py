@@ -1,8 +1,10 @@
 """What all tests share: one torch thread, quiet Transformers, groups of tests, and two options.
 
-The machine must not decide what is tested: `--isa NAME` runs all tests with that instruction set of
-the CPU kernels, and tests marked `every_isa`, whose results depend on the kernels, run with each
-that this processor has. Their fixtures that start kernels ask for `isa`, so that they start again.
+The machine must not decide what is tested: `--isa NAME` (or `best`) runs all tests with that
+instruction set of the CPU kernels. Without it tests marked `every_isa`, whose results depend on the
+kernels, run with each that this processor has; but of the parameter `first_of` names, such as the
+architecture, all values run with the best alone and the first one with the others. `--isa all` runs
+all values with all. Their fixtures that start kernels ask for `isa`, so that they start again.
 `--write-docs` writes generated documents.
 """
 
@@ -25,23 +27,31 @@ REPOSITORY = Path(__file__).parent.parent
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-docs", action="store_true", help="write generated docs again")
-    parser.addoption("--isa", help="the kernels' instruction set; the best of this processor")
+    parser.addoption("--isa", help="the kernels' instruction set, best, or all; see above")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if (name := config.getoption("--isa")) is not None:
-        _force(name, pytest.MonkeyPatch())
+    if config.getoption("--isa") not in (None, "all"):
+        _force(_isas(config)[0], pytest.MonkeyPatch())
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition.get_closest_marker("every_isa"):
-        from tandem.kernels._native import available_isas
-
-        chosen = metafunc.config.getoption("--isa")
-        isas = [chosen] if chosen else available_isas()
         if "isa" not in metafunc.fixturenames:
             metafunc.fixturenames.append("isa")
-        metafunc.parametrize("isa", isas, indirect=True, scope="module")
+        metafunc.parametrize("isa", _isas(metafunc.config), indirect=True, scope="module")
+
+
+def _isas(config: pytest.Config) -> list[str]:
+    from tandem.kernels._native import available_isas
+
+    match config.getoption("--isa"):
+        case None | "all":
+            return available_isas()
+        case "best":
+            return available_isas()[:1]
+        case name:
+            return [name]
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +70,27 @@ def _force(name: str, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the tests that share a model or a server into one process, and the longest first."""
+    if config.getoption("--isa") is None:
+        best = _isas(config)[0]
+        config.hook.pytest_deselected(items=[item for item in items if _is_repeated(item, best)])
+        items[:] = [item for item in items if not _is_repeated(item, best)]
     for item in items:
         if item.get_closest_marker("demo"):
             item.add_marker(pytest.mark.xdist_group("demo"))
         elif "server" in item.path.parts:
             item.add_marker(pytest.mark.xdist_group("server"))
     items.sort(key=_turn)
+
+
+def _is_repeated(item: pytest.Item, best: str) -> bool:
+    """Whether another instruction set than the best has run with a first value of `first_of`."""
+    marker = item.get_closest_marker("every_isa")
+    if marker is None or not isinstance(item, pytest.Function):
+        return False
+    call, first_of = item.callspec, marker.kwargs.get("first_of", "")
+    return call.params["isa"] != best and call.indices.get(first_of, 0) > 0
 
 
 def _turn(item: pytest.Item) -> int:

@@ -20,7 +20,7 @@ from tests.architectures import architectures, build_tiny_model
 from tests.decode.whole_pool import close
 from tests.threads import two_threads
 
-pytestmark = pytest.mark.every_isa
+pytestmark = pytest.mark.every_isa(first_of="name")
 
 
 def has_indexer(name: str) -> bool:

@@ -14,7 +14,7 @@ from tests.architectures import build_tiny_model
 from tests.decode.whole_pool import cpu_pool
 from tests.threads import two_threads
 
-pytestmark = pytest.mark.every_isa
+pytestmark = pytest.mark.every_isa(first_of="name")
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from tests.architectures import build_tiny_model
 from tests.decode.whole_pool import close, require_alike
 from tests.threads import two_threads
 
-pytestmark = pytest.mark.every_isa
+pytestmark = pytest.mark.every_isa(first_of="name")
 
 # Complex rotary embeddings, pairs, none with states, factors of queries, an indexer, sinks.
 NAMES = ["deepseek_v2", "glm4_moe_lite", "kimi_linear", "mistral4", "glm_moe_dsa", "hy_v4"]

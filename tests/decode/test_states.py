@@ -16,7 +16,7 @@ from tests.architectures import build_tiny_model
 from tests.decode.whole_pool import WholePool, close, cpu_pool, require_alike
 from tests.threads import two_threads
 
-pytestmark = pytest.mark.every_isa
+pytestmark = pytest.mark.every_isa(first_of="name")
 
 # One of each family of operations, and those that people run.
 NAMES = ["qwen3_5_moe", "qwen3_next", "kimi_linear", "nemotron_h", "jamba", "lfm2_moe"]

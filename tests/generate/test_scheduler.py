@@ -64,7 +64,7 @@ def random_requests(count: int) -> list[Request]:
     ]
 
 
-@pytest.mark.every_isa
+@pytest.mark.every_isa(first_of="name")
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v2", "qwen3_next"])
 @pytest.mark.parametrize("max_running", [1, 3])
 def test_a_request_gets_the_same_in_any_company(name: str, max_running: int) -> None:

@@ -20,7 +20,7 @@ from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import logits_of, relative_error
 from tests.threads import two_threads
 
-pytestmark = pytest.mark.every_isa
+pytestmark = pytest.mark.every_isa(first_of="name")
 
 
 @pytest.fixture(autouse=True)
