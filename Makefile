@@ -30,10 +30,11 @@ WHEEL_PYTHONS ?= $(PYTHON)
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
 
-test: setup  ## Everything that CI runs
-	@$(MAKE) --no-print-directory -j2 -Otarget lint types floors check-clang sanitize fuzz-files
-	@$(MAKE) --no-print-directory unit
-	@$(MAKE) --no-print-directory seam-oldest
+# What uses one core runs beside what waits, or beside what uses the other.
+test: $(BIN)/python  ## Everything that CI runs
+	@$(MAKE) --no-print-directory -j2 -Otarget setup sanitize
+	@$(MAKE) --no-print-directory -j2 -Otarget lint types floors check-clang fuzz-files
+	@$(MAKE) --no-print-directory -j2 -Oline unit seam-oldest
 
 setup: $(VENV)/dev.stamp
 
@@ -139,7 +140,7 @@ gpu-coverage: setup  ## Which lines and branches of device cuda's host code its 
 # What another Transformers changes does not depend on the kernels.
 SEAM := -m seam $(if $(ISA),,--isa best)
 seam-oldest: $(VENV)/transformers-$(OLDEST_TRANSFORMERS)/installed.stamp  ## The seam's tests on the oldest supported Transformers
-	PYTHONPATH=$(VENV)/transformers-$(OLDEST_TRANSFORMERS) $(PYTEST) $(SEAM)
+	PYTHONPATH=$(VENV)/transformers-$(OLDEST_TRANSFORMERS) $(PYTEST) -n 0 $(SEAM)
 
 # NEWEST_TORCH: as pip takes it; the index's own torch may bring gigabytes of CUDA.
 NEWEST_TORCH ?= $(TORCH)
