@@ -3,6 +3,11 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#if defined(__linux__)
+#include <sched.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#endif
 
 #include <algorithm>
 #include <cerrno>
@@ -25,6 +30,26 @@ int open_direct([[maybe_unused]] const char* path) {
 #else
   errno = EINVAL;
   return -1;
+#endif
+}
+
+// Has the system run this thread as soon as it wakes, though others compute: it takes microseconds
+// until it waits for the disk. Linux does so for a thread with a shorter slice from 6.12 on; where
+// it knows no such thing, it refuses, and wakes threads that have slept early enough by itself.
+void ask_for_short_slices() {
+#if defined(__linux__) && defined(SYS_sched_setattr)
+  if (::sched_getscheduler(0) != SCHED_OTHER) return;
+  struct {
+    std::uint32_t size, policy;
+    std::uint64_t flags;
+    std::int32_t nice;
+    std::uint32_t priority;
+    std::uint64_t slice, deadline, period;
+  } wanted{};
+  wanted.size = sizeof(wanted);
+  wanted.nice = ::getpriority(PRIO_PROCESS, 0);
+  wanted.slice = 100'000;  // nanoseconds; less than any other
+  static_cast<void>(::syscall(SYS_sched_setattr, 0, &wanted, 0));
 #endif
 }
 
@@ -134,6 +159,7 @@ void ReaderPool::fail(int error, std::int64_t every, double delay_seconds) {
 }
 
 void ReaderPool::work() {
+  ask_for_short_slices();
   while (true) {
     Piece piece{};
     {

@@ -1,7 +1,11 @@
 """Experts on the disk give the bits that experts in memory give; a failed read is a sentence."""
 
+import ctypes
 import errno
+import os
+import platform
 import shutil
+import struct
 import warnings
 from pathlib import Path
 from typing import Any
@@ -245,3 +249,33 @@ def test_from_pretrained_of_a_packed_model_takes_slots_too(
     assert 0 < slots_of(model).share < 1
     with torch.inference_mode():
         assert torch.equal(model(ids(60)).logits, in_memory(ids(60)).logits)
+
+
+_SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}  # numbers of the system call
+_ATTRIBUTES = "IIQiIQQQ"
+
+
+def slices_of_threads() -> dict[int, int]:
+    """Return the slice of each thread of this process, in nanoseconds."""
+    size = struct.calcsize(_ATTRIBUTES)
+    found = {}
+    for thread in map(int, os.listdir("/proc/self/task")):
+        room = ctypes.create_string_buffer(size)
+        number = _SCHED_GETATTR[platform.machine()]
+        if ctypes.CDLL(None).syscall(number, thread, room, size, 0) == 0:
+            found[thread] = struct.unpack(_ATTRIBUTES, room.raw)[5]
+    return found
+
+
+@pytest.mark.skipif(
+    platform.system() != "Linux"
+    or platform.machine() not in _SCHED_GETATTR
+    or tuple(map(int, platform.release().split(".")[:2])) < (6, 12),
+    reason="slices are a thread's own from Linux 6.12 on",
+)
+def test_readers_run_as_soon_as_they_wake(packed: Path) -> None:
+    before = slices_of_threads()
+    model = with_share(packed, 0.3)
+    after = slices_of_threads()
+    assert slots_of(model).num_slots
+    assert [after[t] for t in after if t not in before].count(100_000) == 8

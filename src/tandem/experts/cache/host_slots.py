@@ -28,7 +28,7 @@ _TRANSIT_SLOTS = 32
 _HELD_SLOTS = 4  # experts on their way to a device that memory does not keep
 # Without a byte for so long a request fails; the disk may wake up from its sleep.
 _PATIENCE_SECONDS = 60.0
-_PAGE_BYTES = 4096
+_HUGE_PAGE_BYTES = 2 << 20
 _EVICTIONS = ("successor", "lru")
 
 
@@ -101,9 +101,9 @@ class HostSlots:
         self.slot_bytes = max(sizes)
         self.has_sums = all(place.sums for place in places)
         """Whether damaged bytes are found."""
-        self._transit = _page_aligned(num_transit, max(sizes))
+        self._transit = page_aligned(num_transit, max(sizes))
         self.transit_bytes = self._transit.nbytes
-        self._memory = list(map(_page_aligned, self.num_slots, sizes))
+        self._memory = list(map(page_aligned, self.num_slots, sizes))
         self.num_bytes = sum(memory.nbytes for memory in (*self._memory, self._transit))
         self.resident_bytes = self.num_bytes - self.transit_bytes
         self._tables = _tables(eviction, counts, top_k)
@@ -145,9 +145,13 @@ def _tables(
     return next_use_tables(Geometry(len(counts), counts[0], top_k))
 
 
-def _page_aligned(num_slots: int, slot_bytes: int) -> Tensor:
-    memory = allocate_buffers(1, num_slots * slot_bytes + _PAGE_BYTES)[0]
-    first = -memory.data_ptr() % _PAGE_BYTES
+def page_aligned(num_slots: int, slot_bytes: int) -> Tensor:
+    """Return memory (num_slots, slot_bytes) uint8 that begins at a huge page.
+
+    A disk writes into small pages one by one: that takes twice as long.
+    """
+    memory = allocate_buffers(1, num_slots * slot_bytes + _HUGE_PAGE_BYTES)[0]
+    first = -memory.data_ptr() % _HUGE_PAGE_BYTES
     size = num_slots * slot_bytes
     with torch.inference_mode(False):
         return memory[first : first + size].view(num_slots, slot_bytes)
