@@ -157,7 +157,7 @@ void HostSlots::begin(const ExpertUse& use) {
     ++(slot == nullptr ? counts_.misses : counts_.hits);
     counts_.ahead += slot != nullptr && !has_slot;
   }
-  ahead_ = 0;
+  order_ahead();
   admit_absent(worth_, std::move(absent));
   use_transit_slots();
 }
@@ -266,14 +266,30 @@ void HostSlots::use_transit_slots() {
     read_into(*slot, layer_, experts_[i], true);
   }
   const std::int32_t next = layer_ + 1;
-  if (!is_prompt_ || next >= static_cast<std::int32_t>(layers_.size())) return;
-  for (; ahead_ < layers_[next].num_experts; ++ahead_) {
-    if (find(next, ahead_) != nullptr) continue;
-    const bool has_room = !resident_.free[next].empty();
-    Slot* slot = has_room ? &slots_[next][resident_.insert(next, ahead_)] : free_transit();
-    if (slot == nullptr) return;
-    read_into(*slot, next, ahead_, false);
+  while (!ahead_.empty()) {
+    const std::int32_t expert = ahead_.back();
+    if (find(next, expert) == nullptr) {
+      const bool has_room = !resident_.free[next].empty();
+      Slot* slot = has_room ? &slots_[next][resident_.insert(next, expert)] : free_transit();
+      if (slot == nullptr) return;
+      read_into(*slot, next, expert, false);
+    }
+    ahead_.pop_back();
   }
+}
+
+// Of a prompt, the next layer's experts: those that are worth most are read first, at the end. For
+// the others there is no slot then, and a prompt does not use all of them.
+void HostSlots::order_ahead() {
+  ahead_.clear();
+  const auto next = static_cast<std::size_t>(layer_) + 1;
+  if (!is_prompt_ || next >= layers_.size()) return;
+  ahead_.resize(layers_[next].num_experts);
+  std::iota(ahead_.rbegin(), ahead_.rend(), 0);
+  const SuccessorTable* table = layers_[next].table;
+  const Scores worth = table == nullptr ? last_use_[next] : table->values();
+  std::stable_sort(ahead_.begin(), ahead_.end(),
+                   [&](std::int32_t a, std::int32_t b) { return worth[a] < worth[b]; });
 }
 
 void HostSlots::release_handed_out() {

@@ -101,6 +101,7 @@ class HostSlots final : public ExpertSource {
   void admit_absent(const Scores& worth, Ids absent);
   void read_into(Slot& slot, std::int32_t layer, std::int32_t expert, bool is_demand);
   void use_transit_slots();
+  void order_ahead();
   Slot* free_transit();
   void release_handed_out();
   void learn();
@@ -111,11 +112,11 @@ class HostSlots final : public ExpertSource {
   std::vector<std::deque<Slot>> slots_;  // by layer
   std::deque<Slot> transit_, held_;
   std::vector<Scores> last_use_;  // by layer and expert: number of the step, without a table
-  std::uint32_t step_ = 0;
+  std::uint32_t step_ = 1;  // 0: never
   std::int32_t layer_ = -1;  // of the present use, or the last one
   bool is_prompt_ = false, has_learned_ = true;
-  std::int32_t batch_ = 1, ahead_ = 0;  // tokens of a decode step; next expert to read ahead
-  Ids experts_, above_;
+  std::int32_t batch_ = 1;  // tokens of a decode step
+  Ids experts_, above_, ahead_;  // in use; of the layer above; to read ahead, the first one last
   std::vector<Wanted> wanted_;  // by place
   std::vector<Arrived> arrived_;
   bool has_one_size_ = true;  // of all slots: their memory can be traded

@@ -279,3 +279,19 @@ def test_readers_run_as_soon_as_they_wake(packed: Path) -> None:
     after = slices_of_threads()
     assert slots_of(model).num_slots
     assert [after[t] for t in after if t not in before].count(100_000) == 8
+
+
+def test_a_prompt_reads_ahead_first_what_was_used_before(tmp_path: Path) -> None:
+    plain = save_tiny_checkpoint(
+        tmp_path / "plain", "qwen3_moe", num_experts=4 * EXPERTS, num_experts_per_tok=TOP_K,
+        num_hidden_layers=LAYERS,
+    )  # fmt: skip
+    many = tandem.save(tandem.load(plain, expert_dtype="int8"), tmp_path / "packed")
+    model = with_share(many, 0.0, eviction="lru")
+    misses = []
+    with torch.inference_mode():
+        for _ in range(2):
+            model(torch.full((1, 40), 7))  # a token again and again: the same experts
+            misses.append(slots_of(model).statistics().misses)
+    # Half a layer's experts find room ahead; only the first layer's are never read ahead.
+    assert misses[1] - misses[0] == TOP_K
