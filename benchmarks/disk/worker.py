@@ -36,7 +36,8 @@ from tandem.hf.runtime import require_runtime
 
 _MORE_TOKENS = 4096  # of a trace, for what comes after the measured steps
 _BLOCK_STEPS = 16
-_TURNS = 6
+_TURNS = 20
+_FIRST_STEPS = 100  # until rare experts have come too
 
 
 def main() -> None:
@@ -78,14 +79,26 @@ def measure_tier(job: Job) -> dict[str, Any]:
         assert watch.routing is not None
         assert watch.routing.at == again
         top_k = trace.experts.shape[2]
-        dense, expert = resident_costs(running, top_k, job.num_layers)
+        dense, expert = resident_costs(running, watch, top_k)
         costs = Costs(dense, expert, size, max(rates.values()))
     report |= {"disk_rates": rates, "decode": decode_report(samples, costs)}
     report["prompts"] = _prompts(running, watch, job, size)
     report["cold_needed_bytes"] = sum(f.stat().st_size for f in job.folder.glob("*.safetensors"))
     if watch.slots is not None:
-        report |= {"slots_share": watch.slots.share, "num_slots": watch.slots.num_slots}
+        report |= {
+            "slots_share": watch.slots.share,
+            "num_slots": watch.slots.num_slots,
+            "slots_bytes": watch.slots.num_bytes,
+            "huge_page_bytes": _huge_page_bytes(),
+        }
     return report
+
+
+def _huge_page_bytes() -> int:
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def _prompts(running: RunningModel, watch: Watch, job: Job, size: int) -> dict[str, Any]:
@@ -107,11 +120,11 @@ def measure_fit(job: Job) -> dict[str, Any]:
     running = {}
     for name in ("slots", "mapped"):
         model = load_first_layers(job, has_slots=name == "slots")
-        running[name] = RunningModel(model, job.prompt + 2 * _TURNS * _BLOCK_STEPS + 64)
+        running[name] = RunningModel(model, job.prompt + _FIRST_STEPS + 64)
         watch_of(model, trace, job.folder)
         for _ in range(2):
             running[name].prompt(job.prompt)
-        for _ in range(_BLOCK_STEPS):
+        for _ in range(_FIRST_STEPS):
             running[name].step()
     found: dict[str, dict[str, list[float]]] = {
         name: {"step": [], "prompt": []} for name in running
