@@ -64,17 +64,21 @@ experts that run from the card's memory.
 """
 
 
-def plan(model: Model, profile: str, path: str) -> dict[str, Any]:
-    """Return the JSON of `tandem plan`."""
-    words = ["--shape", model.shape, "--expert-dtype", model.expert_dtype, "--json"]
-    machine = ["--device", "cuda", "--profile", profile, "--host-path", path]
+def answer(words: list[str]) -> dict[str, Any]:
+    """Return the JSON of a command of `tandem`, given without --json."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        code = tandem(["plan", *words, *machine])
+        code = tandem([*words, "--json"])
     if code != 0:
         raise SystemExit(code)
     found: dict[str, Any] = json.loads(out.getvalue().splitlines()[-1])
     return found
+
+
+def plan(model: Model, profile: str, path: str) -> dict[str, Any]:
+    """Return the JSON of `tandem plan`."""
+    words = ["--shape", model.shape, "--expert-dtype", model.expert_dtype]
+    return answer(["plan", *words, "--device", "cuda", "--profile", profile, "--host-path", path])
 
 
 def heading(profile: HardwareProfile) -> str:

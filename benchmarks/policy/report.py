@@ -5,7 +5,6 @@ sequences; everything here runs on the odd ones, from a cold start. The text aro
 stands in `report_text.py`.
 """
 
-import dataclasses
 import json
 from collections import defaultdict
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from benchmarks.policy.report_text import INTRODUCTION, NEGATIVE_RESULTS, SECTIONS, SPECULATION
+from benchmarks.policy.routings import taken
 
 from tandem.hardware.profiles import load_profile
 from tandem.policy.assignment import ASSIGNMENTS
@@ -39,16 +39,8 @@ Found = dict[str, list[float]]  # the numbers that the issue asks for, collected
 def odd_sequences(trace: RoutingTrace) -> RoutingTrace:
     """Return every second sequence as a trace."""
     offsets = trace.seq_offsets
-    places = range(1, trace.num_sequences, 2)
-    index = np.concatenate([np.arange(offsets[i], offsets[i + 1]) for i in places])
-    lengths = [int(offsets[i + 1] - offsets[i]) for i in places]
-    return dataclasses.replace(
-        trace,
-        experts=trace.experts[index],
-        seq_offsets=np.concatenate(([0], np.cumsum(lengths))),
-        weights=None if trace.weights is None else trace.weights[index],
-        token_ids=None if trace.token_ids is None else trace.token_ids[index],
-    )
+    odd = range(1, trace.num_sequences, 2)
+    return taken(trace, [np.arange(offsets[i], offsets[i + 1]) for i in odd])
 
 
 def timed(

@@ -65,7 +65,7 @@ def cut(trace: RoutingTrace, seed: int = 0) -> RoutingTrace:
         pieces.append(np.arange(at, at + length))
         at += length
     pieces = [pieces[i] for i in draw.permutation(len(pieces))]
-    return _taken(trace, pieces)
+    return taken(trace, pieces)
 
 
 def interleaved(trace: RoutingTrace) -> RoutingTrace:
@@ -75,7 +75,7 @@ def interleaved(trace: RoutingTrace) -> RoutingTrace:
     starts = [start + TURN_TOKENS * turn for turn in range(turns) for start in (0, middle)]
     order = np.concatenate([np.arange(start, start + TURN_TOKENS) for start in starts])
     pieces = np.split(order, range(8 * TURN_TOKENS, len(order), 8 * TURN_TOKENS))
-    return _taken(trace, pieces)
+    return taken(trace, pieces)
 
 
 def permuted(trace: RoutingTrace, seed: int = 0) -> RoutingTrace:
@@ -103,7 +103,7 @@ def merged(trace: RoutingTrace, keep: int = 2) -> RoutingTrace:
     return made(name, experts, MERGED_LAYERS * trace.meta.n_experts, np.diff(trace.seq_offsets))
 
 
-def _taken(trace: RoutingTrace, pieces: list[Ints]) -> RoutingTrace:
+def taken(trace: RoutingTrace, pieces: list[Ints]) -> RoutingTrace:
     """Return a trace whose sequences are these tokens of another one."""
     index = np.concatenate(pieces)
     offsets = np.concatenate(([0], np.cumsum([len(piece) for piece in pieces])))
