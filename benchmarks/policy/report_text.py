@@ -99,10 +99,8 @@ Decode tokens per second on the virtual clock, the link charged for every copy; 
 ## The systems at equal GPU memory, DALI's testbed
 
 One fifth of the sequences is held out and gives popularity to Fiddler; HybriMoE, DALI and Tandem
-start with random experts, as in DALI's paper.
-The traces carry no router inputs, so DALI's residual and HybriMoE's gate look-ahead have nothing
-to look at: both run without prefetch here. HybriMoE is the paper's schedule with this machine's
-true costs; the released code decides by constants.
+start with random experts, as in DALI's paper. How the others run here, and what their papers
+state: [papers.md](papers.md).
 """,
 }
 

@@ -1,0 +1,1 @@
+"""The tables and figures of the two papers that Tandem follows: theirs, and ours by a command."""
