@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.devices.cuda.device import CudaDevice
-from tandem.devices.cuda.hand_over_trial import graph_costs
+from tandem.devices.cuda.hand_over_trial import TrialLimits, graph_costs
 from tandem.devices.cuda.kernels import Prepared, TorchKernels
 from tandem.devices.cuda.profile import measure_device
 from tandem.devices.cuda.streams import Stream, Work
@@ -147,12 +147,11 @@ def test_steps_that_are_one_graph_have_costs_of_their_own(
 ) -> None:
     pytest.importorskip("triton")
     with interpreted():
-        monkeypatch.setattr("tandem.devices.cuda.hand_over_trial._LAYERS", 4)
-        streams = LazyStreams(is_eager=True)
-        costs = graph_costs(HostSignals(), streams, HIDDEN, 1e-6)
-        monkeypatch.setattr("tandem.devices.cuda.hand_over_trial._LIMIT_SECONDS", 0.01)
+        streams, few = LazyStreams(is_eager=True), TrialLimits(layers=4)
+        costs = graph_costs(HostSignals(), streams, HIDDEN, 1e-6, limits=few)
+        impatient = TrialLimits(layers=4, doorbell_seconds=0.01)
         with pytest.raises(RuntimeError, match="did not reach the host"):  # and nothing hangs
-            graph_costs(NeverRings(), streams, HIDDEN, 1e-6)
+            graph_costs(NeverRings(), streams, HIDDEN, 1e-6, limits=impatient)
     assert costs.layer_seconds > 0
     assert costs.cpu_begin_seconds == costs.cpu_end_seconds >= 0
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem.devices.cuda import hand_over_trial
-from tandem.devices.cuda.hand_over_trial import Trial, find_signals
+from tandem.devices.cuda.hand_over_trial import Trial, TrialLimits, find_signals
 from tandem.devices.cuda.signals import KernelSignals, Signals
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.store.host_store import HostStore
@@ -159,6 +159,9 @@ def test_what_is_not_handed_over_breaks_the_graph(handed: ModuleType, store: Hos
     machine.coordinator.close()
 
 
+IMPATIENT, PATIENT = TrialLimits(come_seconds=0.1), TrialLimits(come_seconds=20.0)
+
+
 class ThreadStreams:
     """Streams of which one runs, on a thread."""
 
@@ -193,12 +196,9 @@ class OneAtATime(ThreadStreams):
 
 
 @pytest.mark.parametrize("signals", [KernelSignals(9.0), HostSignals()])
-def test_a_driver_that_holds_each_launch_is_found_out(
-    handed: ModuleType, monkeypatch: pytest.MonkeyPatch, signals: Signals
-) -> None:
-    monkeypatch.setattr(hand_over_trial, "_TRIAL_SECONDS", 0.1)
+def test_a_driver_that_holds_each_launch_is_found_out(handed: ModuleType, signals: Signals) -> None:
     streams: Any = OneAtATime()
-    assert not Trial(signals, streams, 1).works()
+    assert not Trial(signals, streams, 1, limits=IMPATIENT).works()
 
 
 class NothingPinned(ThreadStreams):
@@ -224,14 +224,12 @@ def test_signals_are_tried_before_they_are_used(
     handed: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hand_over_trial, "open_driver", lambda: None)
-    monkeypatch.setattr(hand_over_trial, "_TRIAL_SECONDS", 20.0)
     streams: Any = ThreadStreams()
-    found = find_signals(streams)
+    found = find_signals(streams, PATIENT)
     assert found is not None
     assert found.name == "polling kernels"
-    assert Trial(HostSignals(), streams, 1).works()
-    monkeypatch.setattr(hand_over_trial, "_TRIAL_SECONDS", 0.1)
-    assert not Trial(NeverRings(), streams, 1).works()
+    assert Trial(HostSignals(), streams, 1, limits=PATIENT).works()
+    assert not Trial(NeverRings(), streams, 1, limits=IMPATIENT).works()
 
 
 def test_of_two_ways_that_work_the_quicker_is_taken(
@@ -245,7 +243,6 @@ def test_of_two_ways_that_work_the_quicker_is_taken(
         return float(seconds[trial.signals.name])
 
     monkeypatch.setattr(hand_over_trial, "_stream_signals", lambda _: HostSignals())
-    monkeypatch.setattr(hand_over_trial, "_TRIAL_SECONDS", 20.0)
     monkeypatch.setattr(Trial, "answered_seconds", answered_seconds)
     streams: Any = ThreadStreams()
     for of_words, quickest in (
@@ -254,6 +251,6 @@ def test_of_two_ways_that_work_the_quicker_is_taken(
         (None, "polling kernels"),
     ):
         seconds.update({"words": of_words, "polling kernels": 2e-6})
-        found = find_signals(streams)
+        found = find_signals(streams, PATIENT)
         assert found is not None
         assert found.name == quickest

@@ -15,7 +15,7 @@ from tandem.devices.cuda.captures import CudaCapture, on_capture_stream
 from tandem.devices.cuda.copies import SlotEvents
 from tandem.devices.cuda.device import CudaDevice
 from tandem.devices.cuda.driver import DriverError
-from tandem.devices.cuda.hand_over_trial import Trial
+from tandem.devices.cuda.hand_over_trial import Trial, TrialLimits
 from tandem.devices.cuda.signals import StreamSignals
 from tandem.devices.cuda.streams import CudaStreams, Stream
 from tandem.experts.store.host_store import HostStore
@@ -269,9 +269,7 @@ def test_an_address_of_the_gpu_for_native_code_is_found(gpu: ShadowGpu) -> None:
         CpuThreads(num_threads=1).engine.add_rows(rows, row_of.int(), weights, torch.zeros(1, 4))
 
 
-def test_a_hand_over_that_does_not_wait_is_found_by_its_trial(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_hand_over_that_does_not_wait_is_found_by_its_trial() -> None:
     pytest.importorskip("triton")
     with shadow_gpu() as gpu:
 
@@ -286,10 +284,12 @@ def test_a_hand_over_that_does_not_wait_is_found_by_its_trial(
 
         driver = hand_over_trial.open_driver()  # type: ignore[attr-defined]
         assert driver is not None
-        monkeypatch.setattr(hand_over_trial, "_TRIAL_SECONDS", 60.0)
+        patient = TrialLimits(come_seconds=60.0)
         current = partial(_current_stream, CUDA)
-        assert Trial(StreamSignals(driver, current), CudaStreams(), 1).works()
-        assert not Trial(WaitsForNothing(driver, current), QuickStreams(), 1).works()
+        of_all = StreamSignals(driver, current)
+        assert Trial(of_all, CudaStreams(), 1, limits=patient).works()
+        of_none = WaitsForNothing(driver, current)
+        assert not Trial(of_none, QuickStreams(), 1, limits=patient).works()
 
 
 def test_a_doorbell_without_a_fence_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from tandem.core.errors import TandemWarning
 from tandem.devices.cuda import hand_over_trial
 from tandem.devices.cuda import streams as cuda_streams
 from tandem.devices.cuda.captures import CudaCapture, on_capture_stream
-from tandem.devices.cuda.hand_over_trial import Trial
+from tandem.devices.cuda.hand_over_trial import Trial, TrialLimits
 from tandem.devices.cuda.streams import CudaStreams, HostCopy, Stream
 from tandem.experts.cache.sizing import OutOfDeviceMemoryError
 from tandem.hf.machine.cuda import compiled_kernels
@@ -106,7 +106,6 @@ def test_how_gpu_and_host_signal_each_other_is_found_by_trying(
 ) -> None:
     pytest.importorskip("triton")
     with shadow_gpu(has_words=has_words):
-        monkeypatch.setattr(hand_over_trial, "_TRIAL_SECONDS", 60.0)
         works, tried = Trial.works, list[str]()
 
         def noted(trial: Trial) -> bool:
@@ -117,7 +116,7 @@ def test_how_gpu_and_host_signal_each_other_is_found_by_trying(
         monkeypatch.setattr(Trial, "works", noted)
         # The last one is the quickest.
         monkeypatch.setattr(hand_over_trial, "_seconds", lambda t: -tried.index(t.signals.name))
-        found = hand_over_trial.find_signals(CudaStreams())
+        found = hand_over_trial.find_signals(CudaStreams(), TrialLimits(come_seconds=60.0))
         names = ["polling kernels", "stream operations"][: 2 if has_words else 1]
         assert tried == names
         assert found is not None

@@ -6,6 +6,7 @@ expert: a thread of the host answers it as soon as it sees it.
 """
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import math
@@ -23,16 +24,27 @@ from tandem.devices.cuda.streams import CudaStreams, Stream
 from tandem.experts.measuring.profiler import REPETITIONS
 from tandem.policy.cost import GRAPH, HostCosts
 
-_LAYERS = 64  # of a graph
-_LIMIT_SECONDS = 10.0  # for a doorbell
-_TRIAL_SECONDS = 2.0
 # Of kernels while they are tried, which nothing but a broken way of signalling lets come to it.
 _WAIT_SECONDS = 0.2
 _NO_EXPERT, _ABSENT = -1, 0
 _TRIAL_VALUES = 1  # of a token whose hand-over is tried: by the same kernels
 
 
-def find_signals(streams: CudaStreams) -> Signals | None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrialLimits:
+    """How much a trial does, and how long it waits."""
+
+    layers: int = 64
+    """Of a graph that is timed."""
+    doorbell_seconds: float = 10.0
+    come_seconds: float = 2.0
+    """Until a hand-over has come through."""
+
+
+LIMITS = TrialLimits()
+
+
+def find_signals(streams: CudaStreams, limits: TrialLimits | None = None) -> Signals | None:
     """Return how a GPU and the host signal each other, the quicker way that works in a graph.
 
     None: in no way, or there is no Triton.
@@ -45,7 +57,7 @@ def find_signals(streams: CudaStreams) -> Signals | None:
     found = list[Trial]()
     for make in (lambda: KernelSignals(_WAIT_SECONDS), lambda: _stream_signals(device)):
         with contextlib.suppress(Exception):  # Triton's compilers and tools raise what they like
-            trial = Trial(make(), streams, _TRIAL_VALUES, make_capture)
+            trial = Trial(make(), streams, _TRIAL_VALUES, make_capture, limits)
             if trial.works():
                 found.append(trial)
     if not found:
@@ -77,12 +89,13 @@ def graph_costs(
     fetch_seconds: float,
     *,
     make_capture: Callable[[], Capture] | None = None,
+    limits: TrialLimits | None = None,
 ) -> HostCosts:
     """Return the host's work for steps that are one graph; prompts fetch as they do elsewhere.
 
     Without `make_capture` the layers are queued one by one, as on a twin.
     """
-    trial = Trial(signals, streams, hidden_size, make_capture)
+    trial = Trial(signals, streams, hidden_size, make_capture, limits)
     of_hits, of_misses = trial.layer_seconds(_NO_EXPERT), trial.answered_seconds()
     one_way = max(0.0, of_misses - of_hits) / 2
     return HostCosts(
@@ -104,11 +117,13 @@ class Trial:
         streams: CudaStreams,
         hidden_size: int,
         make_capture: Callable[[], Capture] | None = None,
+        limits: TrialLimits | None = None,
     ) -> None:
         """Take memory; `RuntimeError` where there is none that both of them see."""
         from tandem.devices.cuda import handing
 
         self.signals, self._streams, self._make_capture = signals, streams, make_capture
+        self._limits = limits or LIMITS
         self._layer = handing.hand_over_layer
         self._words = words = streams.pinned(256).view(torch.int32)[:64].zero_()
         shared = streams.pinned(8 * hidden_size).view(torch.float32)[: 2 * hidden_size]
@@ -138,7 +153,7 @@ class Trial:
         """
         streams = self._streams
         streams.run(Stream.COMPUTE, self._load)
-        if not _comes(streams.record(Stream.COMPUTE).query):
+        if not self._comes(streams.record(Stream.COMPUTE).query):
             return False
         work = functools.partial(self._hand_over, _ABSENT, 0, self.signals)
         if not self._comes_through(work, 2.0):
@@ -156,14 +171,14 @@ class Trial:
         """Time a layer whose token has chosen one expert."""
 
         def work() -> None:
-            for layer in range(_LAYERS):
+            for layer in range(self._limits.layers):
                 self._hand_over(expert, layer, self.signals)
 
         self._once(self._load, _NO_EXPERT)
         launch: Callable[[], None] = work
         if self._make_capture is not None:
             launch = captured_work(work, self._make_capture(), self._streams).replay
-        return median(self._once(launch, expert) for _ in range(REPETITIONS)) / _LAYERS
+        return median(self._once(launch, expert) for _ in range(REPETITIONS)) / self._limits.layers
 
     def _load(self) -> None:
         """Launch the kernels for a token without experts, which waits for nobody.
@@ -186,17 +201,18 @@ class Trial:
         To queue it may itself wait for its end (CUDA_LAUNCH_BLOCKING): a timer answers it then.
         """
         self._words.zero_()
-        held = threading.Timer(_TRIAL_SECONDS, self._answer, [result])
+        held = threading.Timer(self._limits.come_seconds, self._answer, [result])
         held.start()
         try:
             self._streams.run(Stream.COMPUTE, work)
             end = self._streams.record(Stream.COMPUTE)
-            has_rung = _comes(lambda: int(self._doorbell) == 1)
+            has_rung = self._comes(lambda: int(self._doorbell) == 1)
             has_waited = not end.query()
         finally:
             held.cancel()
             self._answer(result)
-        has_ended = _comes(end.query)  # also of a failed trial: the next one uses the same words
+        # Also of a failed trial: the next one uses the same words.
+        has_ended = self._comes(end.query)
         return has_rung and has_waited and has_ended and float(self._out[0, 0]) == result
 
     def _answer(self, result: float) -> None:
@@ -226,8 +242,8 @@ class Trial:
 
     def _answer_all(self, is_over: threading.Event) -> None:
         words = self._words.numpy()  # sooner read than a tensor
-        for _ in range(_LAYERS):
-            last = time.perf_counter() + _LIMIT_SECONDS
+        for _ in range(self._limits.layers):
+            last = time.perf_counter() + self._limits.doorbell_seconds
             while words[0] != 1:
                 if is_over.is_set():
                     return
@@ -243,10 +259,9 @@ class Trial:
             self._done.fill_(1)
             time.sleep(1e-3)
 
-
-def _comes(is_so: Callable[[], bool]) -> bool:
-    end = time.perf_counter() + _TRIAL_SECONDS
-    while not is_so():
-        if time.perf_counter() > end:
-            return is_so()
-    return True
+    def _comes(self, is_so: Callable[[], bool]) -> bool:
+        end = time.perf_counter() + self._limits.come_seconds
+        while not is_so():
+            if time.perf_counter() > end:
+                return is_so()
+        return True
