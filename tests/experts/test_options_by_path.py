@@ -18,7 +18,7 @@ from tandem.core.config import add_flags
 from tandem.core.errors import ConfigError
 from tandem.devices.options import OffloadOptions, offload_options
 from tandem.hardware.profiles import load_profile
-from tandem.policy.assignment import ASSIGNMENTS, IN_GRAPH
+from tandem.policy.assignment import ASSIGNMENTS, IN_GRAPH, RUNS_IN_GRAPH
 from tandem.policy.cost import CostTable
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.plan import LayerLoad
@@ -33,7 +33,7 @@ DESKTOP = load_profile("desktop-12gb")
 # Flags of decisions, and why steps are planned with them; None: one graph follows them.
 DECISIONS: list[tuple[list[str], str | None]] = [
     *(
-        (["--assignment", name], None if name in IN_GRAPH else f"assignment {name}")
+        (["--assignment", name], None if name in RUNS_IN_GRAPH else f"assignment {name}")
         for name in ASSIGNMENTS
         if not name.startswith("exact")  # the simulator's
     ),
@@ -207,23 +207,26 @@ def test_simulate_refuses_one_graph_with_it(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [["--assignment", "ready-on-gpu"], ["--batch", "8"], []])
+@pytest.mark.parametrize(
+    "words", [*(["--assignment", name] for name in IN_GRAPH), ["--batch", "8"], []]
+)
 def test_simulate_decides_one_graph_as_it_runs(
     words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    plans = tmp_path / "plans.jsonl"
+    plans, rule = tmp_path / "plans.jsonl", dict(pairwise(words)).get("--assignment", IN_GRAPH[0])
     assert main([*graph_of(words), "--prompt", "1", "--dump", str(plans), "--json"]) == 0
     out = capsys.readouterr().out
-    assert "on desktop-12gb, decode steps in one graph by ready-on-gpu" in out
+    assert f"on desktop-12gb, decode steps in one graph by {rule}" in out
     result = json.loads(out.splitlines()[-1])
-    assert (result["in_graph"], result["assignment"]) == (True, "ready-on-gpu")
+    assert (result["in_graph"], result["assignment"]) == (True, rule)
     timed = [json.loads(line) for line in plans.read_text().splitlines()]
     timed = [plan for plan in timed if plan.get("run") == "timed" and plan["step"] > 1]
     assert timed
     for plan in timed:
         placed = zip(plan["experts"], plan["wait"], strict=True)
         assert plan["gpu"] == [expert for expert, wait in placed if wait == 0.0]
-        assert plan["fetch"] == plan["arriving"] == plan["prefetch"] == []
+        assert plan["arriving"] == plan["prefetch"] == []
+    assert any(plan["fetch"] for plan in timed) == (rule != "ready-on-gpu")
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from tandem.policy.assignment import LayerProblem
+from tandem.policy.assignment import ASSIGNMENTS, IN_GRAPH, LayerProblem
 from tandem.policy.assignment.balanced import Balanced
 from tandem.policy.assignment.baselines import Dali, HybriMoe
+from tandem.policy.assignment.in_graph import BalancedInGraph, Published, in_graph_seconds
 from tandem.policy.assignment.problem import (
     all_on_cpu,
     equation_gpu,
@@ -128,6 +129,59 @@ def test_balanced_takes_a_short_cut_to_the_same_answer(layer: LayerProblem) -> N
         policy = Balanced(pipelined=is_pipelined)
         long_way = policy.assign(equals._replace(tokens=[2] * count)).seconds
         assert policy.assign(equals).seconds == pytest.approx(long_way)
+
+
+@pytest.mark.parametrize("name", IN_GRAPH)
+@given(layer=problems())
+def test_in_one_graph_hits_are_the_gpus_and_copies_under_way_are_misses(
+    name: str, layer: LayerProblem
+) -> None:
+    split = ASSIGNMENTS.factory(name)().assign(layer)
+    under_way = [e for e, wait in zip(layer.experts, layer.wait, strict=True) if wait > 0]
+    assert list(split.spill) == under_way
+
+
+@given(layer=problems(max_experts=6))
+def test_balanced_in_graph_is_optimal_where_gpu_time_does_not_depend_on_tokens(
+    layer: LayerProblem,
+) -> None:
+    layer = layer._replace(gpu=[layer.gpu[0]] * len(layer.gpu))
+    published = Published.of(layer)
+    best = min(
+        max(in_graph_seconds(layer, published, fetch))
+        for count in range(min(len(published.absent), layer.max_fetches) + 1)
+        for fetch in itertools.combinations(published.absent, count)
+    )
+    assert BalancedInGraph().assign(layer).seconds == pytest.approx(best, rel=1e-12)
+
+
+def test_balanced_in_graph_weighs_each_copy_against_the_cpus_share() -> None:
+    cpu, wait = [5.0, 9.0, 9.0, 4.0], [0.0, -1.0, -1.0, 0.3]
+    layer = problem(cpu, [1.0] * 4, wait, link=2.0, cpu_first=0.5, link_busy=1.0)
+    published = Published.of(layer)
+    # The hit ends at 1, copies at 3 and 5. The expert under way is the CPU's in any case.
+    assert in_graph_seconds(layer, published, ()) == (1.0, 22.5)
+    assert in_graph_seconds(layer, published, (1,)) == (4.0, 13.5)
+    assert in_graph_seconds(layer, published, (1, 2)) == (6.0, 4.5)
+    split = BalancedInGraph().assign(layer)
+    assert (split.fetch, split.spill, split.seconds) == ([1, 2], [3], 6.0)
+
+
+def test_in_one_graph_copies_are_as_fast_as_the_link_where_the_cpu_has_nothing() -> None:
+    layer = problem([9.0] * 2, [1.0] * 2, [-1.0] * 2, link=4.0, link_slowdown=2.0)
+    published = Published.of(layer)
+    assert in_graph_seconds(layer, published, (0,)) == (5.0, 9.0)
+    assert in_graph_seconds(layer, published, (0, 1)) == (5.0, 0.0)  # two copies of 2, then 1
+
+
+def test_dali_in_graph_line_by_line() -> None:
+    # Expert 0 is a hit: T_gpu begins with .5. Of the others t_gpu = max(4, .5), t_cpu = 2, 9, 5.
+    layer = problem([3.0, 2.0, 9.0, 5.0], [0.5] * 4, [0.0, -1.0, -1.0, -1.0])
+    # |t_gpu - t_cpu| = 2, 5, 1 -> order 2, 1, 3.  2: .5 + 4 <= 9 -> GPU (4.5).
+    # 1: 4.5 + 4 <= 2 is false -> CPU (2).  3: 4.5 + 4 <= 2 + 5 is false -> CPU (7).
+    split = ASSIGNMENTS.factory("dali-in-graph")().assign(layer)
+    assert split.fetch == [2]
+    assert (split.gpu_seconds, split.cpu_seconds) == (4.5, 7.0)
 
 
 def test_exact_handles_64_experts_of_irregular_times() -> None:

@@ -2,9 +2,11 @@
 
 from itertools import islice
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.policy.assignment import IN_GRAPH
 from tandem.policy.cost import CostTable
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.plan import Geometry, LayerLoad
@@ -54,6 +56,32 @@ def test_a_fetch_borrows_slots_and_quiet_steps_give_them_back() -> None:
     assert not residency.lent
     assert residency.capacity == whole
     check_integrity(residency)
+
+
+@pytest.mark.parametrize("name", IN_GRAPH)
+def test_a_step_in_one_graph_borrows_before_it_begins_and_uses_no_slot_twice(name: str) -> None:
+    costs = CostTable(shape_costs(cpu=(50.0, 50.0), gpu=(0.1, 0.1), link=0.1))
+    settings = PlannerSettings(assignment=name, eviction="static")  # admits nothing
+    sizes = settings.set_sizes(GEOMETRY, NUM_SLOTS)
+    keys = range(GEOMETRY.num_layers * GEOMETRY.num_experts)
+    held = [key for key in keys if key % 16 < sizes[key // 16]]
+    planner = make_planner(settings, GEOMETRY, costs, NUM_SLOTS, resident=held)
+    residency, fetches = planner.residency, name != "ready-on-gpu"
+    load = LayerLoad(1, tuple(range(7, 16)), (1,) * 9)  # of them up to 8 are resident
+    for step, num_slots in enumerate([1, 6]):  # as many as there may be, once they are asked for
+        planner.begin_step(1, 9.0 * step, in_graph=True)
+        assert len(residency.lent) == (num_slots - 1) * fetches
+        plan = planner.plan(load, 9.0 * step)
+        assert len({copy.slot for copy in plan.fetch}) == len(plan.fetch) == num_slots * fetches
+        assert not any(copy.evicts for copy in plan.fetch)
+        fetched = [copy.expert for copy in plan.fetch]
+        assert sorted([*plan.gpu, *plan.cpu, *fetched]) == [*load.experts]
+        for copy in plan.fetch:
+            planner.copy_finished(copy.layer, copy.expert, 9.0 * step + 1.0)
+        check_integrity(residency)
+    for step in range(3 * QUIET_STEPS):
+        planner.begin_step(1, 30.0 + step, in_graph=True)
+    assert not residency.lent
 
 
 def test_a_fetch_keeps_borrowed_slots() -> None:

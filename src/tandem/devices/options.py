@@ -12,7 +12,7 @@ from tandem.core.units import parse_bandwidth, parse_bytes
 from tandem.devices import DEVICES, kind_of
 from tandem.experts.cache.sizing import parse_gpu_memory
 from tandem.experts.cache.start import STARTS
-from tandem.policy.assignment import ASSIGNMENTS
+from tandem.policy.assignment import ASSIGNMENTS, RUNS_IN_GRAPH
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.settings import POOLS, PlannerSettings
@@ -151,6 +151,8 @@ class OffloadOptions:
             return "no-decode-graph"
         if self.look_ahead:
             return "look-ahead"
+        if self.assignment not in (None, *RUNS_IN_GRAPH):
+            return f"assignment {self.assignment}"
         return self.planner_settings().why_planned()
 
 

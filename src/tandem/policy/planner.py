@@ -58,7 +58,7 @@ class Planner:
         self.costs = costs
         self.residency = residency
         self.link = LinkQueue(costs.link)
-        self._rules = rule, graph_rule
+        self._planned_rule, self.graph_rule = rule, graph_rule
         self._rule = rule
         self.eviction = eviction
         self.prediction = prediction
@@ -66,7 +66,7 @@ class Planner:
         self._admission = Admission(residency, eviction)
         self.prompt = PromptCopies(geometry, residency, self.link, eviction)
         self.ring = ring
-        self._max_fetches = max_fetches if ring.size else 0
+        self._max_fetches = self._most_fetches = max_fetches if ring.size else 0
         self._copy_price = copy_price_seconds
         self._can_prefetch = self._predicts = can_prefetch
         self._step_tokens = 1
@@ -87,14 +87,14 @@ class Planner:
 
         A step that is one graph (`in_graph`) has none: nobody is asked for predictions in it.
         """
-        self._rule = self._rules[in_graph]
+        self._rule = self.graph_rule if in_graph else self._planned_rule
         self._predicts = self._can_prefetch and not in_graph
         self.eviction.begin_step(is_prefill=is_prefill)
         if num_tokens != self._step_tokens:
             self._step_tokens = num_tokens
             self._dense_seconds = self.costs.dense(num_tokens)
         self.residency.release_passed(-1, ())
-        self.ring.begin_step(in_graph=in_graph)
+        self._begin_ring(in_graph=in_graph)
         self._has_every_expert = self.residency.has_every_expert()
         self.prompt.begin_step(num_tokens, is_prefill=is_prefill and not self._prefetch.is_staged)
         if self._has_every_expert:
@@ -102,6 +102,12 @@ class Planner:
         if self._predicts:
             self.prediction.begin_step(token_ids)
         return self._copies_ahead(0, frozenset(), now, now + self._dense_seconds)
+
+    def _begin_ring(self, *, in_graph: bool) -> None:
+        self._max_fetches = self._most_fetches
+        if in_graph:
+            self._max_fetches = min(self._most_fetches, self.ring.graph_size)
+        self.ring.begin_step(in_graph=in_graph, may_fetch=self._rule.fetches)
 
     @property
     def stages_predictions(self) -> bool:
@@ -142,6 +148,8 @@ class Planner:
         split, pairs = self._decide(load, keys, states, in_use, now)
         next_plan = now + split.seconds + self._dense_seconds
         fetch, insert = self._place(layer, split, pairs, in_use, now)
+        if len(fetch) < len(split.fetch):  # there were no slots for more
+            split = split._replace(fetch=[copy.expert for copy in fetch])
         ahead: tuple[Copy, ...] = ()
         if layer + 1 < self.geometry.num_layers:
             ahead = self._copies_ahead(layer + 1, in_use, now, next_plan)
@@ -243,12 +251,17 @@ class Planner:
         if not split.fetch and not copies:
             return (), ()
         fetch = []
-        ring = self.ring.slots(in_use)
+        num_staged = sum(first + expert not in copies for expert in split.fetch)
+        in_graph = self._rule is self.graph_rule
+        ring = self.ring.graph_slots(num_staged) if in_graph else self.ring.slots(in_use)
         for expert in split.fetch:
             key = first + expert
-            link.issue(key, now)
-            admitted = copies.pop(key, None)
-            fetch.append(admitted or self._copy(key, *next(ring)))
+            copy = copies.pop(key, None)
+            if copy is None and (given := next(ring, None)) is not None:
+                copy = self._copy(key, *given)
+            if copy is not None:
+                link.issue(key, now)
+                fetch.append(copy)
         for key in copies:
             link.issue(key, now)
         return tuple(fetch), tuple(copies.values())

@@ -19,19 +19,45 @@ class Ring:
     """Borrows slots of the cache while experts are fetched."""
 
     def __init__(
-        self, residency: Residency, eviction: Eviction, own: Sequence[int], size: int
+        self,
+        residency: Residency,
+        eviction: Eviction,
+        own: Sequence[int],
+        size: int,
+        graph_size: int = 0,
     ) -> None:
-        """Start with the `own` slots; `size` counts them and those that may be borrowed."""
-        self.size = size
+        """Start with the `own` slots; `size` counts them and those that may be borrowed.
+
+        `graph_size` is the same for steps in one graph, where no slot is used twice in a layer.
+        """
+        self.size, self.graph_size = size, graph_size
         self._residency, self._own = residency, own
         self._admission = Admission(residency, eviction)
-        self._quiet_steps = 0
+        self._quiet_steps = self._graph_steps = 0
+        self._asked = 0, 0  # by a layer in one graph, at most: lately, and in the steps before
 
-    def begin_step(self, *, in_graph: bool = False) -> None:
-        """Give the cache its slots back: if nothing was fetched for some steps, or in one graph."""
+    def begin_step(self, *, in_graph: bool = False, may_fetch: bool = True) -> None:
+        """Give the cache its slots back if nothing is fetched, or was not for some steps.
+
+        A step in one graph has all its slots from the beginning: as many as one layer of the latest
+        steps has asked for.
+        """
         self._quiet_steps += 1
-        if in_graph or self._quiet_steps > QUIET_STEPS:
+        if not may_fetch or self._quiet_steps > QUIET_STEPS:
             self._residency.take_back()
+        if not in_graph or not may_fetch:
+            return
+        self._graph_steps += 1
+        if self._graph_steps % QUIET_STEPS == 0:
+            self._asked = 0, self._asked[0]
+            self._residency.take_back()
+        wanted = min(max(self._asked), self.graph_size)
+        while self._num_slots < wanted and self._borrow(()) is not None:
+            pass
+
+    @property
+    def _num_slots(self) -> int:
+        return len(self._own) + len(self._residency.lent)
 
     def slots(self, in_use: Container[int]) -> Iterator[tuple[int, int]]:
         """Yield slots for fetched experts to take turns in, each with the key that leaves it.
@@ -41,9 +67,19 @@ class Ring:
         self._quiet_steps = 0
         lent = self._residency.lent
         yield from ((slot, NOWHERE) for slot in (*self._own, *lent))
-        while len(self._own) + len(lent) < self.size and (borrowed := self._borrow(in_use)):
+        while self._num_slots < self.size and (borrowed := self._borrow(in_use)):
             yield borrowed
         yield from cycle([(slot, NOWHERE) for slot in (*self._own, *lent)])
+
+    def graph_slots(self, count: int) -> Iterator[tuple[int, int]]:
+        """Return slots for so many experts of a layer in one graph, as far as there are some.
+
+        Nobody leaves them, and each holds one expert: all of them are there at the same time.
+        """
+        self._quiet_steps = 0
+        self._asked = max(self._asked[0], count), self._asked[1]
+        slots = (*self._own, *self._residency.lent)[:count]
+        return iter([(slot, NOWHERE) for slot in slots])
 
     def _borrow(self, in_use: Container[int]) -> tuple[int, int] | None:
         """Take a slot from the largest set that has one to give; returns it and who left it."""

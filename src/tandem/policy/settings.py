@@ -155,7 +155,9 @@ def make_planner(
         eviction = make(geometry, **dict(settings.eviction_options))
     eviction.resized(sizes)
     own = range(residency.num_slots, num_slots)
-    ring = Ring(residency, eviction, own, settings.ring_slots(num_slots))
+    ring = Ring(
+        residency, eviction, own, settings.ring_slots(num_slots), min(RING_SLOTS, num_slots // 4)
+    )
     prediction = like.prediction if like else None
     single_token = _single_token_layers(settings, costs, residency, eviction, tables)
     policies = settings.policies
@@ -172,6 +174,7 @@ def make_planner(
         graph_rule=Rule(
             policies.assignments.factory(settings.rule(in_graph=True))(),
             never_worse_than_cpu=False,
+            fetches=settings.rule(in_graph=True) != GRAPH_RULE,
         ),
         eviction=eviction,
         prediction=prediction

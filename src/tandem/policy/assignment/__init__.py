@@ -1,14 +1,16 @@
 """Who computes each active expert of a layer: one protocol, and its policies by name, in order."""
 
 from tandem.core.registry import Registry
-from tandem.policy.assignment import baselines
+from tandem.policy.assignment import baselines, in_graph
 from tandem.policy.assignment.balanced import Balanced
 from tandem.policy.assignment.problem import Assignment, LayerProblem, Split
 
-__all__ = ["ASSIGNMENTS", "IN_GRAPH", "Assignment", "LayerProblem", "Split"]
+__all__ = ["ASSIGNMENTS", "IN_GRAPH", "RUNS_IN_GRAPH", "Assignment", "LayerProblem", "Split"]
 
-# Those that a decode step in one graph can follow: its hits stay the device's.
-IN_GRAPH = ("ready-on-gpu",)
+# Those that a decode step in one graph can follow, as its hits stay the device's; and of them
+# those that it runs by now. The others are the simulator's.
+IN_GRAPH = ("ready-on-gpu", "balanced-in-graph", "dali-in-graph")
+RUNS_IN_GRAPH = ("ready-on-gpu",)
 
 ASSIGNMENTS: Registry[Assignment] = Registry("assignment")
 ASSIGNMENTS.register("balanced")(Balanced)
@@ -18,6 +20,8 @@ ASSIGNMENTS.register("hybrimoe")(baselines.HybriMoe)
 ASSIGNMENTS.register("fiddler")(baselines.Fiddler)
 ASSIGNMENTS.register("layer-static")(baselines.LayerStatic)
 ASSIGNMENTS.register("hits-on-gpu")(baselines.HitsOnGpu)
-ASSIGNMENTS.register("ready-on-gpu")(baselines.ReadyOnGpu)
+ASSIGNMENTS.register("ready-on-gpu")(in_graph.ReadyOnGpu)
+ASSIGNMENTS.register("balanced-in-graph")(in_graph.BalancedInGraph)
+ASSIGNMENTS.register("dali-in-graph")(in_graph.DaliInGraph)
 ASSIGNMENTS.register("cpu-only")(baselines.CpuOnly)
 ASSIGNMENTS.register("gpu-only")(baselines.GpuOnly)

@@ -15,23 +15,25 @@ class Rule:
         *,
         never_worse_than_cpu: bool,
         single_token: SingleTokenLayers | None = None,
+        fetches: bool = True,
     ) -> None:
         """With `never_worse_than_cpu` the CPU computes all of a layer where that is sooner.
 
-        `single_token` decides about single-token layers faster, and the same.
+        `single_token` decides about single-token layers faster, and the same. `fetches` tells
+        whether it fetches anything.
         """
-        self.single_token = single_token
-        self._assignment = assignment
+        self.single_token, self.fetches = single_token, fetches
+        self.assignment = assignment
         self._never_worse_than_cpu = never_worse_than_cpu
         self._of_residents: dict[int, Split] = {}  # by their number
 
     def split(self, problem: LayerProblem) -> Split:
         """Return who computes what."""
-        split = self._assignment.assign(problem)
+        split = self.assignment.assign(problem)
         if self._never_worse_than_cpu:
-            surcharge = problem.cpu_first if self._assignment.pipelined else 0.0
+            surcharge = problem.cpu_first if self.assignment.pipelined else 0.0
             if sum(problem.cpu) + surcharge < split.seconds:
-                return all_on_cpu(problem, pipelined=self._assignment.pipelined)
+                return all_on_cpu(problem, pipelined=self.assignment.pipelined)
         return split
 
     def split_residents(self, experts: Sequence[int], problem: Callable[[], LayerProblem]) -> Split:
