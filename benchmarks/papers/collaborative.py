@@ -16,10 +16,9 @@ from tandem.hardware.profiles import load_profile
 from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.plan import LayerLoad
-from tandem.policy.settings import PlannerSettings
 from tandem.sim.hit_rate import demand_loads, hit_rate
 from tandem.sim.replay import Tally
-from tandem.sim.systems import System
+from tandem.sim.systems import SimulatedSettings, System
 from tandem.trace import RoutingTrace
 
 PROFILE = load_profile("collab-testbed")
@@ -35,7 +34,7 @@ ON_DEMAND = {"Mixtral": 1.1, "Phi-3.5-MoE": 2.4}  # Pre-gated MoE, copies hidden
 QUARTER = 0.25  # of the experts on its GPU: 56 of 256, 128 of 512
 INDEXED = System(
     "paper 2, half of the layers",
-    PlannerSettings(
+    SimulatedSettings(
         assignment="hits-on-gpu",
         eviction="indexed-copy-on-miss",
         pool="shared",

@@ -14,9 +14,9 @@ from benchmarks.papers.table import NONE, Table
 from benchmarks.policy.gpu_forecast import answer
 
 from tandem.policy.plan import LayerLoad
-from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.prediction.policy import Forecast
 from tandem.sim.steps import LoadReader, replay_steps
+from tandem.sim.systems import POLICIES
 
 COUNTS = (1, 2)  # of experts that are predicted
 LEARNED_TOKENS, JUDGED_TOKENS = 2000, 6000
@@ -60,7 +60,7 @@ def accuracies(replays: Replays, name: str, predictor: str, batch: int) -> list[
     if trace.num_sequences < batch:
         return None
     print(f"{name}, batch {batch}: {predictor}", file=sys.stderr, flush=True)
-    prediction = PREDICTIONS.factory(predictor)(trace.meta.geometry)
+    prediction = POLICIES.predictions.factory(predictor)(trace.meta.geometry)
     reader, right, asked = LoadReader(trace), [0] * len(COUNTS), 0
     learned = min(LEARNED_TOKENS, replays.tokens // 2)
     for number, step in enumerate(replay_steps(trace, batch, 0)):

@@ -16,10 +16,9 @@ from benchmarks.policy.routings import taken
 from tandem.hardware.profiles import load_profile
 from tandem.policy.cost import NO_HOST, HardwareProfile
 from tandem.policy.plan import Geometry
-from tandem.policy.settings import PlannerSettings
 from tandem.sim.replay import Tally
 from tandem.sim.simulation import Conditions, run_timed
-from tandem.sim.systems import System, systems
+from tandem.sim.systems import SimulatedSettings, System, systems
 from tandem.trace import RoutingTrace
 
 Measure = Callable[[Tally], float | None]
@@ -27,7 +26,7 @@ BATCHES = (8, 16, 32, 64)  # DALI's, up to what the traces have sequences for
 DALI_MACHINE = load_profile("dali-testbed")
 RELEASED = System(
     "hybrimoe, released",
-    PlannerSettings(
+    SimulatedSettings(
         assignment="hybrimoe-released", eviction="hybrimoe-released", never_worse_than_cpu=False
     ),
     "random",
@@ -49,7 +48,9 @@ def with_perfect_hints(trace: RoutingTrace) -> RoutingTrace:
 
 def plain(assignment: str, eviction: str = "static", start: str = "random") -> System:
     """Return a system of two policies, without prefetch and without Tandem's safeguard."""
-    settings = PlannerSettings(assignment=assignment, eviction=eviction, never_worse_than_cpu=False)
+    settings = SimulatedSettings(
+        assignment=assignment, eviction=eviction, never_worse_than_cpu=False
+    )
     return System(f"{assignment} and {eviction}", settings, start)
 
 
