@@ -58,6 +58,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--limits", type=float, nargs="+", default=[12.0, 8.5], help="GB")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["slots", "mapped", "fit"])
     parser.add_argument("--rounds", type=int, default=1, help="of ABBA")
+    parser.add_argument("--forwards", action="store_true", help="each round forwards alone")
     parser.add_argument("--routing", default="synthetic", help="synthetic, or a trace's file")
     parser.add_argument("--steps", type=int, default=96)
     parser.add_argument("--warm-up", type=int, default=96, help="steps")
@@ -139,7 +140,8 @@ def main() -> None:
         rounds = found[f"{limit:g} GB"] = {name: [] for name in jobs}
         order = list(jobs)
         for _ in range(options.rounds):
-            for name in (*order, *reversed(order)) if len(order) > 1 else order:
+            back = () if options.forwards or len(order) < 2 else reversed(order)
+            for name in (*order, *back):
                 rounds[name].append(run(jobs[name], int(limit * 1e9)))
                 print(f"{limit:g} GB, {name}: done", file=sys.stderr, flush=True)
     print("\n".join(lines(found, fit)))

@@ -104,7 +104,9 @@ class HostSlots:
         self._transit = page_aligned(num_transit, max(sizes))
         self.transit_bytes = self._transit.nbytes
         self._memory = list(map(page_aligned, self.num_slots, sizes))
-        self.num_bytes = sum(memory.nbytes for memory in (*self._memory, self._transit))
+        self.memory = *self._memory, self._transit
+        """Of the slots, by layer, and of those that all layers share."""
+        self.num_bytes = sum(memory.nbytes for memory in self.memory)
         self.resident_bytes = self.num_bytes - self.transit_bytes
         self._tables = _tables(eviction, counts, top_k)
         entries = [
