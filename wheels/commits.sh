@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds and checks wheels if a commit since SINCE touches what they are built from:
+# Lets Clang read csrc, and builds and checks wheels, if a commit since SINCE touches what they are
+# built from:
 #
 #     wheels/commits.sh SINCE        SINCE is a commit, such as @{upstream} or HEAD~1
 set -euo pipefail
@@ -20,5 +21,6 @@ if [ -z "$commits" ]; then
   exit
 fi
 printf 'check-commits: a wheel is built and checked, because these commits touch %s:\n%s\n' "${BUILT_FROM[*]}" "$commits"
+make --no-print-directory check-clang
 make --no-print-directory wheel
 make --no-print-directory check-wheel
