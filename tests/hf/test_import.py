@@ -30,6 +30,12 @@ def test_import_is_free_of(heavy: str, module: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_bodies_become_prompts_without_torch() -> None:
+    code = "import sys, tandem.apis.answering\nassert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     "imports",
     [

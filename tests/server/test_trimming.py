@@ -10,9 +10,9 @@ from tandem.apis.answering import GenerationRequest, GenerationRequests
 from tandem.apis.reading import read_body
 from tandem.apis.replies import ChatReply
 from tandem.apis.schemas import ChatRequest, CompletionRequest
+from tandem.checkpoint.text_tokens import TextTooLongError
 from tandem.engine.messages import ModelInfo
 from tandem.generate.thinking import ThinkingLimit
-from tandem.hf.text_tokens import TextTooLongError
 from tandem.server.service import trimming_headers
 
 LIMIT = 400

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tandem.checkpoint.bounded_template import TemplateEndedError, rendered
+from tandem.checkpoint.text_tokens import token_ids
 from tandem.core.errors import ConfigError, first_line
 from tandem.dialects.arguments import Schemas
 from tandem.dialects.dialect import CALL, END_CALL, Dialect
@@ -25,8 +27,6 @@ from tandem.dialects.turns import (
     without_tools,
 )
 from tandem.foreign_types import Tokenizer
-from tandem.hf.bounded_template import TemplateEndedError, rendered
-from tandem.hf.text_tokens import token_ids
 
 if TYPE_CHECKING:
     from tandem.decode.images import ImagePrompt

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tandem.checkpoint.text_tokens import token_ids
 from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError, TandemWarning
 from tandem.decode.cpu_slots import CpuSlotPool, why_no_cpu_slots
@@ -42,7 +43,6 @@ from tandem.generate.speculation.drafters import DraftParts, new_speculation
 from tandem.generate.trial_notes import TrialNote
 from tandem.hf.dense import pack_dense_layers, share_threads
 from tandem.hf.runtime import runtime_of
-from tandem.hf.text_tokens import token_ids
 from tandem.kernels.attention import require_kv_dtype
 from tandem.kernels.dense import CpuThreads
 from tandem.recording.recorded_graph import RecordedGraph

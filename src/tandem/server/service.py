@@ -21,13 +21,13 @@ from tandem.apis.errors import ApiError, server_error
 from tandem.apis.images import ImageReader
 from tandem.apis.reading import ReadBody, known_names, read_body
 from tandem.apis.schemas import Asked
+from tandem.checkpoint.text_tokens import TextTooLongError
 from tandem.core.errors import TandemError
 from tandem.core.registry import nearest_names
 from tandem.dialects.format import TemplateError
 from tandem.engine.grammar_process import Tables
 from tandem.engine.messages import ModelInfo
 from tandem.foreign_types import Tokenizer
-from tandem.hf.text_tokens import TextTooLongError
 from tandem.server.api_keys import OWNER
 from tandem.server.engine_client import EngineClient
 from tandem.server.event_stream import EventStream
