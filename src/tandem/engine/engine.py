@@ -7,6 +7,7 @@ cancelled request's row is free before the next step.
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import os
 import select
@@ -71,6 +72,8 @@ def run_engine(load: ModelLoader, settings: EngineSettings, connection: Connecti
     except TandemError as error:
         connection.send(Failed([], str(error)))
         sys.exit(EXIT_CANNOT_LOAD)
+    # What is loaded stays. To look through it takes a third of a second, in which no token comes.
+    gc.freeze()
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         engine.run()
 
