@@ -156,7 +156,8 @@ async def _serve(
 def _listen(host: str, port: int) -> socket.socket:
     """Take the port now, so that a mistake raises before a model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # By its protocol asyncio knows TCP, and sends each part of an answer at once.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
