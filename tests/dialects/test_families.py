@@ -1,6 +1,7 @@
 """What a published template writes is read back: reasoning, text and calls, however it is cut."""
 
 import json
+import pickle
 from collections.abc import Iterable
 from typing import Any
 
@@ -57,7 +58,7 @@ def read(
     chat: ChatFormat, prompt: ChatPrompt, pieces: Iterable[str], tools: Any = TOOLS
 ) -> tuple[str, str, list[Call]]:
     """Return reasoning, text and calls of an answer that comes in pieces."""
-    reader = chat.reader(prompt, tools)
+    reader = pickle.loads(pickle.dumps(chat.reader(prompt, tools)))  # as it reaches the server
     assert reader is not None
     parts = [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
     calls = joined_calls(parts)

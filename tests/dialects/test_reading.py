@@ -1,5 +1,6 @@
 """What a model writes is taken apart into reasoning, text and calls, however it is cut."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ def test_calls_come_after_reasoning_and_text(tokenizer: Any, size: int) -> None:
 
 def streamed(chat: ChatFormat, text: str) -> list[str]:
     """Return what comes of a call's arguments, piece by piece, if each character comes alone."""
-    reader = chat.reader(chat.prompt(QUESTION, (), {}), LOOK)
+    reader = pickle.loads(pickle.dumps(chat.reader(chat.prompt(QUESTION, (), {}), LOOK)))
     assert reader is not None
     parts = [part for one in text for part in reader.feed(one)] + reader.finish()
     return [part.call.arguments if part.call else part.arguments for part in parts]

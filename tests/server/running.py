@@ -116,6 +116,14 @@ class RunningServer:
         lines = {int(c): Path(f"/proc/{c}/cmdline").read_bytes() for c in children}
         return next(child for child, line in lines.items() if b"spawn_main" in line)
 
+    def helper(self, module: str) -> int:
+        """The number of the helper process that runs a module's `main`."""
+        for children in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            for child in map(int, children.read_text(encoding="ascii").split()):
+                if module.encode() in Path(f"/proc/{child}/cmdline").read_bytes():
+                    return child
+        raise AssertionError(f"no process runs {module}")
+
     def connect(self) -> http.client.HTTPConnection:
         host = "127.0.0.1" if self.host == "0.0.0.0" else self.host
         return http.client.HTTPConnection(host, self.port, timeout=_PATIENCE_SECONDS)

@@ -1,7 +1,6 @@
 """Grammars made to be slow: what they cost is theirs, and no other request's."""
 
 import asyncio
-import contextlib
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -15,7 +14,7 @@ import pytest
 from tandem.apis.errors import ApiError
 from tandem.core.errors import ConfigError
 from tandem.dialects.grammar import json_grammar, regex_grammar
-from tandem.engine.grammar_process import Tables
+from tandem.engine.grammar_process import Tables, Writer
 from tandem.server.grammars import Grammars
 from tests.hf.tiny import byte_tokenizer
 from tests.server.running import RunningServer, running_server, wait_for_end
@@ -69,15 +68,6 @@ MAY_PASS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def grammar_process(server: RunningServer) -> int:
-    """Return the number of the process that builds grammars."""
-    for children in Path(f"/proc/{server.process.pid}/task").glob("*/children"):
-        for child in map(int, children.read_text(encoding="ascii").split()):
-            if b"grammar_process" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return child
-    raise AssertionError("no process builds grammars")
-
-
 @pytest.mark.parametrize("kind", [*REFUSED, *MAY_PASS])
 def test_a_stream_goes_on_beside_a_slow_grammar(server: RunningServer, kind: str) -> None:
     path, body = {**REFUSED, **MAY_PASS}[kind]
@@ -101,13 +91,13 @@ def test_a_stream_goes_on_beside_a_slow_grammar(server: RunningServer, kind: str
 def test_a_killed_grammar_process_costs_no_request(server: RunningServer) -> None:
     for number in (11, 12):
         assert server.complete(max_tokens=2, guided_regex=f"[0-9]{{{number}}}").ok
-        killed = grammar_process(server)
+        killed = server.helper("grammar_process")
         path, slow = REFUSED["json_schema"]
         with ThreadPoolExecutor(1) as clients:
             asked = clients.submit(server.ask, "POST", path, slow)
             os.kill(killed, signal.SIGKILL)
         assert asked.result().status == 400
-    assert grammar_process(server) != killed
+    assert server.helper("grammar_process") != killed
 
 
 def test_a_grammar_that_grows_too_complex_ends_its_own_answer(server: RunningServer) -> None:
@@ -125,10 +115,11 @@ def test_a_grammar_that_grows_too_complex_ends_its_own_answer(server: RunningSer
 def test_no_process_outlives_a_killed_server(tiny_checkpoint: Path, tmp_path: Path) -> None:
     with running_server(tiny_checkpoint, cache=tmp_path) as server:
         assert server.complete(max_tokens=1, guided_regex="[0-9]").ok
-        child = grammar_process(server)
+        children = [server.helper(name) for name in ("grammar_process", "prompt_process")]
         server.process.kill()
         server.process.wait()
-        wait_for_end(child)
+        for child in children:
+            wait_for_end(child)
 
 
 def test_a_silent_engine_process_is_started_again(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -153,28 +144,34 @@ def tables() -> Tables:
 
 def run(test: Callable[[Grammars], Awaitable[None]], given: Callable[[], Tables] = tables) -> None:
     async def whole() -> None:
-        with contextlib.closing(Grammars(given)) as grammars:
+        grammars = Grammars(given)
+        try:
             await test(grammars)
+        finally:
+            grammars.process.close()
 
     asyncio.run(whole())
 
 
-def slow(number: int) -> "partial[str]":
-    return partial(json_grammar, {**SLOW, "maximum": 10**9 + number})
+def pattern(text: str) -> Writer:
+    return Writer.of(partial(regex_grammar, text))
+
+
+def slow(number: int) -> Writer:
+    return Writer.of(partial(json_grammar, {**SLOW, "maximum": 10**9 + number}))
 
 
 def test_what_has_passed_is_not_built_again() -> None:
     async def test(grammars: Grammars) -> None:
-        job = partial(regex_grammar, "[0-9]+")
-        first = await grammars.build(job)
-        assert first == job()
-        process = grammars.pid
+        first = await grammars.build(pattern("[0-9]+"))
+        assert first == regex_grammar("[0-9]+")
+        process = grammars.process.pid
         assert process is not None
         os.kill(process, signal.SIGKILL)
-        assert await grammars.build(job) == first
-        assert grammars.pid == process
-        await grammars.build(partial(regex_grammar, "[a-z]+"))
-        assert grammars.pid != process
+        assert await grammars.build(pattern("[0-9]+")) == first
+        assert grammars.process.pid == process
+        await grammars.build(pattern("[a-z]+"))
+        assert grammars.process.pid != process
 
     run(test)
 
@@ -184,7 +181,7 @@ def test_an_honest_grammar_passes_slow_ones() -> None:
 
     async def test(grammars: Grammars) -> None:
         tasks = [asyncio.ensure_future(grammars.build(slow(n))) for n in range(16)]
-        honest = asyncio.ensure_future(grammars.build(partial(regex_grammar, "[0-9]+")))
+        honest = asyncio.ensure_future(grammars.build(pattern("[0-9]+")))
         assert await honest is not None
         assert sum(not task.done() for task in tasks) > 8
         for result in await asyncio.gather(*tasks, return_exceptions=True):
@@ -209,8 +206,8 @@ def test_the_line_of_grammars_is_bounded() -> None:
 
 def test_a_grammar_that_nobody_waits_for_is_not_built_on() -> None:
     async def test(grammars: Grammars) -> None:
-        await grammars.build(partial(regex_grammar, "x"))
-        children = Path(f"/proc/{grammars.pid}/task/{grammars.pid}/children")
+        await grammars.build(pattern("x"))
+        children = Path(f"/proc/{grammars.process.pid}/task/{grammars.process.pid}/children")
         tasks = [asyncio.ensure_future(grammars.build(slow(0))) for _ in range(2)]
         while not children.read_text(encoding="ascii"):
             await asyncio.sleep(0)
@@ -235,6 +232,6 @@ def test_a_grammar_that_nobody_waits_for_is_not_built_on() -> None:
 def test_a_tokenizer_without_tables_is_told(given: Tables, words: str) -> None:
     async def test(grammars: Grammars) -> None:
         with pytest.raises(ConfigError, match=words):
-            await grammars.build(partial(regex_grammar, "x"))
+            await grammars.build(pattern("x"))
 
     run(test, lambda: given)

@@ -1,8 +1,9 @@
 """What a user may say about the server, without a model: names, strictness, dense models."""
 
+import contextlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,20 @@ CHAT = "/v1/chat/completions"
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 
 
-def client(tokenizer: Any, **options: Any) -> TestClient:
-    """Return a client of a server whose model is still being loaded: what is right gets a 503."""
+@pytest.fixture
+def client(tokenizer: Any) -> Iterator[Callable[..., TestClient]]:
+    """Makes clients of servers whose models are still being loaded: what is right gets a 503."""
     engine = EngineClient(
         never_called, EngineSettings(max_running=1, part_tokens=16), max_waiting=0
     )
-    server = Server(engine, tokenizer, ServerOptions(**options), "tiny")
-    return TestClient(create_app(server, allowed_hosts=None))
+    with contextlib.ExitStack() as stack:
+
+        def make(**options: Any) -> TestClient:
+            server = Server(engine, tokenizer, ServerOptions(**options), "tiny")
+            stack.callback(server.close)
+            return TestClient(create_app(server, allowed_hosts=None))
+
+        yield make
 
 
 @pytest.fixture
@@ -39,8 +47,8 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
         yield caplog
 
 
-def test_a_strict_server_refuses_what_it_does_not_know(tokenizer: Any) -> None:
-    strict = client(tokenizer, strict=True)
+def test_a_strict_server_refuses_what_it_does_not_know(client: Any) -> None:
+    strict = client(strict=True)
     cached = [{"role": "user", "content": "x", "cache_control": {}}]
     for fields, words in (
         ({"temprature": 1}, "unknown field 'temprature'; did you mean 'temperature'?"),
@@ -51,11 +59,11 @@ def test_a_strict_server_refuses_what_it_does_not_know(tokenizer: Any) -> None:
         assert reply.status_code in (400, 404)
         assert words in reply.json()["error"]["message"]
     assert strict.post(CHAT, json={**ASKED, "functions": None}).status_code == 503
-    assert client(tokenizer).post(CHAT, json={**ASKED, "temprature": 1}).status_code == 503
+    assert client().post(CHAT, json={**ASKED, "temprature": 1}).status_code == 503
 
 
-def test_the_names_of_a_model_are_those_that_were_given(tokenizer: Any) -> None:
-    named = client(tokenizer, served_model_name="one, two")
+def test_the_names_of_a_model_are_those_that_were_given(client: Any) -> None:
+    named = client(served_model_name="one, two")
     for name, status in (("one", 503), ("two", 503), ("", 503), ("tiny", 404), ("gpt-4o", 404)):
         assert named.post(CHAT, json={**ASKED, "model": name}).status_code == status
     assert [model["id"] for model in named.get("/v1/models").json()["data"]] == ["one", "two"]
@@ -76,9 +84,9 @@ def test_options_that_cannot_be_are_told(fields: dict[str, Any], words: str) -> 
 
 
 def test_a_refusal_is_one_line_of_log_without_the_prompt(
-    tokenizer: Any, log: pytest.LogCaptureFixture
+    client: Any, log: pytest.LogCaptureFixture
 ) -> None:
-    asked = client(tokenizer)
+    asked = client()
     secret = [{"role": "my secret pony", "content": "my secret pony"}]
     asked.post(CHAT, json={"messages": secret})
     asked.post(CHAT, json=ASKED)

@@ -9,7 +9,7 @@ import pytest
 from tandem.apis.errors import ApiError
 from tandem.apis.reading import read_body
 from tandem.apis.responses.conversation import as_chat, new_messages
-from tandem.apis.responses.kept import NO_MESSAGES, KeptResponses
+from tandem.apis.responses.kept import NO_MESSAGES, KeptResponses, messages_of
 from tandem.apis.responses.schemas import ResponsesRequest
 from tandem.apis.schemas import ChatRequest, Message
 from tests.server.running import Reply, RunningServer
@@ -190,16 +190,16 @@ def test_custom_tools_take_a_text_and_namespaces_hold_tools(server: RunningServe
 def test_the_latest_answers_are_kept_within_limits() -> None:
     kept = KeptResponses(most_answers=2, most_bytes=10_000)
     for name in "abc":
-        kept.put({"id": name}, NO_MESSAGES, [Message.model_construct(role="user", content=name)])
-    assert [message.content for message in kept.messages("c")] == ["c"]
+        kept.put({"id": name}, NO_MESSAGES, Message.model_construct(role="user", content=name))
+    assert [message.content for message in messages_of(kept.conversation("c"))] == ["c"]
     assert kept.response("b") == b'{"id":"b"}'
     with pytest.raises(ApiError, match="not kept"):
-        kept.messages("a")
-    kept.put({"id": "d"}, NO_MESSAGES, [Message.model_construct(role="user", content="x" * 9_300)])
+        kept.conversation("a")
+    kept.put({"id": "d"}, NO_MESSAGES, Message.model_construct(role="user", content="x" * 9_300))
     with pytest.raises(ApiError, match="not kept"):
-        kept.messages("c")
+        kept.conversation("c")
     kept.drop("d")
-    assert kept.messages(None) == []
+    assert kept.num_bytes == 0
 
 
 def test_all_that_is_kept_is_counted() -> None:
@@ -208,17 +208,17 @@ def test_all_that_is_kept_is_counted() -> None:
     for number in range(30):
         schema: dict[str, object] = {"enum": [[] for _ in range(50_000)]}
         head = {"id": f"r{number}", "metadata": {"a": "x" * 50_000}, "tools": [schema]}
-        kept.put(head, NO_MESSAGES, [Message.model_construct(role="user", content="x")])
+        kept.put(head, NO_MESSAGES, Message.model_construct(role="user", content="x"))
     assert len(pickle.dumps(kept)) <= 2_000_000
     before = NO_MESSAGES
     for number in range(10):  # each goes on from the one before, which is dropped first
         kept.put(
             {"id": f"s{number}"},
             before,
-            [Message.model_construct(role="user", content="y" * 100_000)],
+            Message.model_construct(role="user", content="y" * 100_000),
         )
         before = kept.conversation(f"s{number}")
-    assert len(kept.messages("s9")) == 10
+    assert len(messages_of(kept.conversation("s9"))) == 10
     assert len(pickle.dumps(kept)) <= 2_000_000
 
 

@@ -71,7 +71,7 @@ def test_whole_turns_are_dropped_from_the_front_and_the_system_message_stays(
 def test_what_fits_is_left_alone(tokenizer: Any) -> None:
     generation_request = trimmed(tokenizer, [SYSTEM, *LONG[-3:]])
     assert generation_request.num_dropped_turns == 0
-    assert trimming_headers([generation_request]) == {}
+    assert trimming_headers(0) == {}
 
 
 def test_without_it_a_conversation_is_refused_and_so_is_a_last_turn_that_is_too_long(
@@ -105,8 +105,8 @@ def test_the_answer_and_the_log_say_what_was_dropped(
     generation_request = trimmed(tokenizer, [SYSTEM, *LONG])
     number = generation_request.num_dropped_turns
     with caplog.at_level(logging.INFO, "tandem.server"):
-        assert trimming_headers([generation_request]) == {"X-Tandem-Dropped-Turns": str(number)}
+        assert trimming_headers(number) == {"X-Tandem-Dropped-Turns": str(number)}
     assert f"{number} of its oldest turns were dropped" in caplog.text
-    reply = ChatReply(asked(LONG), [generation_request], "tiny", tokenizer)
+    reply = ChatReply(asked(LONG), [generation_request], "tiny")
     assert reply.whole()["dropped_turns"] == number
     assert reply.first_events()[0]["dropped_turns"] == number

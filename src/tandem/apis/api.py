@@ -6,7 +6,7 @@ from typing import Generic, Protocol, TypeVar
 
 from tandem.apis.answering import GenerationRequest
 from tandem.apis.errors import ApiError
-from tandem.apis.schemas import Asked
+from tandem.apis.schemas import Asked, Message
 from tandem.engine.messages import ModelInfo
 from tandem.generate.token_output import TokenOutput
 
@@ -15,8 +15,22 @@ B = TypeVar("B", bound=Asked)
 Event = Mapping[str, object]
 
 
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a reply finds where its answer comes: it was begun in another process."""
+
+    text_of: Callable[[int], str]
+    """Returns a token's text."""
+    keep: Callable[[Event, bytes, Message], None]
+    """Keeps a response for later requests: itself, the conversation before it, its message."""
+
+
 class Reply(Protocol):
-    """The answer to one body, in an API's own form, as it comes."""
+    """The answer to one body, in an API's own form, as it comes. Pickled before its answer."""
+
+    def arrive(self, surroundings: Surroundings) -> None:
+        """Take what is not pickled; comes before everything else."""
+        return
 
     def first_events(self) -> list[Event]:
         """Return what begins the stream, before anything is computed."""
@@ -37,17 +51,21 @@ class Reply(Protocol):
         """Return the answer as one object, once every answer has ended."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Api(Generic[B]):
-    """One endpoint that generates."""
+    """What bodies of one kind are turned into; the earlier conversation is JSON.
 
-    endpoint: str
-    """Its name in the counts."""
+    Both raise `ApiError` or `ConfigError`.
+    """
+
     body: type[B]
-    requests: Callable[[B, ModelInfo], list[GenerationRequest]]
-    """Runs beside the event loop; raises `ApiError` or `ConfigError`."""
-    reply: Callable[[B, list[GenerationRequest]], Reply]
-    encode: Callable[[Event], bytes]
-    """Writes one event of a stream."""
-    done: bytes = b""
-    """What follows the last event."""
+    requests: Callable[[B, ModelInfo, bytes], list[GenerationRequest]]
+    reply: Callable[[B, list[GenerationRequest], bytes], Reply]
+
+
+@dataclass(frozen=True, slots=True)
+class Question(Generic[B]):
+    """What bodies of one kind ask that needs no model; the earlier conversation is JSON."""
+
+    body: type[B]
+    answer: Callable[[B, ModelInfo, bytes], dict[str, object]]

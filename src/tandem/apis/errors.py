@@ -40,6 +40,10 @@ class ApiError(TandemError):
         self.code = code
         self.retry_after_seconds = retry_after_seconds
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle it whole: an exception's own way leaves out what is given by name."""
+        return type(self), (self.status, str(self)), self.__dict__
+
     @property
     def body(self) -> dict[str, object]:
         """The body of the answer: {"error": {"message", "type", "param", "code"}}."""

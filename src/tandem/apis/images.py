@@ -6,9 +6,8 @@ images.
 
 import base64
 import binascii
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
@@ -29,10 +28,7 @@ _AS_DATA = "send it as a data URL (data:image/png;base64,...)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageReader:
-    """Opens the images of requests, which the model's processor writes into their prompts.
-
-    One request at a time: opened images take much memory.
-    """
+    """Opens the images of requests, which the model's processor writes into their prompts."""
 
     processor: "Processor | None"
     """None: the model's files have none; see `why_none`."""
@@ -42,7 +38,6 @@ class ImageReader:
     """Where files lie that requests may name; None: they may name none."""
     why_none: str | None = None
     """Why requests with images are refused, as a sentence; None: they are not."""
-    _turn: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def write(self, text: str, sources: Sequence[str]) -> "ImagePrompt":
         """Return the tokens of a prompt with a placeholder for each of some images.
@@ -57,19 +52,18 @@ class ImageReader:
             raise ApiError(
                 400, f"the request has {len(sources)} images and at most {_MOST_IMAGES} are read"
             )
-        with self._turn:
-            images, num_pixels = [], 0
-            for number, source in enumerate(sources, 1):
-                image = open_image(self._found(source, number), f"image {number}")
-                num_pixels += image.width * image.height
-                if num_pixels > _MOST_PIXELS:
-                    raise ApiError(
-                        400,
-                        f"the request's images have more than {_MOST_PIXELS} pixels together; "
-                        "send smaller ones, or fewer",
-                    )
-                images.append(image)
-            return write_prompt(self.processor, text, images, self.token_id)
+        images, num_pixels = [], 0
+        for number, source in enumerate(sources, 1):
+            image = open_image(self._found(source, number), f"image {number}")
+            num_pixels += image.width * image.height
+            if num_pixels > _MOST_PIXELS:
+                raise ApiError(
+                    400,
+                    f"the request's images have more than {_MOST_PIXELS} pixels together; "
+                    "send smaller ones, or fewer",
+                )
+            images.append(image)
+        return write_prompt(self.processor, text, images, self.token_id)
 
     def _found(self, source: str, number: int) -> bytes | Path:
         """Return the bytes of an image, or the file that it is in."""

@@ -1,15 +1,15 @@
 """Answers in the form of OpenAI's chats and completions: whole objects, and a stream's chunks."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tandem.apis.answering import GenerationRequest, new_id, now_seconds
-from tandem.apis.api import Event, Reply
+from tandem.apis.api import Event, Reply, Surroundings
 from tandem.apis.coming_answer import ComingAnswer, Tally
 from tandem.apis.schemas import ChatRequest, CompletionRequest, Sampling, StreamOptions
 from tandem.dialects.coming_call import AnswerPart, Call
-from tandem.foreign_types import Tokenizer
 from tandem.generate.token_output import TokenLogprob, TokenOutput
 
+_TextOf = Callable[[int], str]
 _LOGPROB_FIELDS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
@@ -59,17 +59,21 @@ class ChatReply(_OpenAiReply):
         body: ChatRequest,
         generation_requests: list[GenerationRequest],
         model: str,
-        tokenizer: Tokenizer,
     ) -> None:
         """Begin the answer to a chat: one generation request per choice."""
         super().__init__(body, "chatcmpl", "chat.completion.chunk", model)
         self._choices = [
-            _ChatChoice(index, generation_request, tokenizer)
+            _ChatChoice(index, generation_request)
             for index, generation_request in enumerate(generation_requests)
         ]
         self._head["system_fingerprint"] = None
         if generation_requests[0].num_dropped_turns:
             self._head["dropped_turns"] = generation_requests[0].num_dropped_turns
+
+    def arrive(self, surroundings: Surroundings) -> None:
+        """Take what tokens' texts come from."""
+        for choice in self._choices:
+            choice.text_of = surroundings.text_of
 
     def first_events(self) -> list[Event]:
         """Return the chunks that begin the stream."""
@@ -92,13 +96,10 @@ class ChatReply(_OpenAiReply):
 class _ChatChoice:
     """One choice as it comes."""
 
-    def __init__(
-        self,
-        index: int,
-        generation_request: GenerationRequest,
-        tokenizer: Tokenizer,
-    ) -> None:
-        self._index, self._tokenizer = index, tokenizer
+    text_of: _TextOf
+
+    def __init__(self, index: int, generation_request: GenerationRequest) -> None:
+        self._index = index
         self._answer = ComingAnswer(generation_request)
         self.tally = self._answer.tally
         self._text = {"content": "", "reasoning_content": ""}
@@ -188,7 +189,7 @@ class _ChatChoice:
         return one
 
     def _token(self, token: int, logprob: float) -> dict[str, object]:
-        text = self._tokenizer.decode([token])
+        text = self.text_of(token)
         return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
 
 
@@ -200,21 +201,25 @@ class CompletionReply(_OpenAiReply):
         body: CompletionRequest,
         generation_requests: list[GenerationRequest],
         model: str,
-        tokenizer: Tokenizer,
     ) -> None:
         """Begin the answers: as many generation requests per prompt as there are choices."""
         super().__init__(body, "cmpl", "text_completion", model)
-        self._requests, self._num_choices = generation_requests, body.n or 1
+        self._echoes, self._num_choices = [one.echo for one in generation_requests], body.n or 1
         self._tallies = [Tally(prompt_tokens=one.prompt_tokens) for one in generation_requests]
         self._texts = ["" for _ in generation_requests]
-        self._logprobs = [_Logprobs(tokenizer, one.request.prompt) for one in generation_requests]
+        self._logprobs = [_Logprobs(one.request.prompt) for one in generation_requests]
+
+    def arrive(self, surroundings: Surroundings) -> None:
+        """Take what tokens' texts come from."""
+        for logprobs in self._logprobs:
+            logprobs.text_of = surroundings.text_of
 
     def take(self, index: int, token_output: TokenOutput) -> list[Event]:
         """Take one token of one prompt's answer; return its chunk, if there is something to say."""
         is_first = self._tallies[index].generated_tokens == 0
         self._tallies[index].add(token_output)
         logprobs = self._logprobs[index].take(token_output)
-        text = (self._requests[index].echo if is_first else "") + token_output.text
+        text = (self._echoes[index] if is_first else "") + token_output.text
         self._texts[index] += text
         if not text and logprobs is None and token_output.finish_reason is None:
             return []
@@ -246,8 +251,10 @@ class CompletionReply(_OpenAiReply):
 class _Logprobs:
     """The log-probabilities of one answer to a completion request, the prompt's before its own."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
-        self._tokenizer, self._prompt = tokenizer, prompt
+    text_of: _TextOf
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self._prompt = prompt
         self._offset = 0
         self._all: dict[str, list[object]] = {name: [] for name in _LOGPROB_FIELDS}
 
@@ -270,7 +277,7 @@ class _Logprobs:
         return self._all if self._all["tokens"] else None
 
     def _add(self, new: dict[str, list[object]], token: int, logprob: TokenLogprob | None) -> None:
-        text = self._tokenizer.decode([token])
+        text = self.text_of(token)
         new["tokens"].append(text)
         new["token_logprobs"].append(None if logprob is None else _finite(logprob.logprob))
         new["top_logprobs"].append(None if logprob is None else self._top(text, logprob))
@@ -281,7 +288,7 @@ class _Logprobs:
         """Return the likeliest tokens and the one that came; of those of one text, the likelier."""
         top: dict[str, float] = {}
         for token, value in logprob.top:
-            top.setdefault(self._tokenizer.decode([token]), _finite(value))
+            top.setdefault(self.text_of(token), _finite(value))
         top.setdefault(text, _finite(logprob.logprob))
         return top
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import Field, field_validator
 
 from tandem.apis.reading import Body, Unsupported, sentence
 from tandem.generate.request import Request
@@ -90,16 +90,10 @@ class Asked(Body):
     model: str | None = Field(None, max_length=512)
     stream: bool | None = None
 
-    _owner: bytes = PrivateAttr(b"")
-
-    def belong_to(self, owner: bytes) -> None:
-        """Note who asks, as the server tells clients apart."""
-        self._owner = owner
-
     @property
-    def owner(self) -> bytes:
-        """Who asks; empty where clients are not told apart."""
-        return self._owner
+    def earlier_id(self) -> str | None:
+        """The earlier answer that it goes on from."""
+        return None
 
     @property
     def num_answers(self) -> int:

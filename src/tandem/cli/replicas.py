@@ -93,9 +93,11 @@ def _build_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: object) -> AsyncIterator[None]:
+        server.start()
         await engine.start()
         yield
         await engine.drain(options.shutdown_timeout)
+        server.close()
         await engine.close()
 
     return create_app(server, api_keys=api_keys, allowed_hosts=None, lifespan=lifespan)

@@ -1,5 +1,6 @@
 """Takes what a model wrote apart into reasoning, text and calls of tools, however it is cut."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,14 +28,20 @@ class AnswerReader:
 
         `dialect` says how calls are written, and `schemas` what tools there are.
         """
-        self._parser = _parser(dict(template), prefix)
+        self._template, self._prefix, self._begun = dict(template), prefix, begun
         self._dialect, self._schemas = dialect, schemas or {}
         self._is_at_start = {"content": True, "reasoning": True}
         self._is_broken = False
         self._calls: ComingCalls | None = None
         self._open_text = ""  # of calls that have not begun, which may turn out to be none
-        if begun:
-            self._parser.feed(begun)
+
+    @functools.cached_property
+    def _parser(self) -> Any:
+        """What reads by the template: made with the first text, as it cannot be pickled."""
+        parser = _parser(self._template, self._prefix)
+        if self._begun:
+            parser.feed(self._begun)
+        return parser
 
     def feed(self, text: str) -> list[AnswerPart]:
         """Take the next text; return the parts that are certain."""

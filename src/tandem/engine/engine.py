@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import logging
 import os
+import pickle
 import select
 import sys
 import time
@@ -172,7 +173,7 @@ class Engine:
 
     def _take(self, message: object) -> None:
         if isinstance(message, Submit):
-            self._submit(message.request)
+            self._submit(message)
         elif isinstance(message, Cancel):
             self._scheduler.cancel(message.request_id)
         elif isinstance(message, Watch):
@@ -180,8 +181,11 @@ class Engine:
         elif isinstance(message, Stop):
             self._is_stopped = True
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, message: Submit) -> None:
+        request = message.request
         try:
+            if message.images is not None:
+                request = dataclasses.replace(request, images=pickle.loads(message.images))
             options = self._resolved(request.options)
             self._scheduler.add(dataclasses.replace(request, options=options))
         except Exception as error:

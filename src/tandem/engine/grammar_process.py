@@ -1,41 +1,32 @@
 """The grammar process: writes grammars and builds their matchers where it may be killed.
 
-Stdin is a socket of the HTTP side, which starts this process. Order: a pickled `Tables` comes
-first, then one descriptor for each grammar: a socket with a pickled `Build`. For each one this
-process forks; it has one thread and no torch, so that a fork is safe, and the tokenizer's tables
-are built once. The fork says `STARTED`, works, answers with JSON, and ends. The kernel ends it by a
-signal where it uses too much processor time, or where the other end is closed. This process ends
-when its stdin does, thus with the server, however that ends.
+A helper (`tandem.engine.helper`): a `Tables` comes first, and each job is a `Build`, for which this
+process forks. It has one thread and no torch, so that a fork is safe, and the tokenizer's tables
+are built once. A fork is ended where it uses too much processor time, or nobody waits for it.
 """
 
 import contextlib
 import copy
-import fcntl
-import json
+import hashlib
 import os
 import pickle
-import resource
-import signal
 import socket
-import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import llguidance
 
 import tandem.dialects.tool_grammar  # noqa: F401  (what writes grammars: ahead of the forks)
 from tandem.core.errors import ConfigError, TandemError, first_line
 from tandem.dialects.grammar import LIMITS, complaint
+from tandem.engine.helper import Limits, answer_in_fork, jobs, read
 from tandem.foreign_types import Tokenizer
 
 GrammarJob = Callable[[], str | None]
 """Writes a grammar (None: it cannot be ruled); pickled by name."""
-STARTED = b"s"
-_LENGTH = struct.Struct("<Q")
 # The model's threads go first.
 _NICENESS = 10
-# What one grammar may take beside the tables: those that pass take some tens of MB.
-_MEMORY_BYTES = 1 << 30
 
 
 class Tables(NamedTuple):
@@ -70,36 +61,36 @@ class Tables(NamedTuple):
         raise ConfigError(f"this model cannot follow a grammar: {why}")
 
 
+class Writer(NamedTuple):
+    """A pickled `GrammarJob`."""
+
+    data: bytes
+    key: bytes
+    """Equal ones write the same grammar."""
+
+    @classmethod
+    def of(cls, job: GrammarJob) -> "Writer":
+        """Pickle a job."""
+        data = pickle.dumps(job)
+        return cls(data, hashlib.sha256(data).digest())
+
+
 class Build(NamedTuple):
     """Write a grammar and build its matcher."""
 
-    job: bytes
+    writer: bytes
     """A pickled `GrammarJob`."""
-    processor_seconds: float
-    wall_seconds: float
-
-
-def framed(message: object) -> bytes:
-    """Return a message as this process reads it."""
-    data = pickle.dumps(message)
-    return _LENGTH.pack(len(data)) + data
+    limits: Limits
 
 
 def main() -> None:
     """Serve until stdin ends."""
     os.nice(_NICENESS)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets forks that have ended
     control = socket.socket(fileno=0)
     with contextlib.suppress(EOFError):
-        tokenizer = _built_tables(_read(control))
-        while True:
-            _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-            if not descriptors:
-                return
-            with socket.socket(fileno=descriptors[0]) as connection:
-                if os.fork() == 0:
-                    control.close()  # else it would outlive this process
-                    _be_fork(connection, tokenizer)
+        work = partial(_built, tokenizer=_built_tables(read(control)))
+        for _, connection in jobs(control):
+            answer_in_fork(control, connection, work)
 
 
 def new_matcher(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
@@ -117,37 +108,10 @@ def _built_tables(tables: Tables) -> llguidance.LLTokenizer | ConfigError:
     return tokenizer
 
 
-def _be_fork(connection: socket.socket, tokenizer: llguidance.LLTokenizer | ConfigError) -> None:
-    """Build one grammar, answer, and end this fork."""
-    try:
-        build = _read(connection)
-        _limit(connection, build)
-        connection.sendall(STARTED)
-        answer = _built(build, tokenizer)
-        signal.signal(signal.SIGIO, signal.SIG_IGN)  # the reader makes room for more
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        connection.sendall(json.dumps(answer).encode())
-    finally:
-        os._exit(0)
-
-
-def _limit(connection: socket.socket, build: Build) -> None:
-    """Let the kernel end this fork: these signals do, as none of them is handled."""
-    number = connection.fileno()
-    fcntl.fcntl(number, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(number, fcntl.F_SETFL, fcntl.fcntl(number, fcntl.F_GETFL) | os.O_ASYNC)
-    signal.setitimer(signal.ITIMER_REAL, build.wall_seconds)
-    signal.setitimer(signal.ITIMER_PROF, build.processor_seconds)
-    with open("/proc/self/statm", encoding="ascii") as file:
-        num_bytes = int(file.read().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
-    with contextlib.suppress(ValueError, OSError):  # a lower limit is there
-        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
-
-
 def _built(build: Build, tokenizer: llguidance.LLTokenizer | ConfigError) -> dict[str, str | None]:
     """Return {"grammar": its text} of one whose first mask is there, or {"problem": why not}."""
     try:
-        grammar = pickle.loads(build.job)()
+        grammar = pickle.loads(build.writer)()
     except TandemError as error:
         return {"problem": str(error)}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -162,19 +126,3 @@ def _built(build: Build, tokenizer: llguidance.LLTokenizer | ConfigError) -> dic
     return {"problem": complaint(matcher.get_error())} if matcher.is_error() else {
         "grammar": grammar
     }  # fmt: skip
-
-
-def _read(connection: socket.socket) -> Any:
-    """Return the next message, `Tables` or `Build`; `EOFError` at the end."""
-    (length,) = _LENGTH.unpack(_read_bytes(connection, _LENGTH.size))
-    return pickle.loads(_read_bytes(connection, length))
-
-
-def _read_bytes(connection: socket.socket, length: int) -> bytearray:
-    data = bytearray()
-    while len(data) < length:
-        piece = connection.recv(length - len(data))
-        if not piece:
-            raise EOFError
-        data += piece
-    return data

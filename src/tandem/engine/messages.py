@@ -58,6 +58,8 @@ class Submit(NamedTuple):
     """Answer this."""
 
     request: Request
+    images: bytes | None = None
+    """Its `ImagePrompt`, pickled: the HTTP side, which hands it on, has no torch."""
 
 
 class Cancel(NamedTuple):

@@ -1,36 +1,56 @@
 """The HTTP side: routes and errors. Knows neither tensors nor how tokens are made."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from functools import partial
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from tandem.apis.anthropic.schemas import CountTokensRequest, MessagesRequest
-from tandem.apis.api import Api
 from tandem.apis.errors import ApiError, server_error
 from tandem.apis.responses.schemas import CountRequest, ResponsesRequest
 from tandem.apis.schemas import ChatRequest, CompletionRequest
 from tandem.core.errors import TandemError
+from tandem.server.event_stream import DONE, event, named_event
 from tandem.server.gate import Gate
-from tandem.server.generating import chat_api, completion_api, count_tokens, messages_api
 from tandem.server.openapi import describe, described_body, described_errors
 from tandem.server.page_files import add_page
 from tandem.server.refusals import refusal
-from tandem.server.responses_api import ResponsesApi
-from tandem.server.service import B, Server, Work
-from tandem.server.tokens import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
+from tandem.server.responses_api import add_kept_responses
+from tandem.server.service import Endpoint, Server
+from tandem.server.tokens import DetokenizeRequest, TokenizeRequest
 
 _METHODS = ("GET", "POST")
 _HEADERS = ("authorization", "content-type", "x-api-key", "anthropic-version")
-BODIES: list[type[BaseModel]] = [
-    ChatRequest, CompletionRequest, ResponsesRequest, CountRequest, MessagesRequest,
-    CountTokensRequest, TokenizeRequest, DetokenizeRequest,
-]  # fmt: skip
+_COUNT = "Count the tokens of a conversation"
+
+
+# What is answered by a body: path, what it does, and how.
+_ENDPOINTS = (
+    ("/v1/chat/completions", "Answer a conversation", Endpoint("chat", ChatRequest, event, DONE)),
+    (
+        "/v1/completions", "Go on with a text",
+        Endpoint("completions", CompletionRequest, event, DONE),
+    ),
+    (
+        "/v1/responses", "Answer a conversation of the Responses API",
+        Endpoint("responses", ResponsesRequest, named_event),
+    ),
+    (
+        "/v1/messages", "Answer a conversation of Anthropic's API",
+        Endpoint("messages", MessagesRequest, named_event),
+    ),
+    ("/v1/responses/input_tokens", _COUNT, Endpoint("input_tokens", CountRequest)),
+    ("/v1/messages/count_tokens", _COUNT, Endpoint("count_tokens", CountTokensRequest)),
+    (
+        "/tokenize", "Return the tokens of a text or of a conversation",
+        Endpoint("tokenize", TokenizeRequest),
+    ),
+    ("/detokenize", "Return the text of tokens", Endpoint("detokenize", DetokenizeRequest)),
+)  # fmt: skip
+BODIES = [endpoint.body for _, _, endpoint in _ENDPOINTS]
 
 
 def create_app(
@@ -53,6 +73,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _tell_http)
     app.add_exception_handler(Exception, _tell_unexpected)
     _add_bodies(app, server)
+    add_kept_responses(app, server)
     _add_models(app, server)
     _add_rest(app, server)
     add_page(app)
@@ -61,37 +82,8 @@ def create_app(
 
 
 def _add_bodies(app: FastAPI, server: Server) -> None:
-    """Add what is answered by a body: first what generates."""
-    responses = ResponsesApi(server)
-
-    def generate(path: str, about: str, api: Api[B]) -> None:
-        _add_body(app, path, api.body, about, partial(server.answer, api))
-
-    def tell(path: str, about: str, kind: type[B], work: Work[B]) -> None:
-        name = path.rpartition("/")[2]
-        _add_body(app, path, kind, about, partial(server.tell, name, kind, work))
-
-    generate("/v1/chat/completions", "Answer a conversation", chat_api(server))
-    generate("/v1/completions", "Go on with a text", completion_api(server))
-    generate("/v1/responses", "Answer a conversation of the Responses API", responses.api)
-    generate("/v1/messages", "Answer a conversation of Anthropic's API", messages_api(server))
-    count, counted = "Count the tokens of a conversation", partial(count_tokens, server)
-    tell("/v1/responses/input_tokens", count, CountRequest, responses.count)
-    tell("/v1/messages/count_tokens", count, CountTokensRequest, counted)
-    about = "Return the tokens of a text or of a conversation"
-    tell("/tokenize", about, TokenizeRequest, partial(tokenized, server))
-    about = "Return the text of tokens"
-    tell("/detokenize", about, DetokenizeRequest, partial(detokenized, server))
-
-    @app.get("/v1/responses/{response_id}", responses=described_errors(401, 404))
-    async def response(request: Request, response_id: str) -> Response:
-        """Return an answer that is kept."""
-        return responses.get(response_id, server.owner_of(request))
-
-    @app.delete("/v1/responses/{response_id}", responses=described_errors(401, 404))
-    async def delete(request: Request, response_id: str) -> Response:
-        """Forget an answer."""
-        return responses.delete(response_id, server.owner_of(request))
+    for path, about, endpoint in _ENDPOINTS:
+        _add_body(app, path, about, endpoint, server)
 
     @app.post("/v1/embeddings", status_code=404, responses=described_errors(401, 413, 415))
     async def embeddings() -> Response:
@@ -103,17 +95,12 @@ def _add_bodies(app: FastAPI, server: Server) -> None:
         )
 
 
-def _add_body(
-    app: FastAPI,
-    path: str,
-    kind: type[BaseModel],
-    about: str,
-    answer: Callable[[Request], Awaitable[Response]],
-) -> None:
-    async def endpoint(request: Request) -> Response:
-        return await answer(request)
+def _add_body(app: FastAPI, path: str, about: str, endpoint: Endpoint, server: Server) -> None:
+    async def answer(request: Request) -> Response:
+        return await server.answer(endpoint, request)
 
-    app.add_api_route(path, endpoint, methods=["POST"], summary=about, **described_body(kind))
+    described = described_body(endpoint.body)
+    app.add_api_route(path, answer, methods=["POST"], summary=about, **described)
 
 
 def _add_models(app: FastAPI, server: Server) -> None:

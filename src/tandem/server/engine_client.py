@@ -78,6 +78,7 @@ class _Pending:
 
     request: Request
     token_outputs: TokenOutputs
+    images: bytes | None = None
     is_running: bool = False
     began: float = field(default_factory=time.monotonic)
 
@@ -149,6 +150,13 @@ class EngineClient:
             raise ExecutionError(self._first_problem or "the engine process ended while loading")
         return self.info
 
+    @property
+    def room(self) -> int:
+        """How many requests would be taken on now."""
+        if self._is_draining or self._is_lost:
+            return 0
+        return max(0, self._num_slots + self._max_waiting - len(self._pending))
+
     def require_room(self, number: int) -> None:
         """Raise `ApiError` unless so many requests can be taken on now."""
         if self._is_draining:
@@ -169,17 +177,18 @@ class EngineClient:
                 self._retry_after(),
             )
 
-    def submit(self, *requests: Request) -> TokenOutputs:
+    def submit(self, *requests: Request, images: bytes | None = None) -> TokenOutputs:
         """Submit requests, all or none, which get their numbers here; `cancel` ends them early.
 
-        Raises `ApiError` if the queue has no room for them or the server ends.
+        `images` are those of each prompt, pickled. Raises `ApiError` if the queue has no room for
+        them or the server ends.
         """
         self.require_room(len(requests))
         first = self._next_number
         self._next_number += len(requests)
         token_outputs = TokenOutputs(range(first, self._next_number))
         for number, request in zip(token_outputs.numbers, requests, strict=True):
-            pending = _Pending(replace(request, request_id=number), token_outputs)
+            pending = _Pending(replace(request, request_id=number), token_outputs, images)
             self._pending[number] = pending
             self._waiting.add(number, request.priority, pending)
         self._send_waiting()
@@ -337,7 +346,7 @@ class EngineClient:
             pending = self._waiting.pop()
             pending.is_running = True
             self.on_begin(time.monotonic() - pending.began)
-            self._process.send(Submit(pending.request))
+            self._process.send(Submit(pending.request, pending.images))
             free -= 1
 
     def fail(self, numbers: Sequence[int], message: str, *, status: int = 500) -> None:

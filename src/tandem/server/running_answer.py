@@ -9,13 +9,13 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from tandem.apis.answering import GenerationRequest
 from tandem.apis.errors import ApiError
 from tandem.generate.token_output import TokenOutput
 from tandem.server.engine_client import EngineClient
 from tandem.server.event_stream import left
 from tandem.server.metrics import Metrics
 from tandem.server.options import ServerOptions
+from tandem.server.preparing import Prepared
 
 _log = logging.getLogger("tandem.server")
 T = TypeVar("T")
@@ -31,7 +31,7 @@ class RunningAnswer:
         options: ServerOptions,
         *,
         endpoint: str,
-        generation_requests: list[GenerationRequest],
+        prepared: Prepared,
         grammar: str | None = None,
         owner: bytes = b"",
         seconds: float | None = None,
@@ -42,7 +42,7 @@ class RunningAnswer:
         """
         self._metrics, self._options = metrics, options
         self._seconds = min(options.request_timeout, seconds or options.request_timeout)
-        self._endpoint, self._questions = endpoint, generation_requests
+        self._endpoint, self._requests = endpoint, prepared.requests
         self._began = time.monotonic()
         self._first: float | None = None
         self._latest: dict[int, float] = {}  # when the last token came, by request
@@ -50,11 +50,11 @@ class RunningAnswer:
         self._status: str | None = None
         self._engine = engine
         self._token_outputs = engine.submit(
-            *(replace(one.request, grammar=grammar, owner=owner) for one in generation_requests)
+            *(replace(one, grammar=grammar, owner=owner) for one in prepared.requests),
+            images=prepared.images,
         )
-        if options.log_prompts:
-            for generation_request in generation_requests:
-                _log.info("prompt: %r", generation_request.prompt_text)
+        for text in prepared.texts:
+            _log.info("prompt: %r", text)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, TokenOutput]]:
         """Yield (request's index, token output) until all ended; raises `ApiError` if one fails."""
@@ -107,7 +107,7 @@ class RunningAnswer:
                 metrics.per_token.observe((now - self._first) / (self._tokens - 1))
         _log.info(
             "%s %s: %d prompt tokens, %d generated, %.2f s",
-            self._endpoint, status, sum(q.prompt_tokens for q in self._questions),
+            self._endpoint, status, sum(len(one.prompt) for one in self._requests),
             self._tokens, now - self._began,
         )  # fmt: skip
 

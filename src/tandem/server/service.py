@@ -2,31 +2,27 @@
 
 import asyncio
 import contextlib
-import functools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
-from tandem.apis.answering import GenerationRequest, GenerationRequests
-from tandem.apis.api import Api, Reply
-from tandem.apis.errors import ApiError, server_error
+from tandem.apis.answering import GenerationRequests
+from tandem.apis.api import Event, Reply, Surroundings
+from tandem.apis.errors import ApiError
 from tandem.apis.images import ImageReader
-from tandem.apis.reading import ReadBody, known_names, read_body
-from tandem.apis.schemas import Asked
-from tandem.checkpoint.text_tokens import TextTooLongError
+from tandem.apis.reading import known_names
+from tandem.apis.responses.kept import KeptResponses
 from tandem.core.errors import TandemError
 from tandem.core.registry import nearest_names
-from tandem.dialects.format import TemplateError
 from tandem.engine.grammar_process import Tables
-from tandem.engine.messages import ModelInfo
 from tandem.foreign_types import Tokenizer
 from tandem.server.api_keys import OWNER
 from tandem.server.engine_client import EngineClient
@@ -34,22 +30,29 @@ from tandem.server.event_stream import EventStream
 from tandem.server.grammars import Grammars
 from tandem.server.metrics import Metrics
 from tandem.server.options import ServerOptions
+from tandem.server.preparing import Job, Prepared, Setup, Wanted, no_model
+from tandem.server.prompts import Prompts
 from tandem.server.refusals import plain
 from tandem.server.running_answer import RunningAnswer, unless_gone
 
 _log = logging.getLogger("tandem.server")
 _KEEP_ALIVE_SECONDS = 15.0
 _DEADLINE = "X-Tandem-Deadline"
-# A shorter body is read sooner than a thread begins.
-_SHORT_BODY_BYTES = 16 << 10
-# Longer ones wait for each other and not for short ones.
-_LONG_BODY_BYTES = 64 << 10
 # So many names of ignored fields and of other models are logged, each once.
 _MOST_NOTED = 256
 
-T = TypeVar("T")
-B = TypeVar("B", bound=Asked)
-Work = Callable[[B, ModelInfo], dict[str, object]]
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What is answered by a body."""
+
+    name: str
+    """In the counts."""
+    body: type[BaseModel]
+    encode: Callable[[Event], bytes] | None = None
+    """Writes one event of a stream; None: it is answered at once."""
+    done: bytes = b""
+    """What follows a stream's last event."""
 
 
 class Server:
@@ -71,43 +74,37 @@ class Server:
         self.model = self.names[0]
         self.metrics = Metrics(engine)
         self.grammars = Grammars(self._tables)
-        self.generation_requests = GenerationRequests(
-            tokenizer, context=options.context, trims=options.context_full == "trim",
-            images=images,
-        )  # fmt: skip
+        self.prompts = Prompts(Setup(tokenizer, images, options, self.names))
+        self._about = GenerationRequests(tokenizer, context=options.context, images=images)
+        self._kept: dict[bytes, KeptResponses] = {}
         self.max_body_bytes = options.max_body_bytes(has_images=images is not None)
         self._noted: set[str] = set()
-        # One thread each: every other one that runs Python makes the event loop wait for its turn.
-        self._for_short = ThreadPoolExecutor(1, "tandem-short-bodies")
-        self._for_long = ThreadPoolExecutor(1, "tandem-long-bodies")
         self.began = int(time.time())
 
     # ---- answers ---------------------------------------------------------------------------------
 
-    async def answer(self, api: Api[B], request: Request) -> Response:
-        """Answer a request of one API, whole or as a stream."""
-        with self._counted(api.endpoint):
-            body, info = await self._read(request, api.body)
-            self.engine.require_room(body.num_answers)
-            generation_requests = await self._in_thread(request, api.requests, body, info)
-            writer = generation_requests[0].grammar
+    async def answer(self, endpoint: Endpoint, request: Request) -> Response:
+        """Answer a body: whole, as a stream, or at once."""
+        with self._counted(endpoint.name):
+            found = await self._found(endpoint, request)
+            if not isinstance(found, Prepared):
+                self.metrics.requests.labels(endpoint.name, "200").inc()
+                return Response(found, media_type="application/json")
             grammar = None
-            if writer is not None:
-                grammar = await unless_gone(request, self.grammars.build(writer))
+            if found.writer is not None:
+                grammar = await unless_gone(request, self.grammars.build(found.writer))
             answer = RunningAnswer(
                 self.engine, self.metrics, self.options,
-                endpoint=api.endpoint, generation_requests=generation_requests,
+                endpoint=endpoint.name, prepared=found,
                 grammar=grammar,
-                owner=body.owner,
+                owner=self.owner_of(request),
                 seconds=_deadline(request),
             )  # fmt: skip
-        reply = api.reply(body, generation_requests)
-        headers = trimming_headers(generation_requests)
-        if body.stream:
-            return EventStream(
-                _events(api, reply, answer), answer.cancel, headers,
-                write_error=lambda error: api.encode(reply.failed(error)),
-            )  # fmt: skip
+        reply, headers = found.reply, trimming_headers(found.num_dropped_turns)
+        keep = self.kept_of(self.owner_of(request)).put
+        reply.arrive(Surroundings(lambda token: str(self.tokenizer.decode([token])), keep))
+        if found.is_stream and endpoint.encode is not None:
+            return _stream(endpoint.encode, endpoint.done, reply, answer, headers)
 
         async def collect() -> None:
             async for index, token_output in answer:
@@ -119,24 +116,44 @@ class Server:
             answer.cancel()
         return JSONResponse(reply.whole(), headers=headers)
 
-    async def tell(
-        self, endpoint: str, kind: type[B], work: "Work[B]", request: Request
-    ) -> Response:
-        """Answer a request with what some work on its body returns."""
-        with self._counted(endpoint):
-            body, info = await self._read(request, kind)
-            found = await self._in_thread(request, work, body, info)
-        self.metrics.requests.labels(endpoint, "200").inc()
-        return JSONResponse(found)
+    async def _found(self, endpoint: Endpoint, request: Request) -> Prepared | bytes:
+        """Return what the prompt process makes of a body."""
+        try:
+            raw = await request.body()
+        except ClientDisconnect:
+            raise ApiError(499, "the client has left") from None
+        job = Job(endpoint.name, raw, self.engine.info, self.engine.room)
+        while True:
+            answered = await unless_gone(request, self.prompts.ask(job))
+            self._note(endpoint, answered.other_model, answered.ignored)
+            if answered.problem is not None:
+                _log.error("a request failed in the prompt process: %s", answered.problem)
+            if answered.error is not None:
+                raise answered.error
+            if not isinstance(answered.found, Wanted):
+                assert answered.found is not None
+                return answered.found
+            job = self._with_wanted(job, answered.found, self.owner_of(request))
 
-    def _require_info(self) -> ModelInfo:
-        if self.engine.info is None:
-            raise server_error("the model is being loaded; ask again soon", status=503)
-        return self.engine.info
+    def _with_wanted(self, job: Job, wanted: Wanted, owner: bytes) -> Job:
+        """Return a job with what its body asks for; raises `ApiError` where that is not there."""
+        if wanted.num_answers:
+            self.engine.require_room(wanted.num_answers)
+        kept = self.kept_of(owner)
+        return job._replace(
+            info=self.engine.info,
+            room=max(wanted.num_answers, self.engine.room),
+            earlier=None if wanted.earlier_id is None else kept.conversation(wanted.earlier_id),
+        )
+
+    def kept_of(self, owner: bytes) -> KeptResponses:
+        """Return the responses that are kept for an owner; each has a limit of its own."""
+        return self._kept.setdefault(owner, KeptResponses())
 
     def _tables(self) -> Tables:
         """Return what the grammar process builds its tables of."""
-        info = self._require_info()
+        info = self.engine.info
+        assert info is not None  # a grammar belongs to a body that was prepared for the model
         return Tables.of(self.tokenizer, info.vocabulary, info.end_ids)
 
     @contextlib.contextmanager
@@ -147,54 +164,31 @@ class Server:
         except ApiError as error:
             self.metrics.requests.labels(endpoint, str(error.status)).inc()
             raise
-        except TandemError as error:
+        except TandemError:
             self.metrics.requests.labels(endpoint, "400").inc()
-            # A template's message repeats the prompt.
-            reason = error.reason if isinstance(error, TemplateError) else None
-            code = "context_length_exceeded" if isinstance(error, TextTooLongError) else None
-            raise ApiError(400, str(error), reason=reason, code=code) from error
+            raise
 
-    async def _read(self, request: Request, kind: type[B]) -> tuple[B, ModelInfo]:
-        """Return the checked body, and the model that it may ask for."""
-        try:
-            raw = await request.body()
-        except ClientDisconnect:
-            raise ApiError(499, "the client has left") from None
-        reading = functools.partial(read_body, kind, raw, is_strict=self.options.strict)
-        is_short = len(raw) <= _SHORT_BODY_BYTES
-        found = reading() if is_short else await self._in_thread(request, reading)
-        found.body.belong_to(self.owner_of(request))
-        self._require_model(found.body.model)
-        self._note_ignored(found)
-        return found.body, self._require_info()
+    def start(self) -> None:
+        """Begin to start what prepares bodies, beside the model's loading."""
+        self.prompts.process.start()
+
+    def close(self) -> None:
+        """End the helper processes."""
+        self.prompts.process.close()
+        self.grammars.process.close()
 
     def owner_of(self, request: Request) -> bytes:
         """Return whose traces a request may find: all requests', unless keys are isolated."""
         owner: bytes = request.scope.get("state", {}).get(OWNER, b"")
         return owner if self.options.isolate_keys else b""
 
-    def _require_model(self, name: str | None) -> None:
-        if not name or name in self.names:
-            return
-        if not self.options.takes_any_name:
-            raise self._no_model(name)
-        if self._is_news(f"model {name}"):
-            _log.info("requests for model %s are answered by %r", plain(name, 100), self.model)
-
-    def _no_model(self, name: str) -> ApiError:
-        names = " and ".join(repr(name) for name in self.names)
-        return ApiError(
-            404,
-            f"there is no model {name[:200]!r} here; this server has {names}",
-            param="model",
-            code="model_not_found",
-        )
-
-    def _note_ignored(self, found: ReadBody[B]) -> None:
-        """Log the fields of a request that are ignored, with the field that may have been meant."""
-        news = [name for name in found.ignored if self._is_news(f"field {name}")]
+    def _note(self, endpoint: Endpoint, model: str | None, ignored: Collection[str]) -> None:
+        """Log another model's name, and ignored fields with those that may have been meant."""
+        if model is not None and self._is_news(f"model {model}"):
+            _log.info("requests for model %s are answered by %r", plain(model, 100), self.model)
+        news = [name for name in ignored if self._is_news(f"field {name}")]
         if news:
-            known = sorted(known_names(type(found.body)))
+            known = sorted(known_names(endpoint.body))
             names = (_with_hint(plain(name, 64), known) for name in sorted(news))
             _log.warning("ignored from now on: the fields %s of requests", ", ".join(names))
 
@@ -204,19 +198,6 @@ class Server:
         if is_news:
             self._noted.add(what)
         return is_news
-
-    async def _in_thread(self, request: Request, function: Callable[..., T], *args: object) -> T:
-        """Run what may take long, such as writing a long prompt, beside the event loop."""
-        is_long = len(await request.body()) > _LONG_BODY_BYTES
-        loop = asyncio.get_running_loop()
-        pool = self._for_long if is_long else self._for_short
-        try:
-            return await loop.run_in_executor(pool, function, *args)
-        except TandemError:
-            raise
-        except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
-            _log.warning("a request could not be read (%s)", type(error).__name__)
-            raise ApiError(400, "the request cannot be turned into a prompt") from error
 
     # ---- the rest --------------------------------------------------------------------------------
 
@@ -229,9 +210,9 @@ class Server:
     def one_model(self, name: str) -> dict[str, object]:
         """Return the model object; 404 for another name."""
         if name not in self.names:
-            raise self._no_model(name)
+            raise no_model(name, self.names)
         info = self.engine.info
-        context = self.generation_requests.limit(info) if info is not None else None
+        context = self._about.limit(info) if info is not None else None
         return {
             "id": name,
             "object": "model",
@@ -239,7 +220,7 @@ class Server:
             "owned_by": "tandem",
             "max_model_len": context,
             "context_length": context,
-            "capabilities": self.generation_requests.capabilities(info),
+            "capabilities": self._about.capabilities(info),
             "type": "model",
             "display_name": name,
             "created_at": datetime.fromtimestamp(self.began, UTC).isoformat(),
@@ -261,15 +242,28 @@ class Server:
                     yield b": nothing new\n\n"
 
 
-async def _events(api: Api[B], reply: Reply, answer: RunningAnswer) -> AsyncIterator[bytes]:
-    """Yield what a stream sends: all that follows from one token at once."""
-    for event in reply.first_events():
-        yield api.encode(event)
-    async for index, token_output in answer:
-        if written := b"".join(map(api.encode, reply.take(index, token_output))):
+def _stream(
+    encode: Callable[[Event], bytes],
+    done: bytes,
+    reply: Reply,
+    answer: RunningAnswer,
+    headers: Mapping[str, str],
+) -> EventStream:
+    """Return a stream that sends all that follows from one token at once."""
+
+    async def events() -> AsyncIterator[bytes]:
+        for event in reply.first_events():
+            yield encode(event)
+        async for index, token_output in answer:
+            if written := b"".join(map(encode, reply.take(index, token_output))):
+                yield written
+        if written := b"".join(map(encode, reply.last_events())) + done:
             yield written
-    if written := b"".join(map(api.encode, reply.last_events())) + api.done:
-        yield written
+
+    def write_error(error: ApiError) -> bytes:
+        return encode(reply.failed(error))
+
+    return EventStream(events(), answer.cancel, headers, write_error=write_error)
 
 
 def _deadline(request: Request) -> float | None:
@@ -289,9 +283,8 @@ def _with_hint(name: str, known: list[str]) -> str:
     return f"{name!r} ({hint})" if hint.startswith("did you mean") else repr(name)
 
 
-def trimming_headers(generation_requests: list[GenerationRequest]) -> dict[str, str]:
+def trimming_headers(num_turns: int) -> dict[str, str]:
     """Say how many turns of a conversation were dropped, and log it."""
-    num_turns = generation_requests[0].num_dropped_turns
     if not num_turns:
         return {}
     _log.info("a conversation did not fit: %d of its oldest turns were dropped", num_turns)

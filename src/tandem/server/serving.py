@@ -5,7 +5,6 @@ import functools
 import gc
 import logging
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,9 +24,6 @@ from tandem.server.options import ServerOptions, is_loopback, require_key
 from tandem.server.service import Server
 
 _log = logging.getLogger("tandem.server")
-# How long the event loop waits for a thread that runs Python, after each system call; Python's own
-# 5 ms make it ten times as long under load.
-_SWITCH_SECONDS = 0.0005
 # As Python has it: `cli.main` collects garbage seldom, as a start leaves none. After its 200,000
 # objects a server's collection takes a third of a second, in which nobody is answered.
 _OBJECTS_PER_COLLECTION = 700
@@ -97,7 +93,6 @@ def serve(
     Raises `TandemError` for what a user can mend: a port that is taken, a model that cannot load.
     """
     require_key(options.host, api_keys)
-    sys.setswitchinterval(_SWITCH_SECONDS)
     listener = _listen(options.host, options.port)
     try:
         with written_in_a_thread():
@@ -134,19 +129,20 @@ async def _serve(
     async def start_engine() -> None:
         try:
             await engine.start()
-            service.grammars.start()
+            service.grammars.process.start()
             on_ready(_address(listener))
         except TandemError as error:
             problem.append(error)
             server.should_exit = True
 
     await asyncio.sleep(0)  # Ctrl-C until here ends it before anything is started
+    service.start()
     starting = asyncio.ensure_future(start_engine())
     try:
         await server.serve(sockets=[listener])
     finally:
         starting.cancel()
-        service.grammars.close()
+        service.close()
         await engine.close()
     await asyncio.sleep(0)  # a Ctrl-C that uvicorn has answered comes through here at the latest
     if problem:

@@ -4,10 +4,11 @@ from typing import Annotated
 
 from pydantic import Field
 
+from tandem.apis.answering import GenerationRequests
 from tandem.apis.errors import ApiError
 from tandem.apis.schemas import Asked, ChatRequest, Message, Tool
 from tandem.engine.messages import ModelInfo
-from tandem.server.service import Server
+from tandem.foreign_types import Tokenizer
 
 _Json = dict[str, object]
 
@@ -34,22 +35,24 @@ class DetokenizeRequest(Asked):
     tokens: Annotated[list[int], Field(max_length=1_000_000)]
 
 
-def detokenized(server: Server, body: DetokenizeRequest, info: ModelInfo) -> _Json:
+def detokenized(requests: GenerationRequests, body: DetokenizeRequest, info: ModelInfo) -> _Json:
     """Answer /detokenize."""
-    text = server.generation_requests.text_of(body.tokens, info)
+    text = requests.text_of(body.tokens, info)
     return {"prompt": text, "content": text}
 
 
-def tokenized(server: Server, body: TokenizeRequest, info: ModelInfo) -> _Json:
+def tokenized(
+    requests: GenerationRequests, tokenizer: Tokenizer, body: TokenizeRequest, info: ModelInfo
+) -> _Json:
     """Answer /tokenize."""
-    ids = _ids(server, body, info)
+    ids = _ids(requests, body, info)
     answer: _Json = {
         "tokens": ids,
         "count": len(ids),
-        "max_model_len": server.generation_requests.limit(info),
+        "max_model_len": requests.limit(info),
     }
     if body.return_token_strs or body.with_pieces:
-        pieces = server.tokenizer.convert_ids_to_tokens(ids)
+        pieces = tokenizer.convert_ids_to_tokens(ids)
         answer["token_strs"] = pieces
         if body.with_pieces:
             together = zip(ids, pieces, strict=True)
@@ -57,11 +60,10 @@ def tokenized(server: Server, body: TokenizeRequest, info: ModelInfo) -> _Json:
     return answer
 
 
-def _ids(server: Server, body: TokenizeRequest, info: ModelInfo) -> list[int]:
+def _ids(requests: GenerationRequests, body: TokenizeRequest, info: ModelInfo) -> list[int]:
     text = body.prompt if body.prompt is not None else body.content
     if (text is None) == (body.messages is None):
         raise ApiError(400, "give either prompt (a text) or messages", param="prompt")
-    requests = server.generation_requests
     if text is not None:
         # vLLM adds special tokens unless told not to, llama.cpp only if told to.
         is_added = body.add_special if body.content is not None else body.add_special_tokens

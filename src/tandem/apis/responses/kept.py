@@ -36,8 +36,20 @@ class KeptResponse:
         return len(self.response) + len(self.messages) + _ENTRY_BYTES
 
 
+def joined(earlier: bytes, new: Sequence[Message]) -> bytes:
+    """Return a conversation with some messages behind it, as JSON."""
+    added = _MESSAGES.dump_json(list(new), exclude_none=True, by_alias=True)
+    both = earlier[:-1] + b"," + added[1:] if min(len(earlier), len(added)) > 2 else None
+    return both or max(earlier, added, key=len)
+
+
+def messages_of(conversation: bytes) -> Sequence[Message]:
+    """Return the messages of a conversation that is JSON."""
+    return _MESSAGES.validate_json(conversation)
+
+
 class KeptResponses:
-    """The latest answers. The event loop puts them in, threads look them up."""
+    """The latest answers."""
 
     def __init__(self, most_answers: int = _MOST_ANSWERS, most_bytes: int = _MOST_BYTES) -> None:
         """Keep so many answers at most, which have so many bytes at most."""
@@ -50,11 +62,9 @@ class KeptResponses:
         """What all of them take."""
         return self._num_bytes
 
-    def put(self, response: Mapping[str, object], earlier: bytes, new: Sequence[Message]) -> None:
-        """Keep an answer, with the messages before it, as `conversation` has them, and its own."""
-        added = _MESSAGES.dump_json(list(new), exclude_none=True, by_alias=True)
-        both = earlier[:-1] + b"," + added[1:] if min(len(earlier), len(added)) > 2 else None
-        messages = both or max(earlier, added, key=len)
+    def put(self, response: Mapping[str, object], before: bytes, answer: Message) -> None:
+        """Keep an answer, with the conversation before it, as `conversation` has it."""
+        messages = joined(before, [answer])
         written = json.dumps(response, ensure_ascii=False, separators=(",", ":")).encode()
         kept = KeptResponse(written, messages)
         self._kept[str(response["id"])] = kept
@@ -64,10 +74,8 @@ class KeptResponses:
         ):
             self._num_bytes -= self._kept.popitem(last=False)[1].num_bytes
 
-    def conversation(self, response_id: str | None) -> bytes:
+    def conversation(self, response_id: str) -> bytes:
         """Return the conversation up to an answer as JSON; raises `ApiError` if it is not kept."""
-        if response_id is None:
-            return NO_MESSAGES
         kept = self._kept.get(response_id)
         if kept is None:
             raise ApiError(
@@ -78,10 +86,6 @@ class KeptResponses:
                 code="previous_response_not_found",
             )
         return kept.messages
-
-    def messages(self, response_id: str | None) -> Sequence[Message]:
-        """Return the conversation up to an answer; raises `ApiError` if it is not kept."""
-        return _MESSAGES.validate_json(self.conversation(response_id))
 
     def response(self, response_id: str) -> bytes:
         """Return an answer as JSON; 404 if it is not kept."""

@@ -1,9 +1,7 @@
 """An answer in the form of OpenAI's Responses API: one response, or the events of a stream."""
 
-from collections.abc import Callable
-
 from tandem.apis.answering import GenerationRequest, new_id, now_seconds
-from tandem.apis.api import Event, Reply
+from tandem.apis.api import Event, Reply, Surroundings
 from tandem.apis.coming_answer import ComingAnswer
 from tandem.apis.errors import ApiError
 from tandem.apis.responses.schemas import ResponsesRequest
@@ -26,17 +24,21 @@ class ResponseReply(Reply):
         body: ResponsesRequest,
         request: GenerationRequest,
         model: str,
-        on_end: Callable[[_Json, Message], None],
+        before: bytes | None,
     ) -> None:
-        """Begin the answer; `on_end` gets the response and the message that it adds."""
-        self._answer, self._on_end = ComingAnswer(request), on_end
-        self._body, self._head = body, _head(body, model)
+        """Begin the answer; `before` is the conversation up to it. None: it is not kept."""
+        self._answer, self._before = ComingAnswer(request), before
+        self._head = _head(body, model)
         self._items: list[_Json] = []
         self._open: tuple[str, str] | None = None  # the kind of the item that still grows
-        self._tools = known_tools(body.tools)
+        self._tools = {name: tool.called for name, tool in known_tools(body.tools).items()}
         self._call: OpenCall | None = None  # the call that still grows
         self._message = Message.model_construct(role="assistant", content="")
         self._number = 0
+
+    def arrive(self, surroundings: Surroundings) -> None:
+        """Take what keeps responses."""
+        self._keep = surroundings.keep
 
     def first_events(self) -> list[Event]:
         """Return what says that the response has begun."""
@@ -51,7 +53,8 @@ class ResponseReply(Reply):
         if self._answer.end is not None:
             events += self._close()
             response = self.whole()
-            self._on_end(response, self._message)
+            if self._before is not None:
+                self._keep(response, self._before, self._message)
             events.append(self._event(f"response.{response['status']}", response=response))
         return events
 

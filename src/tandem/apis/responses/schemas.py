@@ -224,6 +224,11 @@ class CountRequest(Asked):
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
 
+    @property
+    def earlier_id(self) -> str | None:
+        """The earlier answer that it goes on from."""
+        return self.previous_response_id
+
     @field_validator("tools", mode="before")
     @classmethod
     def _without_tools_of_elsewhere(cls, tools: object, info: ValidationInfo) -> object:

@@ -7,6 +7,7 @@ functions whose names begin with it.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tandem.apis.answering import new_id
 from tandem.apis.responses.schemas import CustomTool, FunctionTool, NamespaceTool
@@ -23,6 +24,15 @@ _INPUT_SCHEMA: dict[str, object] = {
 }
 
 
+class CalledTool(NamedTuple):
+    """One tool as its calls show it."""
+
+    name: str
+    namespace: str | None
+    is_custom: bool
+    """Whether its input is a text."""
+
+
 @dataclass(frozen=True, slots=True)
 class KnownTool:
     """One tool as the client knows it."""
@@ -31,9 +41,9 @@ class KnownTool:
     namespace: str | None = None
 
     @property
-    def is_custom(self) -> bool:
-        """Whether its input is a text."""
-        return isinstance(self.tool, CustomTool)
+    def called(self) -> "CalledTool":
+        """What its calls need to know of it."""
+        return CalledTool(self.tool.name, self.namespace, isinstance(self.tool, CustomTool))
 
     def as_function(self, name: str) -> Tool:
         """Return the function that stands for it in a chat."""
@@ -83,7 +93,7 @@ def as_arguments(text: str) -> str:
 class OpenCall:
     """An item of a call that is being written."""
 
-    def __init__(self, name: str, known: Mapping[str, KnownTool]) -> None:
+    def __init__(self, name: str, known: Mapping[str, CalledTool]) -> None:
         """Begin the call of a function, which stands for one of some tools or is none of them."""
         found = known.get(name)
         self.is_custom = found is not None and found.is_custom
@@ -92,7 +102,7 @@ class OpenCall:
             "id": new_id("ctc" if self.is_custom else "fc", "_"),
             "type": "custom_tool_call" if self.is_custom else "function_call",
             "call_id": new_id("call", "_"),
-            "name": name if found is None else found.tool.name,
+            "name": name if found is None else found.name,
             **({"input": ""} if self.is_custom else {"arguments": "", "status": "in_progress"}),
         }
         if found is not None and found.namespace is not None:

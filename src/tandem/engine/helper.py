@@ -1,0 +1,124 @@
+"""What helper processes share: their messages, and forks that the kernel ends at a limit.
+
+A helper does for the HTTP side, which starts it, what may take long or for ever. Its stdin is a
+socket. Order: one message comes first, then one descriptor for each job: a socket with the job as a
+message. The helper or a fork of it takes the job, says `STARTED`, works, answers with a
+message and closes the socket. An answer that is not whole is none. The helper ends when its stdin
+does, thus with the server, however that ends.
+"""
+
+import contextlib
+import fcntl
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+STARTED = b"s"
+_LENGTH = struct.Struct("<Q")
+
+
+class Limits(NamedTuple):
+    """What a fork may take."""
+
+    processor_seconds: float
+    wall_seconds: float
+    memory_bytes: int
+    """Beside what the helper has."""
+
+
+class Job(Protocol):
+    """What a fork does."""
+
+    @property
+    def limits(self) -> Limits:
+        """What it may take."""
+
+
+def framed(message: object) -> bytes:
+    """Return a message as it goes through a socket."""
+    data = pickle.dumps(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+def is_whole(data: bytes | bytearray) -> bool:
+    """Tell whether some bytes are a message, rather than the beginning of one."""
+    size = _LENGTH.size
+    return len(data) >= size and len(data) >= size + _LENGTH.unpack_from(data)[0]
+
+
+def unframed(data: bytes | bytearray) -> Any:
+    """Return the message that some bytes are."""
+    return pickle.loads(memoryview(data)[_LENGTH.size :])
+
+
+def read(connection: socket.socket) -> Any:
+    """Return the next message; `EOFError` at the end."""
+    (length,) = _LENGTH.unpack(_read_bytes(connection, _LENGTH.size))
+    return pickle.loads(_read_bytes(connection, length))
+
+
+def jobs(control: socket.socket) -> Iterator[tuple[bytes, socket.socket]]:
+    """Yield each job's kind, one byte, and its socket, until `control` ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets forks that have ended
+    while True:
+        kind, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not descriptors:
+            return
+        with socket.socket(fileno=descriptors[0]) as connection:
+            yield kind, connection
+
+
+def answer(connection: socket.socket, work: Callable[[Any], object]) -> None:
+    """Do a job here."""
+    with contextlib.suppress(OSError, EOFError):  # nobody waits for it any more
+        job = read(connection)
+        connection.sendall(STARTED)
+        connection.sendall(framed(work(job)))
+
+
+def answer_in_fork(
+    control: socket.socket, connection: socket.socket, work: Callable[[Any], object]
+) -> None:
+    """Let a fork do a job within its limits; this process has one thread, else none is safe."""
+    if os.fork():
+        return
+    try:
+        control.close()  # else it would outlive this process
+        job: Job = read(connection)
+        _limit(connection, job.limits)
+        connection.sendall(STARTED)
+        found = framed(work(job))
+        signal.signal(signal.SIGIO, signal.SIG_IGN)  # the reader makes room for more
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):  # a reader may be slow
+            signal.setitimer(timer, 0)
+        connection.sendall(found)
+    finally:
+        os._exit(0)
+
+
+def _limit(connection: socket.socket, limits: Limits) -> None:
+    """Let the kernel end this fork: these signals do, as none of them is handled."""
+    number = connection.fileno()
+    fcntl.fcntl(number, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(number, fcntl.F_SETFL, fcntl.fcntl(number, fcntl.F_GETFL) | os.O_ASYNC)
+    signal.setitimer(signal.ITIMER_REAL, limits.wall_seconds)
+    signal.setitimer(signal.ITIMER_PROF, limits.processor_seconds)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        num_bytes = int(file.read().split()[0]) * resource.getpagesize() + limits.memory_bytes
+    with contextlib.suppress(ValueError, OSError):  # a lower limit is there
+        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
+
+
+def _read_bytes(connection: socket.socket, length: int) -> bytearray:
+    data = bytearray()
+    while len(data) < length:
+        piece = connection.recv(length - len(data))
+        if not piece:
+            raise EOFError
+        data += piece
+    return data

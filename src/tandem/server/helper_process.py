@@ -1,0 +1,135 @@
+"""A helper process as the HTTP side sees it: started in the background, and again if it ends.
+
+What it does is in `tandem.engine.helper`. A job is a socket of its own: closing it says that nobody
+waits any more, and its end without a whole answer says that the helper, or its fork, has ended.
+"""
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tandem.apis.errors import server_error
+from tandem.engine.helper import STARTED, is_whole, unframed
+
+# To load what a job needs, and to do the jobs before it; so long a machine may be too busy.
+_START_SECONDS = 120.0
+_PIECE_BYTES = 1 << 18
+
+
+class HelperProcess:
+    """One helper, in all of its lives."""
+
+    def __init__(self, main: Callable[[], None], first: Callable[[], bytes], *, gone: str) -> None:
+        """Start nothing yet.
+
+        `main` is what it runs. `first` is called in a thread and returns its first message, framed.
+        `gone` is what clients are told where it cannot be started.
+        """
+        self._main, self._first, self._gone = main, first, gone
+        self._starting: asyncio.Task[socket.socket] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._is_closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """The number of the process."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Begin to start it, in the background, so that the first job finds it."""
+        self._control_soon()
+
+    def close(self) -> None:
+        """End it, also while it is being started."""
+        self._is_closed = True
+        self._end()
+
+    async def ask(self, job: bytes, *, kind: bytes = b"j", seconds: float | None = None) -> Any:
+        """Return the answer to a framed job; None if what did it ended before, by a limit perhaps.
+
+        The helper itself is ended if the job takes more than `seconds`. Cancelling this tells who
+        does the job that nobody waits. Raises `ApiError` where there is no helper.
+        """
+        for _ in range(2):  # it may have been killed, which costs no job that had not begun
+            starting = self._control_soon()
+            with contextlib.suppress(OSError, EOFError):
+                async with asyncio.timeout(_START_SECONDS):
+                    ours = await begun(await asyncio.shield(starting), kind, job)
+                return await self._answer(ours, seconds)
+            if self._starting is starting:
+                self._starting = None
+        raise server_error(self._gone, status=503)
+
+    async def _answer(self, ours: socket.socket, seconds: float | None) -> Any:
+        with ours:
+            try:
+                async with asyncio.timeout(seconds):
+                    return await _message(ours)
+            except TimeoutError:
+                if self._process is not None:
+                    self._process.kill()
+            except (OSError, EOFError):
+                pass
+        return None
+
+    def _control_soon(self) -> "asyncio.Task[socket.socket]":
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(asyncio.to_thread(self._begin))
+            # Each job gets the reason; at the end there may be none.
+            self._starting.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return self._starting
+
+    def _begin(self) -> socket.socket:
+        """Start the process, in a thread, and send it its first message."""
+        self._end()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # A group of its own: Ctrl-C is for the HTTP side, which closes the socket. In a session
+            # of its own Linux would weigh it against all of the server, however nice it is.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", f"from {self._main.__module__} import main; main()"],
+                stdin=theirs.fileno(), stdout=subprocess.DEVNULL, process_group=0,
+            )  # fmt: skip
+        self._control = ours
+        if self._is_closed:  # `close` sets this before it looks for a process
+            self._end()
+        ours.sendall(self._first())
+        return ours
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+async def begun(control: socket.socket, kind: bytes, job: bytes) -> socket.socket:
+    """Return the socket of a job that has begun; raises `EOFError` or `OSError` if none does."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            socket.send_fds(control, [kind], [theirs.fileno()])
+        ours.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(ours, job)
+        if await loop.sock_recv(ours, 1) != STARTED:
+            raise EOFError
+    except BaseException:
+        ours.close()
+        raise
+    return ours
+
+
+async def _message(ours: socket.socket) -> Any:
+    loop, found = asyncio.get_running_loop(), bytearray()
+    while not is_whole(found):
+        if not (piece := await loop.sock_recv(ours, _PIECE_BYTES)):
+            raise EOFError
+        found += piece
+    return unframed(found)

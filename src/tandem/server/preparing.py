@@ -1,0 +1,185 @@
+"""What a body is turned into: in the prompt process, for the HTTP side.
+
+A body is checked, its prompt is written and cut into tokens, and the reply to it is begun. All that
+may fail, and what may be logged of it, is in what comes back.
+"""
+
+import contextlib
+import json
+import pickle
+import traceback
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from tandem.apis.answering import GenerationRequests
+from tandem.apis.api import Api, Question, Reply
+from tandem.apis.errors import ApiError, server_error
+from tandem.apis.images import ImageReader
+from tandem.apis.reading import read_body
+from tandem.apis.responses.kept import NO_MESSAGES
+from tandem.apis.schemas import Asked
+from tandem.checkpoint.text_tokens import TextTooLongError
+from tandem.core.errors import TandemError
+from tandem.dialects.format import ChatFormat, TemplateError
+from tandem.engine.grammar_process import Writer
+from tandem.engine.helper import Limits
+from tandem.engine.messages import ModelInfo
+from tandem.foreign_types import Tokenizer
+from tandem.generate.request import Request
+from tandem.server.endpoints import endpoints
+from tandem.server.options import ServerOptions
+
+# Of a fork, for a long body: a conversation of 32 MB with images takes some seconds.
+LIMITS = Limits(processor_seconds=60.0, wall_seconds=600.0, memory_bytes=8 << 30)
+
+
+class Setup(NamedTuple):
+    """What bodies are prepared for."""
+
+    tokenizer: Tokenizer
+    images: ImageReader | None
+    options: ServerOptions
+    names: tuple[str, ...]
+    """The model's, for clients."""
+
+
+class Job(NamedTuple):
+    """Turn a body into requests, or answer it."""
+
+    endpoint: str
+    raw: bytes
+    info: ModelInfo | None
+    room: int
+    """How many requests the engine would take on."""
+    earlier: bytes | None = None
+    """The conversation that it goes on from, as JSON; None: it has not been looked up."""
+    limits: Limits = LIMITS
+
+
+class Wanted(NamedTuple):
+    """A body asks for more than came with its job."""
+
+    num_answers: int
+    earlier_id: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What a body asks of the engine, and the reply to it."""
+
+    requests: Sequence[Request]
+    images: bytes | None
+    """The requests' `ImagePrompt`, pickled: to read it takes torch."""
+    writer: Writer | None
+    """Writes the grammar that all of them follow."""
+    reply: Reply
+    is_stream: bool
+    num_dropped_turns: int
+    texts: Sequence[str]
+    """The prompts, where they are to be logged."""
+
+
+@dataclass(slots=True)
+class Answered:
+    """What has come of a body."""
+
+    found: Prepared | bytes | Wanted | None = None
+    """Bytes are the whole answer, as JSON."""
+    error: ApiError | None = None
+    """What its client is told in place of an answer."""
+    other_model: str | None = None
+    """The name that it has for the model, where that is none of its names."""
+    ignored: Collection[str] = ()
+    """Names of fields."""
+    problem: str | None = None
+    """What is to be mended here, for the log."""
+
+
+class Preparer:
+    """Prepares bodies for one model."""
+
+    def __init__(self, setup: Setup) -> None:
+        """Prepare them with a tokenizer of its own."""
+        self._options, self._names = setup.options, setup.names
+        requests = GenerationRequests(
+            setup.tokenizer, context=setup.options.context,
+            trims=setup.options.context_full == "trim", images=setup.images,
+        )  # fmt: skip
+        self._endpoints = endpoints(requests, setup.tokenizer, setup.names[0])
+        with contextlib.suppress(TandemError):  # what is made on first use, ahead of the forks
+            ChatFormat(setup.tokenizer).prompt([{"role": "user", "content": "x"}], (), {})
+
+    def answer(self, job: Job) -> Answered:
+        """Return what comes of a body; raises nothing."""
+        answered = Answered()
+        try:
+            answered.found = self._found(job, answered)
+        except TandemError as error:
+            answered.error = _as_api_error(error)
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError, MemoryError) as e:
+            what = "the request cannot be turned into a prompt"
+            answered.error = ApiError(400, what, reason=f"{what} ({type(e).__name__})")
+        except BaseException:  # one of Rust's is no `Exception`
+            answered.problem = traceback.format_exc()
+            answered.error = server_error("the server failed; its log says why")
+        return answered
+
+    def _found(self, job: Job, answered: Answered) -> Prepared | bytes | Wanted:
+        endpoint: Api[Any] | Question[Any] = self._endpoints[job.endpoint]
+        read = read_body(endpoint.body, job.raw, is_strict=self._options.strict)
+        body: Asked = read.body
+        answered.other_model = self._other_model(body.model)
+        answered.ignored = read.ignored
+        if job.info is None:
+            raise server_error("the model is being loaded; ask again soon", status=503)
+        num_answers = body.num_answers if isinstance(endpoint, Api) else 0
+        if num_answers > job.room or (body.earlier_id is not None and job.earlier is None):
+            return Wanted(num_answers, body.earlier_id)
+        if isinstance(endpoint, Question):
+            answer = endpoint.answer(body, job.info, job.earlier or NO_MESSAGES)
+            return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
+        return self._prepared(endpoint, body, job.info, job.earlier or NO_MESSAGES)
+
+    def _prepared(self, api: Api[Any], body: Asked, info: ModelInfo, earlier: bytes) -> Prepared:
+        generation_requests = api.requests(body, info, earlier)
+        first = generation_requests[0]
+        images = first.request.images
+        return Prepared(
+            requests=[replace(one.request, images=None) for one in generation_requests],
+            images=None if images is None else pickle.dumps(images),
+            writer=None if first.grammar is None else Writer.of(first.grammar),
+            reply=api.reply(body, generation_requests, earlier),
+            is_stream=bool(body.stream),
+            num_dropped_turns=first.num_dropped_turns,
+            texts=[one.prompt_text for one in generation_requests]
+            if self._options.log_prompts
+            else (),
+        )
+
+    def _other_model(self, name: str | None) -> str | None:
+        if not name or name in self._names:
+            return None
+        if not self._options.takes_any_name:
+            raise no_model(name, self._names)
+        return name
+
+
+def no_model(name: str, names: Sequence[str]) -> ApiError:
+    """Return the error for a model that is not served."""
+    known = " and ".join(repr(name) for name in names)
+    return ApiError(
+        404,
+        f"there is no model {name[:200]!r} here; this server has {known}",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def _as_api_error(error: TandemError) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    # A template's message repeats the prompt.
+    reason = error.reason if isinstance(error, TemplateError) else None
+    code = "context_length_exceeded" if isinstance(error, TextTooLongError) else None
+    return ApiError(400, str(error), reason=reason, code=code)

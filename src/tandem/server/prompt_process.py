@@ -1,0 +1,51 @@
+"""The prompt process: checks bodies, writes prompts and cuts them into tokens, for the HTTP side.
+
+A helper (`tandem.engine.helper`): a pickled `Setup` comes first, and each job is a `Job`. Short
+ones are done one after the other, long ones in a fork each. So a long one holds up no other, is
+ended where it takes too much or its client has left, and leaves no memory behind. Torch is loaded
+for models that take images alone, and has threads in forks alone: else no fork would be safe.
+"""
+
+import contextlib
+import gc
+import os
+import pickle
+import socket
+import sys
+from typing import NamedTuple
+
+from tandem.engine.helper import answer, answer_in_fork, jobs, read
+from tandem.server.preparing import Job, Preparer
+
+SHORT, LONG = b"s", b"l"
+# The HTTP side goes first, and what it does for its clients before what is long.
+_NICENESS, _NICER = 2, 3
+
+
+class Pickled(NamedTuple):
+    """A pickled `Setup`, and where its classes are found."""
+
+    path: list[str]
+    setup: bytes
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    os.nice(_NICENESS)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # whose threads a fork would not have
+    control = socket.socket(fileno=0)
+    with contextlib.suppress(EOFError):
+        first: Pickled = read(control)
+        sys.path[:] = first.path
+        preparer = Preparer(pickle.loads(first.setup))
+
+        def prepared_in_fork(job: Job) -> object:
+            os.nice(_NICER)
+            return preparer.answer(job)
+
+        gc.freeze()  # else the first collection in a fork copies all of it
+        for kind, connection in jobs(control):
+            if kind == SHORT:
+                answer(connection, preparer.answer)
+            else:
+                answer_in_fork(control, connection, prepared_in_fork)

@@ -1,0 +1,60 @@
+"""Prompts as the HTTP side gets them: from the prompt process, which may be killed.
+
+So this process moves bytes alone, and answers at once whatever bodies are made of. Short bodies and
+long ones wait in lines of their own.
+"""
+
+import asyncio
+import functools
+import pickle
+import sys
+
+from tandem.apis.errors import ApiError, server_error
+from tandem.engine.helper import framed
+from tandem.server.helper_process import HelperProcess
+from tandem.server.preparing import Answered, Job, Setup
+from tandem.server.prompt_process import LONG, SHORT, Pickled, main
+
+# A fork costs some milliseconds, which are much to a shorter body.
+_SHORT_BODY_BYTES = 64 << 10
+# On their way at a time: a short one is there when the one before it is done.
+_MOST_SHORT, _MOST_LONG = 4, 2
+# A chat template alone is ended after 3 seconds of processor time.
+_SHORT_SECONDS = 60.0
+
+
+class Prompts:
+    """Turns bodies into requests, in a process that is started again if it ends."""
+
+    def __init__(self, setup: Setup, *, most_seconds: float = _SHORT_SECONDS) -> None:
+        """Start nothing yet. The process is ended if a short body takes more than so long."""
+        self._most_seconds = most_seconds
+        first = functools.cache(lambda: framed(Pickled(sys.path, pickle.dumps(setup))))
+        self.process = HelperProcess(main, first, gone="requests cannot be read now; ask again")
+        self._short = asyncio.Semaphore(_MOST_SHORT)
+        self._long = asyncio.Semaphore(_MOST_LONG)
+
+    async def ask(self, job: Job) -> Answered:
+        """Return what comes of a body; cancelling it ends the work on a long one."""
+        num_bytes = len(job.raw) + len(job.earlier or b"")
+        # Images are opened in a fork.
+        if num_bytes > _SHORT_BODY_BYTES or b"image" in job.raw:
+            async with self._long:
+                answered = await self.process.ask(framed(job), kind=LONG)
+            problem = ApiError(
+                400,
+                f"the request takes more than {job.limits.processor_seconds:g} seconds of "
+                "processor time, or too much memory, to be turned into a prompt; send less",
+            )
+        else:
+            async with self._short:
+                answered = await self.process.ask(
+                    framed(job), kind=SHORT, seconds=self._most_seconds
+                )
+            problem = server_error(
+                "the process that reads requests ended while it read this one; ask again",
+                status=503,
+            )
+        if not isinstance(answered, Answered):
+            raise problem
+        return answered
