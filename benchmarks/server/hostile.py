@@ -100,12 +100,19 @@ def _be_honest(port: int, seconds: float, pipe: Connection) -> None:
     pipe.send(asyncio.run(_listen(port, seconds)))
 
 
-def _tree_bytes(process_id: int) -> int:
-    """Return the resident bytes of a process and of all that it started."""
+def _resident_bytes(process_id: int) -> int:
     status = Path(f"/proc/{process_id}/status").read_text(encoding="ascii")
     line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
-    children = Path(f"/proc/{process_id}/task/{process_id}/children").read_text(encoding="ascii")
-    return int(line.split()[1]) * 1024 + sum(_tree_bytes(int(one)) for one in children.split())
+    return int(line.split()[1]) * 1024
+
+
+def _server_bytes(process_id: int) -> int:
+    """Return the resident bytes of a server's processes, without forks for one body or grammar."""
+    num_bytes = _resident_bytes(process_id)
+    for children in Path(f"/proc/{process_id}/task").glob("*/children"):  # each thread's own
+        for child in children.read_text(encoding="ascii").split():
+            num_bytes += _resident_bytes(int(child))
+    return num_bytes
 
 
 async def _attack_all(target: Target, process_id: int, options: argparse.Namespace) -> list[int]:
@@ -116,7 +123,7 @@ async def _attack_all(target: Target, process_id: int, options: argparse.Namespa
     end, memory = time.monotonic() + options.minutes * 60, []
     while time.monotonic() < end:
         await asyncio.sleep(1)
-        memory.append(_tree_bytes(process_id))
+        memory.append(_server_bytes(process_id))
     for client in clients:
         client.cancel()
     await asyncio.gather(*clients, return_exceptions=True)
