@@ -15,16 +15,11 @@ from tandem.cli.session import Session, SessionOptions
 from tandem.generate.prompt import encode_conversation
 from tandem.generate.sampling import SamplingOptions
 from tests.cli.terminal import Terminal
-from tests.hf.tiny import byte_tokenizer, save_tiny_checkpoint
+from tests.hf.tiny import byte_tokenizer
 from tests.programs import ENVIRONMENT
 from tests.programs import tandem as run_tandem
 
 Talk = Callable[..., Session]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")

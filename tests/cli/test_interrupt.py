@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
-import pytest
 
-from tests.hf.tiny import save_tiny_checkpoint
 from tests.programs import ENVIRONMENT, IMPORTS, Program
 
 PROGRAM = """
@@ -34,11 +32,6 @@ FLAGS = (
     *("--device", "threaded", "--gpu-memory", "500KB"),
     *("--link-bandwidth", "20MB/s", "-p", "hello", "--max-new-tokens", "100000"),
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 @contextlib.contextmanager

@@ -14,18 +14,12 @@ from tandem.hf.machine.profile import kept_profile
 from tandem.policy.cost import HardwareProfile, interpolate
 from tests import programs
 from tests.experts.machines import make_machine
-from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
 from tests.programs import ENVIRONMENT
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
-
-
-def test_a_profile_is_measured_kept_and_drawn(model: Path, tmp_path: Path) -> None:
-    words = ["profile", str(model), "--json", "--expert-dtype", "int8"]
+def test_a_profile_is_measured_kept_and_drawn(model: str, tmp_path: Path) -> None:
+    words = ["profile", model, "--json", "--expert-dtype", "int8"]
     words += ["--picture", str(tmp_path / "curves.svg")]
     done = programs.tandem(*words, env={**ENVIRONMENT, "TANDEM_CACHE": str(tmp_path)})
     assert done.returncode == 0, done.stderr
@@ -63,7 +57,7 @@ def test_the_rest_of_a_layer_is_what_whole_steps_took() -> None:
     assert shape.cpu_seconds == before.cpu_seconds
 
 
-def test_a_kept_profile_is_read_and_another_format_is_measured(model: Path, tmp_path: Path) -> None:
+def test_a_kept_profile_is_read_and_another_format_is_measured(model: str, tmp_path: Path) -> None:
     def load(expert_dtype: str) -> float:
         loaded = tandem.load(
             model,
@@ -86,8 +80,8 @@ def test_a_kept_profile_is_read_and_another_format_is_measured(model: Path, tmp_
     assert len(list((tmp_path / "profiles").iterdir())) == 2
 
 
-def test_a_damaged_profile_is_measured_again_and_that_is_said(model: Path, tmp_path: Path) -> None:
-    words = ["profile", str(model), "--expert-dtype", "int8"]
+def test_a_damaged_profile_is_measured_again_and_that_is_said(model: str, tmp_path: Path) -> None:
+    words = ["profile", model, "--expert-dtype", "int8"]
     environment = {**ENVIRONMENT, "TANDEM_CACHE": str(tmp_path)}
     programs.tandem(*words, env=environment)
     (kept,) = (tmp_path / "profiles").iterdir()

@@ -13,13 +13,7 @@ from tqdm import tqdm
 from tandem.cli import progress
 from tandem.cli.progress import PlainProgress, progress_as_lines, shows_progress, waiting
 from tests.cli.terminal import Terminal
-from tests.hf.tiny import save_tiny_checkpoint
 from tests.programs import COMMAND, ENVIRONMENT, IMPORTS, TORCH_IMPORTS
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 class Clock:

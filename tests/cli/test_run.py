@@ -14,18 +14,13 @@ from tandem.cli.main import main
 from tandem.generate.prompt import encode_conversation
 from tests.cli.terminal import Terminal
 from tests.hf.tiny import byte_tokenizer, save_tiny_checkpoint
-from tests.programs import Program, tandem
+from tests.programs import Program, python, tandem
 
 JSON_KEYS = {
     *("text", "prompt_tokens", "generated_tokens", "time_to_first_token_seconds"),
     *("prefill_tokens_per_second", "decode_tokens_per_second", "device", "expert_cache"),
     *("prefetch", "memory_bytes", "peak_memory_bytes"),
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 def test_answers_a_prompt_and_prints_statistics(model: str) -> None:
@@ -36,6 +31,19 @@ def test_answers_a_prompt_and_prints_statistics(model: str) -> None:
         r"first token .*prefill .*decode .*experts read .*memory", done.stderr
     )
     assert "slower than it could be" not in done.stderr
+
+
+def test_a_start_does_not_look_for_garbage(model: str) -> None:
+    code = """if True:
+        import gc
+        from tandem.cli.main import main
+        seen = []
+        gc.callbacks.append(lambda phase, _: seen.append(phase))
+        main()
+        print(len(seen))
+    """
+    done = python(code, "run", model, "-p", "hello", "--max-new-tokens", "2", imports="pass")
+    assert done.stdout.splitlines()[-1] == "0", done.stderr
 
 
 def test_a_model_that_keeps_states_says_why_it_is_slower(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A conversation: failed turns leave nothing, a full context is trimmed by whole turns."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from tandem.cli.chat import chat
 from tandem.cli.session import Session, SessionOptions
 from tandem.core.errors import ConfigError
 from tandem.generate.sampling import SamplingOptions
-from tests.hf.tiny import byte_tokenizer, save_tiny_checkpoint
+from tests.hf.tiny import byte_tokenizer
 
 CONTEXT_TOKENS = 256  # of the tiny model, whose tokenizer has one token per byte
 
@@ -18,8 +19,8 @@ Opener = Callable[..., Session]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return tandem.load(save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
+def model(checkpoint: Path) -> Any:
+    return tandem.load(checkpoint)
 
 
 @pytest.fixture

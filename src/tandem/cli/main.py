@@ -13,9 +13,9 @@ from tandem.cli.streams import prepare_streams, warnings_as_lines
 from tandem.core.errors import TandemError
 from tandem.hardware.windows import why_not_here
 
-# Torch and Transformers make a million objects that stay: to look for garbage after every 700 of
-# them, as Python has it, takes a tenth of a start, and so does a last look at the end.
-_OBJECTS_PER_COLLECTION = 200_000
+# Torch and Transformers make most of a million objects that stay: to look for garbage after every
+# 700 of them, as Python has it, takes a tenth of a start, and so does a last look at the end.
+_OBJECTS_PER_COLLECTION = 1_000_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
