@@ -24,11 +24,6 @@ NAMES = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny", "qwen3_moe")
-
-
 def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, dict[str, str]]:
     assert main(["doctor", *words, "--threads", "1", "--json"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])

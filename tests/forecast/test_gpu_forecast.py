@@ -26,7 +26,6 @@ from tandem.hf.config import OffloadConfig
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings
 from tandem.policy.step_path import step_path
-from tests.hf.tiny import save_tiny_checkpoint
 
 DESKTOP = load_profile("desktop-12gb")
 
@@ -91,11 +90,6 @@ def test_typical_routing_is_like_recorded_routing() -> None:
 def test_geometry_of_layers_with_several_sizes() -> None:
     sizes = dataclasses.replace(sizes_of("qwen3-30b-a3b"), num_experts=48 * 128 - 1)
     assert geometry_of(sizes) == Geometry(48, 128, 8)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny", "qwen3_moe")
 
 
 def test_a_plan_for_a_gpu_that_is_elsewhere(

@@ -38,11 +38,6 @@ JSON_KEYS = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny", "qwen3_moe")
-
-
 def sizes_of(directory: Path, **options: Any) -> ModelSizes:
     return model_sizes(open_checkpoint(directory), OffloadConfig(**options))
 

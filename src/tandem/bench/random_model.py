@@ -38,10 +38,7 @@ def build_random_model(
     """
     if num_layers is not None:
         shape = shape.sample(num_layers)
-    cut = {} if vocabulary is None else {"vocab_size": vocabulary}
-    config = AutoConfig.for_model(shape.model_type, **shape.values | cut)
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = empty_model_of(shape, vocabulary)
     quantizer = OffloadQuantizer(offload)
     quantizer._process_model_before_weight_loading(model)
     for layer in quantizer.runtime.store:
@@ -62,6 +59,15 @@ def build_random_model(
     quantizer._process_model_after_weight_loading(model)
     model.generation_config.eos_token_id = None
     return model.eval().requires_grad_(False)
+
+
+def empty_model_of(shape: ModelShape, vocabulary: int | None = None) -> PreTrainedModel:
+    """Build a shape in bf16 without memory, perhaps with another vocabulary."""
+    cut = {} if vocabulary is None else {"vocab_size": vocabulary}
+    config = AutoConfig.for_model(shape.model_type, **shape.values | cut)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model
 
 
 def drop_experts(model: nn.Module) -> None:

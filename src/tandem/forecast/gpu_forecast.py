@@ -20,7 +20,7 @@ from tandem.devices import kind_of
 from tandem.experts.cache.sizing import DeviceMemory
 from tandem.experts.measuring.profiler import with_emulated_gpu, with_link
 from tandem.forecast.sizes import ModelSizes, config_sizes
-from tandem.forecast.speed_forecast import PROMPT_TOKENS, cut_shape
+from tandem.forecast.speed_forecast import PROMPT_TOKENS, Forecast, cut_shape
 from tandem.forecast.typical_routing import typical_routing
 from tandem.hardware.profiles import load_profile, shape_for
 from tandem.hf.assembly import profile_of
@@ -41,31 +41,18 @@ _SYSTEM_BYTES = 4 << 30  # of a PC with its desktop, assumed
 
 
 @dataclass(frozen=True, slots=True)
-class GpuForecast:
+class GpuForecast(Forecast):
     """What the virtual clock says of one conversation."""
 
     profile: str
     costs_of: str
     """The shape in the profile whose times were taken, in proportion to bytes."""
-    prompt_tokens: int
-    prefill_seconds: float
-    decode_seconds: float
     hit_rate: float
     """Of the active experts, those that ran from the device's memory without a copy."""
     host_path: str | None
     """Whose host costs are in the times; None: the profile knows of none."""
     assignment: str
     """Who computes what in decode steps."""
-
-    @property
-    def prefill_tokens_per_second(self) -> float:
-        """Tokens of the prompt per second."""
-        return self.prompt_tokens / self.prefill_seconds
-
-    @property
-    def decode_tokens_per_second(self) -> float:
-        """Tokens written per second."""
-        return 1.0 / self.decode_seconds
 
 
 def machine_for(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:

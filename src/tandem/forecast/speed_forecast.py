@@ -42,19 +42,12 @@ _ROUNDS = 7
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SpeedForecast:
-    """Seconds of a prompt and of a decode step, and how many layers they were measured on.
-
-    "First" is what a user sees right after loading: nothing is prepared, and steps are recorded.
-    """
+class Forecast:
+    """Seconds of a prompt and of a decode step."""
 
     prompt_tokens: int
     prefill_seconds: float
     decode_seconds: float
-    measured_layers: int
-    first_prefill_seconds: float
-    first_tokens_seconds: float
-    """Of the first `FIRST_TOKENS` decode steps together."""
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -62,14 +55,27 @@ class SpeedForecast:
         return self.prompt_tokens / self.prefill_seconds
 
     @property
-    def first_tokens_per_second(self) -> float:
-        """Tokens written per second, over the first `FIRST_TOKENS`."""
-        return FIRST_TOKENS / self.first_tokens_seconds
-
-    @property
     def decode_tokens_per_second(self) -> float:
         """Tokens written per second."""
         return 1.0 / self.decode_seconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpeedForecast(Forecast):
+    """The same of the CPU, and how many layers it was measured on.
+
+    "First" is what a user sees right after loading: nothing is prepared, and steps are recorded.
+    """
+
+    measured_layers: int
+    first_prefill_seconds: float
+    first_tokens_seconds: float
+    """Of the first `FIRST_TOKENS` decode steps together."""
+
+    @property
+    def first_tokens_per_second(self) -> float:
+        """Tokens written per second, over the first `FIRST_TOKENS`."""
+        return FIRST_TOKENS / self.first_tokens_seconds
 
 
 def forecast_speed(

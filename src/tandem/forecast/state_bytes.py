@@ -1,7 +1,6 @@
 """What a sequence's states take beside keys and values: from a model without memory, run once."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +21,12 @@ def state_bytes_of(model: PreTrainedModel) -> int:
 
     0 for a model without states, and for one that cannot be run without memory.
     """
-    cache: Any = DynamicCache(config=model.config.get_text_config())
+    cache = DynamicCache(config=model.config.get_text_config())
     if not any(hasattr(layer, "conv_states") for layer in cache.layers):
         return 0
     for module in model.modules():
         if is_experts_module(module):
-            module.forward = _unchanged
+            module.forward = lambda hidden_states, *_: hidden_states
     own = own_cache_class(model)
     cache = cache if own is None else own()
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
@@ -47,10 +46,6 @@ def checkpoint_bytes(state_bytes: int, num_tokens: int, available_bytes: int) ->
     """
     wanted = state_bytes * most_checkpoints(num_tokens, MAX_STEP_TOKENS)
     return min(wanted, most_checkpoint_bytes(available_bytes))
-
-
-def _unchanged(hidden_states: Tensor, *_: Tensor) -> Tensor:
-    return hidden_states
 
 
 def _num_values(layer: object) -> int:

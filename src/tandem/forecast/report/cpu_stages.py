@@ -18,7 +18,7 @@ from tandem.kernels import _native
 
 _FORMATS = ("bf16", "int8", "int4", "mxfp4")
 _PROMPT = tuple(range(40, 72))
-_STEPS = 32
+STEPS = 32
 # Recorded steps add in another order than torch does.
 _MOST_DIFFERENCE = 1e-2
 VOCABULARY = 256
@@ -66,7 +66,7 @@ def answer() -> Said:
         checkpoint = save_tiny_model(Path(folder) / "tiny")
         model = tandem.load(checkpoint, dtype="float32", expert_dtype="int8")
         recorded, plain = (
-            _logits(Generator(model, has_replay=has_replay)) for has_replay in (True, False)
+            logits_of(Generator(model, has_replay=has_replay)) for has_replay in (True, False)
         )
         require_runtime(model).executor.close()
     difference = (recorded - plain).abs().max().item()
@@ -74,15 +74,16 @@ def answer() -> Said:
         raise ExecutionError(
             f"the logits of recorded steps are up to {difference:.2g} from those of plain ones"
         )
-    return Said(f"{_STEPS} tokens, recorded steps within {difference:.1e} of plain ones")
+    return Said(f"{STEPS} tokens, recorded steps within {difference:.1e} of plain ones")
 
 
-def _logits(generator: Generator) -> torch.Tensor:
-    """Return the logits (_STEPS, vocabulary) of steps whose tokens are given."""
-    pool = generator.slot_pool(1, capacity=len(_PROMPT) + _STEPS)
-    pool.prefill({0: list(_PROMPT)})
-    tokens = ((17 * step) % VOCABULARY for step in range(_STEPS))
-    return torch.cat([pool.decode({0: token}).float().clone() for token in tokens])
+def logits_of(generator: Generator) -> torch.Tensor:
+    """Return the logits (1 + STEPS, vocabulary) of a prompt and of steps whose tokens are given."""
+    pool = generator.slot_pool(1, capacity=len(_PROMPT) + STEPS)
+    logits = [pool.prefill({0: list(_PROMPT)}).float().cpu().view(1, -1)]
+    tokens = ((17 * step) % VOCABULARY for step in range(STEPS))
+    logits += [pool.decode({0: token}).float().cpu().clone() for token in tokens]
+    return torch.cat(logits)
 
 
 CPU_STAGES = (Stage("kernels", kernels), Stage("answer", answer))

@@ -17,7 +17,7 @@ from tandem.devices.cuda.captures import CudaCapture, on_capture_stream
 from tandem.devices.cuda.checks import require_cuda
 from tandem.devices.cuda.hand_over_trial import find_signals, graph_costs
 from tandem.devices.cuda.streams import CudaStreams, HostCopy, Stream
-from tandem.forecast.report.cpu_stages import VOCABULARY, save_tiny_model
+from tandem.forecast.report.cpu_stages import logits_of, save_tiny_model
 from tandem.forecast.report.stages import NotHereError, Said, Stage
 from tandem.generate.generator import Generator
 from tandem.hf.runtime import require_runtime
@@ -31,7 +31,6 @@ _HIDDEN, _INTERMEDIATE = 2048, 768  # Qwen3-30B-A3B's experts
 _HAND_OVER_HIDDEN = 2048
 _REPLAYS = 100
 _LAUNCHES = 50
-_PROMPT, _STEPS = tuple(range(40, 60)), 20
 _MOST_DIVERGENCE = 1e-3
 
 
@@ -58,20 +57,27 @@ def hand_over() -> Said:
     return Said(f"{signals.name}: a layer {layer:.1f} us, one way {way:.1f} us", numbers)
 
 
+def _memories() -> tuple[CudaStreams, Tensor, Tensor]:
+    """Return streams, and memory of the host and of the GPU between which they copy."""
+    streams = CudaStreams()
+    host = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cpu")
+    return streams, host, streams.empty(_COPY_BYTES)
+
+
+def _pin(streams: CudaStreams, host: Tensor) -> None:
+    if not streams.pin(host) or not host.is_pinned():
+        raise ExecutionError("the driver does not register the host's memory")
+
+
 def pinned_copies() -> Said:
     """Time copies from registered memory, against pageable."""
-    streams = CudaStreams()
-    host, target = (
-        torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cpu"),
-        streams.empty(_COPY_BYTES),
-    )
+    streams, host, target = _memories()
 
     def copy() -> None:
         target.copy_(host, non_blocking=True)
 
     pageable = _COPY_BYTES / streams.seconds(Stream.FETCH, copy) / 1e9
-    if not streams.pin(host) or not host.is_pinned():
-        raise ExecutionError("the driver does not register the host's memory")
+    _pin(streams, host)
     streams.seconds(Stream.FETCH, copy)
     pinned = _COPY_BYTES / streams.seconds(Stream.FETCH, copy) / 1e9
     small = [(host[i << 20 : (i + 1) << 20], target[i << 20 : (i + 1) << 20]) for i in range(64)]
@@ -95,13 +101,8 @@ def pinned_copies() -> Said:
 
 def batched_copies() -> Said:
     """Compare one call for several copies with one call each, in the host's time and the link's."""
-    streams = CudaStreams()
-    host, target = (
-        torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cpu"),
-        streams.empty(_COPY_BYTES),
-    )
-    if not streams.pin(host):
-        raise ExecutionError("the driver does not register the host's memory")
+    streams, host, target = _memories()
+    _pin(streams, host)
     size = 4 * LEAST_BYTES
     pieces = [HostCopy(*piece) for piece in zip(target.split(size), host.split(size), strict=True)]
     has_batch = streams._batch_copy is not None
@@ -215,25 +216,15 @@ def small_model(device: str = "cuda") -> Said:
             raise ExecutionError(f"a model that was loaded for {device} has no expert cache")
         cache.resize(cache.geometry.num_layers * cache.geometry.num_experts // 2)
         ours, theirs = Generator(hybrid), Generator(alone)
-        divergence = max(
-            F.kl_div(found, expected, reduction="batchmean", log_target=True).item()
-            for found, expected in zip(_steps(ours), _steps(theirs), strict=True)
-        )
+        found, expected = (logits_of(each).log_softmax(-1) for each in (ours, theirs))
+        each = F.kl_div(found, expected, reduction="none", log_target=True).sum(-1)
+        divergence = each.max().item()  # what is not a number stays so
         require_runtime(hybrid).executor.close()
     if not divergence < _MOST_DIVERGENCE:  # also what is not a number
         raise ExecutionError(f"its logits are {divergence:.2g} nats from the CPU's")
     slower = f"; {ours.why_slower}" if ours.why_slower else ""
     text = f"KL at most {max(0.0, divergence):.1e} nats from the CPU in fp32{slower}"
     return Said(text, {"kl": divergence})
-
-
-def _steps(generator: Generator) -> list[Tensor]:
-    """Return log probabilities (1, vocabulary) of a prompt and of steps whose tokens are given."""
-    pool = generator.slot_pool(1, capacity=len(_PROMPT) + _STEPS)
-    logits = [pool.prefill({0: list(_PROMPT)}).float().cpu()]
-    for step in range(_STEPS):
-        logits.append(pool.decode({0: (17 * step) % VOCABULARY}).float().cpu())
-    return [one.reshape(1, -1).log_softmax(-1) for one in logits]
 
 
 def _kernel_speed(name: str, num_tokens: int) -> str:
