@@ -6,7 +6,6 @@ KV cache, for formats of experts, of dense layers and of keys and values.
 
 import argparse
 import math
-from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,21 +36,16 @@ class Formats(NamedTuple):
     kv_dtype: str
 
 
-CASES = tuple(
-    starmap(
-        Formats,
-        (
-            ("auto", "none", "auto"),
-            ("auto", "none", "int8"),
-            ("int8", "int8", "auto"),
-            ("int4", "none", "auto"),
-            ("int4", "int8-g32", "auto"),
-            ("int4", "int8-g32", "int8"),
-            ("int4", "int4", "auto"),
-            ("int4z", "int8-g32", "auto"),
-            ("int4z", "int4z", "auto"),
-        ),
-    )
+CASES = (
+    Formats("auto", "none", "auto"),
+    Formats("auto", "none", "int8"),
+    Formats("int8", "int8", "auto"),
+    Formats("int4", "none", "auto"),
+    Formats("int4", "int8-g32", "auto"),
+    Formats("int4", "int8-g32", "int8"),
+    Formats("int4", "int4", "auto"),
+    Formats("int4z", "int8-g32", "auto"),
+    Formats("int4z", "int4z", "auto"),
 )
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from accelerate import cpu_offload
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.bench.model_shapes import MODEL_SHAPES, find_shape
+from tandem.bench.random_model import empty_model_of
 from tandem.hf.compat import cache_argument
 from tandem.hf.experts import is_experts_module
 
@@ -44,14 +44,9 @@ def main() -> int:
         f"{options.shape}: {per_layer * 1e3:.2f} ms a layer, timed on {options.layers}; "
         f"{1 / seconds:.2f} tok/s with {whole}, by extrapolation"
     )
-    print(
-        json.dumps(
-            {
-                "shape": options.shape, "layers": options.layers, "seconds_per_layer": per_layer,
-                "decode_tokens_per_second_extrapolated": 1 / seconds,
-            }
-        )
-    )  # fmt: skip
+    report = {"shape": options.shape, "layers": options.layers, "seconds_per_layer": per_layer,
+              "decode_tokens_per_second_extrapolated": 1 / seconds}  # fmt: skip
+    print(json.dumps(report))
     return 0
 
 
@@ -71,10 +66,7 @@ def _step_seconds(options: argparse.Namespace, num_layers: int) -> float:
 
 def _model(options: argparse.Namespace, num_layers: int) -> Any:
     shape = find_shape(options.shape).sample(num_layers)
-    own = {} if options.vocabulary is None else {"vocab_size": options.vocabulary}
-    config = AutoConfig.for_model(shape.model_type, **shape.values | own)
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = empty_model_of(shape, options.vocabulary)
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.data.fill_(0.01)  # what is computed does not matter, what is moved does

@@ -1,6 +1,7 @@
 """The cells of the comparison: a format, a share of the experts on the GPU, a batch, a system."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.gpu.systems import BASELINES, TANDEM, System
@@ -24,20 +25,13 @@ def cells(
 
     Cells of the same format and system follow each other: changing either costs seconds.
     """
-    chosen = list(_cells(formats, shares, batches, systems))
-    return chosen[:MOST_CELLS]
-
-
-def _cells(
-    formats: Sequence[str], shares: Sequence[float], batches: Sequence[int], systems: Sequence[str]
-) -> Iterator[Cell]:
-    for place, expert_dtype in enumerate(formats):
+    chosen: list[Cell] = []
+    for expert_dtype in formats:
         if "tandem" in systems:
             # Every share at batch 1 first: a run that is cut short has the important ones.
-            for batch in batches:
-                for share in shares:
-                    yield Cell(expert_dtype, share, batch, TANDEM)
-        if place == 0:
-            for system in BASELINES:
-                if system.name in systems:
-                    yield Cell(expert_dtype, 0.5, 1, system)
+            pairs = itertools.product(batches, shares)
+            chosen += [Cell(expert_dtype, share, batch, TANDEM) for batch, share in pairs]
+        if expert_dtype == formats[0]:
+            others = (system for system in BASELINES if system.name in systems)
+            chosen += [Cell(expert_dtype, 0.5, 1, system) for system in others]
+    return chosen[:MOST_CELLS]

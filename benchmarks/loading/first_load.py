@@ -22,10 +22,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `import tandem` sets it, h
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import tandem
 from tandem.bench.model_shapes import MODEL_SHAPES, find_shape
+from tandem.bench.random_model import empty_model_of
 from tandem.checkpoint.mapped_files import let_go, read_ahead
 from tandem.kernels.formats import PackedMatrix, find_format
 from tandem.kernels.formats.packed import write_weight
@@ -37,13 +37,11 @@ _STD = 0.02
 def write(directory: Path, shape_name: str, num_layers: int) -> None:
     """Write a checkpoint, one file a layer."""
     shape = find_shape(shape_name).sample(num_layers)
-    values = shape.values | {"vocab_size": _VOCABULARY, "dtype": "bfloat16"}
-    config = AutoConfig.for_model(shape.model_type, **values)
-    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    model = empty_model_of(shape, _VOCABULARY)
+    config = model.config
+    config.architectures, config.dtype = [type(model).__name__], torch.bfloat16
     directory.mkdir(parents=True)
     config.save_pretrained(directory)
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     places: dict[str, str] = {}
     files: dict[str, dict[str, torch.Tensor]] = {}
     for name, parameter in model.state_dict().items():
@@ -57,10 +55,6 @@ def write(directory: Path, shape_name: str, num_layers: int) -> None:
         places |= dict.fromkeys(tensors, file)
     index = {"metadata": {}, "weight_map": places}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def _random_like(meta: torch.Tensor) -> torch.Tensor:
-    return torch.empty(meta.shape, dtype=meta.dtype).normal_(0, _STD)
 
 
 def _source_tensors(name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:

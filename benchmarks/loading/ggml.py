@@ -30,14 +30,31 @@ class Ggml:
     def quantize(self, values: Floats, kind: GGMLQuantizationType) -> NDArray[np.uint8]:
         """Round rows to blocks, with every column as important as another: (..., bytes)."""
         values = np.ascontiguousarray(values)
-        rows, cols = values.size // values.shape[-1], values.shape[-1]
-        block, size = gguf.GGML_QUANT_SIZES[kind]
-        out = np.zeros((*values.shape[:-1], cols // block * size), dtype=np.uint8)
-        importance = np.ones(cols, dtype=np.float32)
-        self._library.ggml_quantize_chunk(
-            int(kind), values.ctypes.data, out.ctypes.data, 0, rows, cols, importance.ctypes.data
-        )
+        out = self.room(values, kind)
+        importance = np.ones(values.shape[-1], dtype=np.float32)
+        self.quantize_rows(values, out, kind, 0, values.size // values.shape[-1], importance)
         return out
+
+    def room(self, values: Floats, kind: GGMLQuantizationType) -> NDArray[np.uint8]:
+        """Return memory for the blocks of rows, which has been written before."""
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        return np.zeros((*values.shape[:-1], values.shape[-1] // block * size), dtype=np.uint8)
+
+    def quantize_rows(
+        self,
+        values: Floats,
+        out: NDArray[np.uint8],
+        kind: GGMLQuantizationType,
+        first: int,
+        count: int,
+        importance: Floats | None = None,
+    ) -> None:
+        """Round some of the rows to their place in `out`."""
+        cols = values.shape[-1]
+        weights = None if importance is None else importance.ctypes.data
+        self._library.ggml_quantize_chunk(
+            int(kind), values.ctypes.data, out.ctypes.data, first * cols, count, cols, weights
+        )
 
     def dequantize(self, blocks: NDArray[np.uint8], kind: GGMLQuantizationType) -> Floats:
         """Return what blocks stand for, by llama.cpp's reference: (..., cols)."""

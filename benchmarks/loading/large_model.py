@@ -28,15 +28,14 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `import tandem` sets it, h
 import torch
 from benchmarks.generation.gguf_file import write_random_gguf
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import tandem
 from tandem.bench.generation import WARM_UP_STEPS, Workload, measure
 from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape, find_shape
-from tandem.bench.random_model import drop_experts
+from tandem.bench.random_model import drop_experts, empty_model_of
 from tandem.bench.random_weights import random_experts
 from tandem.checkpoint.file_writer import FileSums, write_tensors
-from tandem.checkpoint.mapped_files import read_ahead
+from tandem.checkpoint.mapped_files import let_go, read_ahead
 from tandem.checkpoint.packed import DENSE_FILE, experts_file, packed_name
 from tandem.checkpoint.packed_files import write_index
 from tandem.checkpoint.sources.safetensors_header import read_header
@@ -56,9 +55,8 @@ _ROUNDS = 3  # of a prompt and tokens; the first one also tells how the first to
 
 def write(directory: Path, shape: ModelShape, expert_dtype: str) -> None:
     """Write a shape's packed checkpoint."""
-    config = AutoConfig.for_model(shape.model_type, **shape.values)
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = empty_model_of(shape)
+    config = model.config
     offload = OffloadConfig(expert_dtype=expert_dtype)
     quantizer = OffloadQuantizer(offload)
     quantizer.announce_layers(model)
@@ -68,10 +66,8 @@ def write(directory: Path, shape: ModelShape, expert_dtype: str) -> None:
     assert isinstance(first, PackedLayer)
     experts = random_experts(first.layout, first.arrivals.num_experts)
     for layer in quantizer.runtime.store:
-        name, tensor = (
-            experts_file(layer.layer),
-            f"{layer.arrivals.name}.{packed_name(STORED_NAME)}",
-        )
+        name = experts_file(layer.layer)
+        tensor = f"{layer.arrivals.name}.{packed_name(STORED_NAME)}"
         sums[name] = write_tensors(directory, name, {tensor: experts}, experts=tensor)
     drop_experts(model)
     random = torch.empty(1 << 20, dtype=torch.bfloat16).normal_(std=_STD)
@@ -105,11 +101,11 @@ def load(flags: argparse.Namespace) -> None:
     total = sum(file.stat().st_size for file in files)
     report: dict[str, Any] = {"bytes": total}
     if is_cold:
-        _drop(files)
+        let_go(files)
         begin = time.perf_counter()
         read_ahead(files, lambda count: None)
         report["raw_read_seconds"] = time.perf_counter() - begin
-        _drop(files)
+        let_go(files)
     begin, own_before = time.perf_counter(), _memory_kinds()["rssanon_bytes"]
     with _watching_memory() as seen:
         model = tandem.load(path, dense_dtype=flags.dense_dtype, threads=flags.threads)
@@ -166,15 +162,6 @@ def _answers(model: Any, num_tokens: int) -> dict[str, Any]:
         "resident_bytes": process_bytes(),
         "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
-
-
-def _drop(files: list[Path]) -> None:
-    """Drop files from the page cache; they are clean."""
-    for file in files:
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
 
 
 def _memory_kinds() -> dict[str, int]:

@@ -10,19 +10,18 @@ line is JSON.
 """
 
 import argparse
-import ctypes
 import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `import tandem` sets it, here too late
 
-import gguf
 import torch
+from benchmarks.loading.ggml import Ggml
+from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from tandem.kernels.engine import best_isa
@@ -44,28 +43,16 @@ def ours(weights: Tensor, name: str) -> Callable[[], None]:
 def llama_cpp(weights: Tensor, name: str, num_threads: int) -> Callable[[], None] | None:
     """Return what llama.cpp's library does for the same; None if it is not installed."""
     try:
-        import llama_cpp
+        library = Ggml()
     except ImportError:
         return None
-    folder = Path(llama_cpp.__file__).parent / "lib"
-    library = ctypes.CDLL(str(folder / "libggml-base.so"))
-    library.ggml_quantize_chunk.restype = ctypes.c_size_t
-    library.ggml_quantize_chunk.argtypes = [
-        ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p,
-    ]  # fmt: skip
-    kind = gguf.GGMLQuantizationType[name]
-    block, size = gguf.GGML_QUANT_SIZES[kind]
-    source = weights.float()
-    out = torch.zeros(source.numel() // block * size, dtype=torch.uint8)
-    rows, cols = source.shape
+    kind, source = GGMLQuantizationType[name], weights.float().numpy()
+    out, rows = library.room(source, kind), len(source)
     step = -(-rows // num_threads)
     pool = ThreadPoolExecutor(num_threads)
 
     def part(first: int) -> None:
-        count = min(step, rows - first)
-        library.ggml_quantize_chunk(
-            kind, source.data_ptr(), out.data_ptr(), first * cols, count, cols, None
-        )
+        library.quantize_rows(source, out, kind, first, min(step, rows - first))
 
     def run() -> None:
         for _ in pool.map(part, range(0, rows, step)):

@@ -20,24 +20,21 @@ from typing import Any, NamedTuple
 
 import torch
 from benchmarks.runtime.overhead import (
-    TRACES,
-    SilentCopies,
     fill,
     make_store,
     replay_seconds,
+    trace_and_machine,
+    virtual_cache,
 )
 
 from tandem.devices.cuda.device import CudaDevice
 from tandem.devices.cuda.kernels import Prepared, TritonKernels
 from tandem.devices.cuda.streams import Stream, Work
-from tandem.experts.cache.expert_cache import ExpertCache, Machine
+from tandem.experts.cache.expert_cache import Machine
 from tandem.experts.execution.expert_kernels import ExpertKernels, StartedWork
 from tandem.experts.execution.hybrid_executor import HybridExecutor
-from tandem.hardware.profiles import load_profile, shape_for
 from tandem.kernels.dense import CpuThreads
-from tandem.sim.systems import TANDEM
-from tandem.sim.timeline import Timeline
-from tandem.trace import RoutingTrace, read_trace
+from tandem.policy.plan import Geometry
 
 HIDDEN, INNER = 2048, 32  # rows as wide as Qwen3-30B-A3B's
 
@@ -151,23 +148,14 @@ class _Watched(NamedTuple):
         self.spans.note_done()
 
 
-def make_hybrid(trace: RoutingTrace, share: float) -> tuple[HybridExecutor, ExpertKernels]:
+def make_hybrid(
+    geometry: Geometry, machine: Machine, share: float
+) -> tuple[HybridExecutor, ExpertKernels]:
     """Return an executor on the twin, with a share of the experts resident."""
-    geometry = trace.meta.geometry
-    profile = load_profile("laptop-8gb")
-    machine = Machine(profile, shape_for(profile, trace.meta.model, geometry))
     kernels = ExpertKernels(CpuThreads(num_threads=2))
     streams: Any = _Streams()
     device = CudaDevice(streams, _Kernels())
-    cache = ExpertCache(
-        make_store(geometry, HIDDEN, INNER, "int4"),
-        device,
-        Timeline(machine.profile, machine.shape),
-        geometry,
-        machine,
-        TANDEM,
-        SilentCopies,
-    )
+    cache = virtual_cache(make_store(geometry, HIDDEN, INNER, "int4"), device, geometry, machine)
     fill(cache, share)
     return HybridExecutor(cache, device, kernels), kernels
 
@@ -178,10 +166,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100)
     flags = parser.parse_args()
     torch.set_num_threads(1)
-    trace = read_trace(TRACES / "deepseek-v2-lite.npz")
+    trace, machine = trace_and_machine()
     report = {}
     for share in (0.25, 0.5):
-        hybrid, kernels = make_hybrid(trace, share)
+        hybrid, kernels = make_hybrid(trace.meta.geometry, machine, share)
         replay_seconds(hybrid, trace, flags.steps, HIDDEN)  # cache and policies' tables fill
         spans = Spans(hybrid, kernels)
         with hybrid.deferring():

@@ -23,8 +23,8 @@ from tests.experts.twin_steps import TwinExecutor, TwinSteps
 from tandem.devices.emulated import EmulatedDevice
 from tandem.experts.cache.clock import WallClock
 from tandem.experts.cache.copy_engine import VirtualCopyEngine
-from tandem.experts.cache.expert_cache import ExpertCache, Machine
-from tandem.experts.cache.slots import Claim, SlotUse
+from tandem.experts.cache.expert_cache import EngineMaker, ExpertCache, Machine
+from tandem.experts.cache.slots import Claim, MemoryPool, Slots, SlotUse
 from tandem.experts.execution.batch import ExpertBatch, ExpertFunctions
 from tandem.experts.execution.executor import CpuExecutor, Executor
 from tandem.experts.execution.expert_kernels import ExpertKernels, WeightSource
@@ -147,6 +147,24 @@ class Parts:
         return {name: median(seconds) * 1e6 for name, seconds in self._seconds.items()}
 
 
+def trace_and_machine() -> tuple[RoutingTrace, Machine]:
+    """Return real routing, and a machine with what its model costs there."""
+    trace, profile = read_trace(TRACES / "deepseek-v2-lite.npz"), load_profile("laptop-8gb")
+    return trace, Machine(profile, shape_for(profile, trace.meta.model, trace.meta.geometry))
+
+
+def virtual_cache(
+    store: HostStore,
+    device: MemoryPool,
+    geometry: Geometry,
+    machine: Machine,
+    make_engine: EngineMaker = SilentCopies,
+) -> ExpertCache:
+    """Return a cache on the virtual clock."""
+    clock = Timeline(machine.profile, machine.shape)
+    return ExpertCache(store, device, clock, geometry, machine, TANDEM, make_engine)
+
+
 def fill(cache: ExpertCache, share: float) -> None:
     """Give a share of the experts slots; if it is all of them, they are resident from the start."""
     count = cache.geometry.num_layers * cache.geometry.num_experts
@@ -158,21 +176,11 @@ def fill(cache: ExpertCache, share: float) -> None:
 
 def bookkeeping(steps: int, share: float) -> dict[str, float]:
     """Return microseconds per layer of all that is no arithmetic, no copy and no clock."""
-    trace = read_trace(TRACES / "deepseek-v2-lite.npz")
+    trace, machine = trace_and_machine()
     geometry = trace.meta.geometry
-    profile = load_profile("laptop-8gb")
-    machine = Machine(profile, shape_for(profile, trace.meta.model, geometry))
     kernels = SilentKernels(CpuThreads(num_threads=1))
     device = SilentDevice(1 << 30, kernels)
-    cache = ExpertCache(
-        make_store(geometry, TINY, TINY, "int8"),
-        device,
-        Timeline(machine.profile, machine.shape),
-        geometry,
-        machine,
-        TANDEM,
-        SilentCopies,
-    )
+    cache = virtual_cache(make_store(geometry, TINY, TINY, "int8"), device, geometry, machine)
     fill(cache, share)
     hybrid = HybridExecutor(cache, device, kernels)
     replay_seconds(hybrid, trace, steps)  # the cache and the policies' tables fill
@@ -198,32 +206,18 @@ def on_the_emulated_device(steps: int, share: float) -> dict[str, float]:
 
     The three take turns step by step; a captured layer has its share of the step's begin and end.
     """
-    trace = read_trace(TRACES / "deepseek-v2-lite.npz")
+    trace, machine = trace_and_machine()
     geometry, store = trace.meta.geometry, make_store(trace.meta.geometry, TINY, TINY, "int8")
-    profile = load_profile("laptop-8gb")
-    machine = Machine(profile, shape_for(profile, trace.meta.model, geometry))
     threads = CpuThreads(num_threads=1)
     kernels = ExpertKernels(threads)
     devices = EmulatedDevice(1 << 30, kernels), ThreadedDevice(1 << 30, kernels, has_thread=True)
-    virtual = ExpertCache(
-        store,
-        devices[0],
-        Timeline(machine.profile, machine.shape),
-        geometry,
-        machine,
-        TANDEM,
-        VirtualCopyEngine,
-    )
+    virtual = virtual_cache(store, devices[0], geometry, machine, VirtualCopyEngine)
     clock = WallClock()
-    real = ExpertCache(
-        store,
-        devices[1],
-        clock,
-        geometry,
-        machine,
-        TANDEM,
-        lambda store, slots, geometry, _: CopyThread(store, slots, geometry, clock),
-    )
+
+    def copies(store: HostStore, slots: Slots, geometry: Geometry, _: object) -> CopyThread:
+        return CopyThread(store, slots, geometry, clock)
+
+    real = ExpertCache(store, devices[1], clock, geometry, machine, TANDEM, copies)
     native = [layer for host in store if (layer := native_layer(host, FUNCTIONS)) is not None]
     planned = HybridExecutor(virtual, devices[0], kernels)
     captured = TwinExecutor(real, devices[1], kernels)

@@ -42,12 +42,12 @@ def test_a_peer_stands_still_between_its_turns() -> None:
             peer.time_calls(1, 1)
     finally:
         peer.close()
-    assert not Path(f"/proc/{peer._pid}").exists()
+    assert not Path(f"/proc/{peer.pid}").exists()
 
 
 def _state(peer: PeerProcess) -> str:
     for _ in range(1000):  # the signal takes effect when the process is next scheduled
-        status = Path(f"/proc/{peer._pid}/stat").read_text().rpartition(")")[2].split()[0]
+        status = Path(f"/proc/{peer.pid}/stat").read_text().rpartition(")")[2].split()[0]
         if status == "T":
             break
         time.sleep(0.001)

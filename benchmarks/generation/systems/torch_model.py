@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from benchmarks.generation.systems.setting import Setting, Speeds
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.bench.model_shapes import find_shape
+from tandem.bench.random_model import empty_model_of
 from tandem.hf.compat import cache_argument
 
 _PART = 512  # tokens of a prompt that are computed at once
@@ -20,12 +20,8 @@ class TorchModel:
     def __init__(self, setting: Setting) -> None:
         """Build the model: two bytes for each weight."""
         torch.set_num_threads(setting.threads)
-        values = find_shape(setting.shape).sample(setting.layers)
-        config = AutoConfig.for_model(
-            values.model_type, **values.values | {"vocab_size": setting.vocabulary}
-        )
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        shape = find_shape(setting.shape).sample(setting.layers)
+        model = empty_model_of(shape, setting.vocabulary)
         model.to_empty(device="cpu")
         model.init_weights()  # also the tables of rotary embeddings
         self._cache = cache_argument(model)

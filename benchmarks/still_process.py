@@ -1,0 +1,80 @@
+"""A process that stands still but while it is asked: systems that are timed in turns.
+
+They keep threads that spin when they have nothing to do, bring their own OpenMP, and may crash:
+none of it may touch what is measured beside them.
+"""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+# Returns what is said once all is in place, and what answers a question.
+Prepare = Callable[..., tuple[object, Callable[[Any], object]]]
+
+
+class StillProcess:
+    """One process. Raises `OSError` with its own sentence if it fails; close it in the end."""
+
+    def __init__(self, prepare: Prepare, *arguments: object, seconds: float) -> None:
+        """Start it, wait for what it says, and stop it."""
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, prepare, arguments), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        try:
+            self.said = self._receive(seconds)
+        except OSError:
+            self.close()
+            raise
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def ask(self, question: object, seconds: float) -> Any:
+        """Let it go on until it has answered."""
+        os.kill(self.pid, signal.SIGCONT)
+        self._connection.send(question)
+        answer = self._receive(seconds)
+        os.kill(self.pid, signal.SIGSTOP)
+        return answer
+
+    def close(self) -> None:
+        """End it."""
+        self._connection.close()
+        self._process.kill()
+        self._process.join()
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def _receive(self, seconds: float) -> Any:
+        if not self._connection.poll(seconds):
+            raise TimeoutError(f"no answer within {seconds:.0f} s")
+        try:
+            found = self._connection.recv()
+        except EOFError:
+            self._process.join()
+            raise OSError(f"it ended with exit code {self._process.exitcode}") from None
+        if isinstance(found, str):
+            raise OSError(found)
+        return found
+
+
+def _serve(connection: Connection, prepare: Prepare, arguments: tuple[object, ...]) -> None:
+    """Answer until the other side closes; what fails is sent as a sentence."""
+    try:
+        said, answer = prepare(*arguments)
+        connection.send(said)
+        while True:
+            connection.send(answer(connection.recv()))
+    except EOFError:
+        return
+    except Exception as error:  # a system may raise anything: it is reported by the other side
+        connection.send(f"{type(error).__name__}: {error}")
