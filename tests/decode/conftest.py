@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 
+from tandem.kernels.dense import CpuThreads
 from tests.kernels.interpreter import interpreted
+from tests.threads import two_threads
+
+
+@pytest.fixture(scope="module")
+def threads(isa: str) -> CpuThreads:
+    """Threads of the instruction set that is asked for, or of the best."""
+    return two_threads()
 
 
 @pytest.fixture(scope="module")

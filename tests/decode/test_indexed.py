@@ -18,7 +18,6 @@ from tandem.kernels.dense import CpuThreads
 from tandem.kv_cache.indexers import IndexScores, UnknownIndexerError
 from tests.architectures import architectures, build_tiny_model
 from tests.decode.whole_pool import close
-from tests.threads import two_threads
 
 pytestmark = pytest.mark.every_isa(first_of="name")
 
@@ -29,11 +28,6 @@ def has_indexer(name: str) -> bool:
 
 
 NAMES = [name for name in architectures() if has_indexer(name)]
-
-
-@pytest.fixture(scope="module")
-def threads(isa: str) -> CpuThreads:
-    return two_threads()
 
 
 class Own:

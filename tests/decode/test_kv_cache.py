@@ -12,14 +12,8 @@ from tandem.kernels.dense import CpuThreads
 from tandem.kv_cache.windows import most_kept
 from tests.architectures import build_tiny_model
 from tests.decode.whole_pool import cpu_pool
-from tests.threads import two_threads
 
 pytestmark = pytest.mark.every_isa(first_of="name")
-
-
-@pytest.fixture(scope="module")
-def threads(isa: str) -> CpuThreads:
-    return two_threads()
 
 
 def test_int8_keys_and_values_write_nearly_the_same(threads: CpuThreads) -> None:

@@ -14,18 +14,12 @@ from tandem.kernels.formats.weight_format import find_format
 from tandem.kv_cache.latents import kept_keys
 from tests.architectures import build_tiny_model
 from tests.decode.whole_pool import close, require_alike
-from tests.threads import two_threads
 
 pytestmark = pytest.mark.every_isa(first_of="name")
 
 # Complex rotary embeddings, pairs, none with states, factors of queries, an indexer, sinks.
 NAMES = ["deepseek_v2", "glm4_moe_lite", "kimi_linear", "mistral4", "glm_moe_dsa", "hy_v4"]
 LONG = [32 + i * 7 % 96 for i in range(90)]
-
-
-@pytest.fixture(scope="module")
-def threads(isa: str) -> CpuThreads:
-    return two_threads()
 
 
 def with_packed_latents(model: Any, fmt: str, threads: CpuThreads, *, in_order: bool = True) -> Any:

@@ -14,18 +14,12 @@ from tandem.decode.substitutions.shallow_copy import with_functions
 from tandem.kernels.dense import CpuThreads
 from tests.architectures import build_tiny_model
 from tests.decode.whole_pool import WholePool, close, cpu_pool, require_alike
-from tests.threads import two_threads
 
 pytestmark = pytest.mark.every_isa(first_of="name")
 
 # One of each family of operations, and those that people run.
 NAMES = ["qwen3_5_moe", "qwen3_next", "kimi_linear", "nemotron_h", "jamba", "lfm2_moe"]
 LONG = [32 + i * 7 % 96 for i in range(200)]
-
-
-@pytest.fixture(scope="module")
-def threads(isa: str) -> CpuThreads:
-    return two_threads()
 
 
 @pytest.mark.seam

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.hf.tiny import save_tiny_checkpoint
 from tests.loading.checkpoints import FORMATS, write_plain, write_quantised
 
 
@@ -23,3 +24,9 @@ def quantised(plain: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
         name: write_quantised(base / name, plain[fmt.architecture], fmt)
         for name, fmt in FORMATS.items()
     }
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A tiny model of one layer, for tests that change its files."""
+    return save_tiny_checkpoint(tmp_path / "tiny", num_hidden_layers=1)

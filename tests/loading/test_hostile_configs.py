@@ -13,15 +13,10 @@ from tandem.core.errors import ModelError
 from tandem.forecast.completeness import require_complete
 from tandem.forecast.sizes import model_sizes
 from tandem.hf.checkpoint import open_model
-from tests.hf.tiny import edit_json, save_tiny_checkpoint
+from tests.hf.tiny import edit_json
 from tests.loading.gguf_files import tiny_model, write_gguf
 
 CONFIG = "config.json"
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    return save_tiny_checkpoint(tmp_path / "tiny", num_hidden_layers=1)
 
 
 def lying_file(

@@ -12,15 +12,10 @@ import tandem
 from tandem.cli.header_check import refuse_dense
 from tandem.core.errors import ModelError
 from tandem.hf.checkpoint import open_model
-from tests.hf.tiny import edit_json, save_tiny_checkpoint
+from tests.hf.tiny import edit_json
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    return save_tiny_checkpoint(tmp_path / "tiny", num_hidden_layers=1)
 
 
 def edit_header(checkpoint: Path, change: Any) -> str:

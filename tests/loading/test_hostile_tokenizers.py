@@ -9,12 +9,7 @@ import pytest
 
 from tandem.cli.model_choice import ModelChoice, load_tokenizer
 from tandem.core.errors import ModelError
-from tests.hf.tiny import edit_json, save_tiny_checkpoint
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    return save_tiny_checkpoint(tmp_path / "tiny", num_hidden_layers=1)
+from tests.hf.tiny import edit_json
 
 
 def load(checkpoint: Path) -> Any:
