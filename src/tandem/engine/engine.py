@@ -41,6 +41,7 @@ from tandem.engine.messages import (
     Submit,
     Watch,
 )
+from tandem.experts.cache.host_slots import SlotStatistics
 from tandem.experts.execution.device import DeviceLostError
 from tandem.experts.store.host_memory import process_bytes
 from tandem.experts.tracing.cache_statistics import CacheStatistics
@@ -107,7 +108,7 @@ class Engine:
             follow_grammar=Grammars(tokenizer, vocabulary, self._end_ids).constraint,
         )
         executor = runtime.executor
-        self._executor = executor
+        self._executor, self._host_slots = executor, runtime.host_slots
         self._experts, self._cache = ExpertStatistics(), CacheStatistics()
         self._live = LiveSnapshots(executor)
         self._is_stopped = False
@@ -244,6 +245,7 @@ class Engine:
     def _statistics(self) -> EngineStatistics:
         cache, experts, expert_cache = self._cache, self._experts, self._executor.cache
         slot_bytes = 0 if expert_cache is None else expert_cache.slot_bytes
+        disk = SlotStatistics() if self._host_slots is None else self._host_slots.statistics()
         drafts = DraftCounts() if self._speculation is None else self._speculation.counts
         return EngineStatistics(
             batch=self._scheduler.counts,
@@ -255,6 +257,10 @@ class Engine:
             rows_on_device=cache.device_rows,
             rows_on_cpu=experts.expert_rows - cache.device_rows,
             expert_bytes_read=experts.touched_bytes,
+            host_slot_hits=disk.hits,
+            host_slot_misses=disk.misses,
+            expert_disk_bytes=disk.read_bytes,
+            expert_disk_seconds=disk.waited_seconds,
             drafting_steps=drafts.num_drafting,
             unpaid_draft_steps=drafts.num_unpaid,
             draft_saved_bytes=drafts.saved_bytes,
@@ -267,7 +273,7 @@ class Engine:
         device, kv_cache = self._model.device, self._scheduler.kv_cache_bytes
         return {
             "host": process_bytes(),
-            "experts": self._executor.store.num_bytes,
+            "experts": (self._host_slots or self._executor.store).num_bytes,
             "gpu": torch.cuda.memory_allocated(device) if device.type == "cuda" else 0,
             **({} if kv_cache is None else {"kv_cache": kv_cache}),
         }

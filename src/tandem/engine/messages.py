@@ -141,6 +141,12 @@ class EngineStatistics:
     rows_on_device: int = option(0, help="(token, expert) rows that the device computed")
     rows_on_cpu: int = option(0, help="(token, expert) rows that the CPU computed")
     expert_bytes_read: int = option(0, help="bytes of expert weights that were read")
+    host_slot_hits: int = option(0, help="experts of a model on the disk that memory held")
+    host_slot_misses: int = option(0, help="experts that were read from the disk when wanted")
+    expert_disk_bytes: int = option(0, help="bytes of experts that were read from the disk")
+    expert_disk_seconds: float = option(
+        0.0, help="seconds for which steps waited for experts on the disk"
+    )
     draft_saved_bytes: int = 0
     """Expert weights that were not read, as drafted tokens shared experts, less what only rejected
     ones touched."""
