@@ -8,7 +8,7 @@ Importing it costs milliseconds and loads no torch; names below load what they n
 
 import importlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tandem.registration import register_with_transformers
 
@@ -38,7 +38,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 register_with_transformers()
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "__version__":
         from importlib.metadata import version
 

@@ -14,7 +14,7 @@ import tandem
 from tandem.core.errors import TandemWarning, UnsupportedModelError
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.cuda.slots import CudaSlotPool
-from tandem.decode.mtp.loading import _first_rows, load_mtp
+from tandem.decode.mtp.loading import first_rows, load_mtp
 from tandem.decode.mtp.names import mtp_names
 from tandem.generate.generator import Generator
 from tandem.generate.speculation.drafters import DRAFTERS, DraftParts
@@ -301,13 +301,12 @@ def test_layers_of_inkling_are_named_and_not_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int8-g32", "int4", "bf16"])
-def test_a_part_of_the_head_drafts(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.decode.mtp.loading._DRAFTED_TOKENS", 32)
+def test_a_part_of_the_head_drafts(dtype: str) -> None:
     threads = two_threads()
     packed = pack_dense(torch.randn(100, 128), None, find_format(dtype))
     whole = PackedLinear(packed, threads, torch.bfloat16)
     x = torch.randn(3, 128)
-    assert torch.equal(_first_rows(whole)(x), whole(x)[:, :32])
+    assert torch.equal(first_rows(whole, 32)(x), whole(x)[:, :32])
 
 
 def test_layouts() -> None:

@@ -133,7 +133,7 @@ def advance(form: RecurrenceForm) -> None:
     operation = Recurrence(form, factor, skip)
     kernels.recur(
         operation, memory_of(operation, states), tokens, value, query, query, decay,
-        None if is_pair else rate,
+        *([] if is_pair else [rate]),
     )  # fmt: skip
     x = torch.zeros(2, 8192, dtype=torch.bfloat16)
     convolution = Convolution(torch.zeros(8192, 4), None, has_silu=True)

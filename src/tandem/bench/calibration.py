@@ -5,7 +5,7 @@ residual, and compared with what the routers then chose (DALI's tables 5 and 8).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ WINDOW_TOKENS = 256
 BATCHES = (1, 2, 4, 8, 16, 32)
 
 Progress = Callable[[int, int], None]  # windows done, windows in all
-Ints = npt.NDArray[Any]
+Ints = npt.NDArray[np.integer]
 
 
 class Likeness(NamedTuple):

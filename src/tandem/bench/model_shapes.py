@@ -28,7 +28,7 @@ class ModelShape:
         return ModelShape(self.model_type, values | {"num_hidden_layers": end - first})
 
     @property
-    def kinds(self) -> list[tuple[Any, ...]]:
+    def kinds(self) -> list[tuple[object, ...]]:
         """What the shape lists of each layer."""
         total = self.values["num_hidden_layers"]
         lists = [value for value in self.values.values() if _is_by_layer(value, total)]

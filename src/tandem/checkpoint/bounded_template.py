@@ -11,9 +11,10 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tandem.experts.store.host_memory import process_bytes
+from tandem.foreign_types import Tokenizer
 
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ class _End(BaseException):
     """Ends the thread in which it is raised."""
 
 
-def rendered(tokenizer: Any, messages: object, /, **options: object) -> str:
+def rendered(tokenizer: Tokenizer, messages: object, /, **options: object) -> str:
     """Return a conversation as a tokenizer's or a processor's template writes it.
 
     Raises what the template raises, or `TemplateEndedError`.

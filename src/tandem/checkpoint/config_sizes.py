@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import (
@@ -111,7 +110,7 @@ class _Counts:
         self._held = held
         self._modules = self._elements = 0
 
-    def on_module(self, module: nn.Module, name: str, added: Any) -> None:
+    def on_module(self, module: nn.Module, name: str, added: object) -> None:
         if threading.get_ident() != self._thread:
             return
         self._modules += 1

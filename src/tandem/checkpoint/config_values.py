@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tandem.checkpoint.json_files import JsonObject, is_int, read_json, shown
 from tandem.core.errors import ModelError, TandemError
@@ -55,9 +56,14 @@ def require_readable_config(directory: Path, model_type: str) -> None:
         AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
 
 
+def value_of(config: PreTrainedConfig, name: str) -> Any:
+    """Return a value that the configs of some models have; None of others."""
+    return getattr(config, name, None)
+
+
 def experts_per_token(config: PreTrainedConfig) -> int:
     """Return to how many experts of a layer a text model's config sends a token."""
-    return next((int(k) for name in _TOP_K if (k := getattr(config, name, None))), 1)
+    return next((int(k) for name in _TOP_K if (k := value_of(config, name))), 1)
 
 
 def require_generation_config(directory: Path) -> None:

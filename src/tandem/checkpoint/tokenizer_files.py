@@ -8,7 +8,6 @@ import base64
 import binascii
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeGuard
 
 from tandem.checkpoint.foreign_code import require_no_foreign_code
 from tandem.checkpoint.json_files import JsonObject, read_json, shown
@@ -111,10 +110,6 @@ def _longest_replacement(charsmap: str) -> int:
     return max(1, max(map(len, table[begin:].split(b"\0"))))
 
 
-def _is_list(value: object) -> TypeGuard[list[object]]:
-    return isinstance(value, list)
-
-
 def _require_template(file: Path, step: JsonObject) -> None:
     """Refuse a template that puts a text, or a great many tokens, into it several times."""
     tokens = step.get("special_tokens")
@@ -125,7 +120,8 @@ def _require_template(file: Path, step: JsonObject) -> None:
     }
     for name in ("single", "pair"):
         said = step.get(name)
-        kinds = [piece for piece in said if isinstance(piece, dict)] if _is_list(said) else []
+        pieces: list[object] = said if isinstance(said, list) else []
+        kinds = [piece for piece in pieces if isinstance(piece, dict)]
         texts = sum("Sequence" in piece for piece in kinds)
         added = sum(
             lengths.get(str(token.get("id")), 1)

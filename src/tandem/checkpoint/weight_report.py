@@ -8,6 +8,7 @@ from typing import TypedDict
 import torch
 from torch import nn
 
+from tandem.checkpoint.config_values import value_of
 from tandem.checkpoint.sources.source import StoredWeight
 from tandem.core.errors import ModelError
 from tandem.foreign_types import PreTrainedModel
@@ -87,7 +88,7 @@ def _require_no_more_layers(path: Path, model: PreTrainedModel, unexpected: set[
     num_layers: dict[str, int] = {}
     for match in own:
         num_layers[match[1]] = max(num_layers.get(match[1], 0), int(match[2]) + 1)
-    ahead = getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0
+    ahead = value_of(model.config.get_text_config(), "num_nextn_predict_layers") or 0
     for name in sorted(unexpected):
         match = _LAYER.match(name)
         known = None if match is None else num_layers.get(match[1])

@@ -2,8 +2,9 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from tandem.cli.keeping import Keeper, cache_dir
@@ -165,8 +166,10 @@ class Session:
         A turn that raises leaves the conversation as it was.
         """
         require_text(text, "the prompt")
-        parts: list[dict[str, object]] = [{"type": "image", "image": i} for i in self._images]
-        content = [*parts, {"type": "text", "text": text}] if parts else text
+        content: str | list[Mapping[str, object]] = text
+        if self._images:
+            content = [{"type": "image", "image": image} for image in self._images]
+            content.append({"type": "text", "text": text})
         answer = self._answer({"role": "user", "content": content})
         self._images = []
         return answer
@@ -180,7 +183,8 @@ class Session:
             generator = self._ready_generator()
             report.count_drafts(generator.speculation)
             explanation = self._begin_explanation(generator)
-            answer = generator.answer(prompt, self.sampling, _print_text)
+            show = partial(print, end="", flush=True)
+            answer = generator.answer(prompt, self.sampling, show)
             print(flush=True)
             self._messages = [*messages, {"role": "assistant", "content": answer.text}]
             self._print_statistics(answer, report, explanation)
@@ -294,7 +298,3 @@ class Session:
 
 def _length(prompt: "tuple[int, ...] | ImagePrompt") -> int:
     return len(prompt) if isinstance(prompt, tuple) else len(prompt.ids)
-
-
-def _print_text(text: str) -> None:
-    print(text, end="", flush=True)

@@ -83,7 +83,8 @@ def warnings_as_lines(*, quiet: bool) -> Iterator[None]:
         line: str | None = None,
     ) -> None:
         if not quiet:
-            print(f"[warning{_origin(filename)}: {_first_line(message)}]", file=sys.stderr)
+            said = str(message).strip().partition("\n")[0]
+            print(f"[warning{_origin(filename)}: {said}]", file=sys.stderr)
 
     with warnings.catch_warnings():
         warnings.showwarning = show
@@ -96,7 +97,3 @@ def _origin(filename: str) -> str:
     if "site-packages" not in parts or "tandem" in parts:
         return ""
     return f" of {parts[parts.index('site-packages') + 1].removesuffix('.py')}"
-
-
-def _first_line(message: Warning | str) -> str:
-    return str(message).strip().partition("\n")[0]

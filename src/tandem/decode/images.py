@@ -7,15 +7,15 @@ beginning. The model's own code merges the features into the embeddings; here li
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tandem.checkpoint.config_values import value_of
 from tandem.core.errors import UnsupportedModelError
-from tandem.foreign_types import PreTrainedModel
+from tandem.foreign_types import ImageFeatures, PreTrainedModel
 from tandem.hf.compat import image_features, image_positions, image_tower
 from tandem.kernels.attention import Segment
 
@@ -46,7 +46,7 @@ class _Shown:
     """What is added to a later token's number for its position."""
     is_image: Tensor
     """(n_tokens,) bool"""
-    features: Any = None
+    features: ImageFeatures | None = None
 
     def positions_of(self, segment: Segment) -> Tensor:
         """Return the positions (kinds, n) of a segment's tokens, some perhaps after the prompt."""
@@ -84,7 +84,7 @@ class SlotImages:
 
     def place(
         self, segments: Sequence[Segment], keys: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor, Any]:
+    ) -> tuple[Tensor, Tensor, ImageFeatures | None]:
         """Return ids (n_tokens,), positions (1, n) or (kinds, 1, n), and features, for a forward.
 
         `keys` and `positions` (n_tokens,) are of the segments' tokens. There are no features where
@@ -121,7 +121,7 @@ class SlotImages:
             self._shown[slot] = _Shown(prompt, positions, delta, is_image)
         return self._shown[slot]
 
-    def _features_of(self, segment: Segment, shown: _Shown) -> Any:
+    def _features_of(self, segment: Segment, shown: _Shown) -> ImageFeatures | None:
         """Return the features of a segment's image tokens; None if it has none.
 
         The tower runs once a prompt, and not for images that a slot has read before.
@@ -139,7 +139,7 @@ class SlotImages:
 
 def require_images(model: PreTrainedModel) -> None:
     """Raise `UnsupportedModelError` for a model that takes no images."""
-    if image_tower(model) is None or getattr(model.config, "image_token_id", None) is None:
+    if image_tower(model) is None or value_of(model.config, "image_token_id") is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} takes no images; leave them out, or take a vision-language "
             "model such as Qwen3.6-35B-A3B"
@@ -161,34 +161,36 @@ def why_no_slot_images(model: PreTrainedModel) -> str | None:
     if model.device.type != "cpu":
         return "images are not read in sequence slots on a GPU"
     text = model.config.get_text_config()
-    if getattr(text, "use_bidirectional_attention", None):
+    if value_of(text, "use_bidirectional_attention"):
         return "the tokens of an image see each other, later ones included"
     return None
 
 
-def _rows(features: Any, part: slice) -> Any:
+def _rows(features: ImageFeatures, part: slice) -> ImageFeatures:
     """Return some rows of each field that a forward reads: (image tokens, hidden size) each."""
     return _changed([features], lambda wholes: wholes[0][part])
 
 
-def _joined(parts: Sequence[Any]) -> Any:
+def _joined(parts: Sequence[ImageFeatures]) -> ImageFeatures:
     """Put the rows of several slots one after the other."""
     return _changed(parts, torch.cat)
 
 
-def _changed(features: Sequence[Any], change: Callable[[list[Tensor]], Tensor]) -> Any:
+def _changed(
+    features: Sequence[ImageFeatures], change: Callable[[list[Tensor]], Tensor]
+) -> ImageFeatures:
     """Change what merging reads: the features, and those of the tower's depths if it has some.
 
     Each of them is one tensor or one for each image, by model and version of Transformers.
     """
 
-    def changed(parts: Sequence[Any]) -> Any:
+    def changed(parts: Sequence[Tensor | Sequence[Tensor]]) -> Tensor | tuple[Tensor]:
         wholes = [part if isinstance(part, Tensor) else torch.cat(tuple(part)) for part in parts]
         whole = change([rows.flatten(0, -2) for rows in wholes])
         return whole if isinstance(parts[0], Tensor) else (whole,)
 
-    fields = {"pooler_output": changed([one.pooler_output for one in features])}
-    depths = [getattr(one, "deepstack_features", None) for one in features]
+    fields: dict[str, object] = {"pooler_output": changed([one.pooler_output for one in features])}
+    depths = [one.get("deepstack_features") for one in features]
     if all(depths):
         fields["deepstack_features"] = [changed(parts) for parts in zip(*depths, strict=True)]
     return type(features[0])(**fields)

@@ -2,16 +2,15 @@
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tandem.decode.substitutions.prompt_operations import PromptOperations
 from tandem.decode.substitutions.shallow_copy import ShallowCopy
 from tandem.experts.execution.executor import Executor
 from tandem.experts.store.packed_layer import PackedLayer
-from tandem.foreign_types import PreTrainedModel
+from tandem.foreign_types import ImageFeatures, PreTrainedModel
 from tandem.hf.compat import (
     cache_argument,
     forget_positions,
@@ -45,7 +44,7 @@ class ModelRunner:
         """What the latest forward gave to the output head, (b, n_tokens, width), if that is noted.
         """
         self._notes_hidden = notes_hidden
-        self._noted: Any = None
+        self._noted: nn.Module | None = None
         self.model = model
         self._cache = cache
         self._operations = None if threads is None else PromptOperations(threads)
@@ -82,7 +81,7 @@ class ModelRunner:
         ids: Tensor,
         positions: Tensor,
         keep: Tensor | int | None = None,
-        features: Any = None,
+        features: ImageFeatures | None = None,
         *,
         is_prompt: bool = False,
     ) -> Tensor:
@@ -125,12 +124,12 @@ class ModelRunner:
         with torch.inference_mode(False):
             return torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
 
-    def _note_hidden(self, decoder: Any) -> None:
+    def _note_hidden(self, decoder: nn.Module) -> None:
         """Let a shallow copy of the model without its head say what comes out of it."""
         if decoder is self._noted:
             return
 
-        def note(module: object, args: object, outputs: Any) -> None:
+        def note(module: object, args: object, outputs: ImageFeatures) -> None:
             self.hidden = outputs.last_hidden_state
 
         own_forward_hooks(decoder)  # the model's stay as they are

@@ -5,7 +5,6 @@ Knows tensors of one step; neither sampling nor text.
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +47,7 @@ class PaddedBatch:
         padded = [[pad_id] * (width - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         self._ids = torch.tensor(padded, device=model.device)  # (rows, n_tokens)
-        self._kwargs: dict[str, Any] = {
+        self._kwargs: dict[str, object] = {
             "attention_mask": torch.tensor(mask, device=model.device), "use_cache": True,
             **{name: value.to(model.device) for name, value in (inputs or {}).items()},
         }  # fmt: skip

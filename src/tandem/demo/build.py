@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -11,6 +10,7 @@ from tandem.demo.checkpoint import ROUTER, ShardWriter, generation_config, mixtr
 from tandem.demo.dense import Dense
 from tandem.demo.recipe import Progress, Recipe
 from tandem.demo.routers import cluster_router, gate_inputs
+from tandem.foreign_types import ModelPart
 
 CALIBRATION = Path(__file__).with_name("calibration.txt")
 
@@ -78,7 +78,7 @@ def _make_routers(dense: Dense, recipe: Recipe, progress: Progress) -> list[torc
 
 
 def _layer_tensors(
-    layer: Any, router: torch.Tensor, kind: str, recipe: Recipe, generator: torch.Generator
+    layer: ModelPart, router: torch.Tensor, kind: str, recipe: Recipe, generator: torch.Generator
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield one layer under the names that published Mixtral checkpoints use."""
     for name, tensor in layer.named_parameters():

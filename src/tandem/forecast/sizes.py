@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tandem.checkpoint.config_values import experts_per_token
+from tandem.checkpoint.config_values import experts_per_token, value_of
 from tandem.checkpoint.sources.source import Source
 from tandem.core.errors import ConfigError
 from tandem.decode.slots import MAX_STEP_TOKENS
@@ -92,9 +92,7 @@ class ModelSizes:
     @property
     def longest_context(self) -> int | None:
         """The longest sequence that the model was made for, in tokens; None if it does not say."""
-        longest: int | None = getattr(
-            self.config.get_text_config(), "max_position_embeddings", None
-        )
+        longest: int | None = value_of(self.config.get_text_config(), "max_position_embeddings")
         return longest
 
     def context(self, asked: int | None) -> int:
@@ -182,7 +180,7 @@ def config_sizes(
         expert_formats=tuple(dict.fromkeys(_format_name(layer, dtype) for layer in store)),
         num_experts=sum(layer.arrivals.num_experts for layer in store),
         moe_layers=tuple(_layer_number(layer.arrivals.name) for layer in store),
-        num_layers=int(getattr(text, "num_hidden_layers", len(store))),
+        num_layers=int(value_of(text, "num_hidden_layers") or len(store)),
         dense_bytes=dense_bytes,
         plain_dense_bytes=_dense_bytes(model, {}),
         host_bytes=host_bytes,
@@ -191,7 +189,7 @@ def config_sizes(
         dense_layers_without=sum(fmt is None for fmt in codes.values()),
         kv_bytes_per_token=kv_bytes,
         device_kv_bytes_per_token=sum(num_bytes for _, num_bytes in on_gpu),
-        sliding_window=int(getattr(text, "sliding_window", None) or 0),
+        sliding_window=int(value_of(text, "sliding_window") or 0),
         sliding_share=sliding / max(1, kv_bytes),
         state_bytes=state_bytes_of(model),
     )
@@ -281,10 +279,10 @@ def _kv_bytes_by_layer(
     config: PreTrainedConfig, dtype: torch.dtype, *, latents: int
 ) -> list[tuple[str, int]]:
     """Return each layer's kind and what a token takes in it, with so many copies of a latent."""
-    usual = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    usual = "sliding_attention" if value_of(config, "sliding_window") else "full_attention"
     count = int(config.num_hidden_layers)
-    kinds = getattr(config, "layer_types", None) or [usual] * count
-    layers = getattr(config, "per_layer_config", [config] * count)
+    kinds = value_of(config, "layer_types") or [usual] * count
+    layers = value_of(config, "per_layer_config") or [config] * count
     return [
         (kind, 0 if kind in _WITHOUT_KEYS else _kv_bytes(layer, dtype, latents))
         for kind, layer in zip(kinds, layers, strict=True)
@@ -293,9 +291,9 @@ def _kv_bytes_by_layer(
 
 def _kv_bytes(config: PreTrainedConfig, dtype: torch.dtype, latents: int) -> int:
     """Return what a token's keys and values take in a layer, with so many copies of a latent."""
-    if getattr(config, "kv_lora_rank", None):
+    if value_of(config, "kv_lora_rank"):
         return int(latents * config.kv_lora_rank + config.qk_rope_head_dim) * dtype.itemsize
-    heads = int(getattr(config, "num_attention_heads", 1))
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    heads = int(value_of(config, "num_attention_heads") or 1)
+    kv_heads = int(value_of(config, "num_key_value_heads") or heads)
+    head_dim = int(value_of(config, "head_dim") or config.hidden_size // heads)
     return 2 * kv_heads * head_dim * dtype.itemsize

@@ -1,14 +1,13 @@
 """What a loop asks of a model that writes token by token: its context, its end, its adapters."""
 
-from typing import Any
-
 from transformers import GenerationMixin
 
+from tandem.checkpoint.config_values import value_of
 from tandem.core.errors import UnsupportedModelError
 from tandem.foreign_types import PreTrainedModel
 
 
-def without_adapters_wrapper(model: PreTrainedModel) -> Any:
+def without_adapters_wrapper(model: PreTrainedModel) -> PreTrainedModel:
     """Return the Transformers model of a PEFT model: its adapters sit in that one's layers.
 
     Raises `UnsupportedModelError` for adapters that are something before the prompt instead.
@@ -16,7 +15,7 @@ def without_adapters_wrapper(model: PreTrainedModel) -> Any:
     if not (hasattr(model, "get_base_model") and hasattr(model, "peft_config")):
         return model
     for name, config in model.peft_config.items():
-        if getattr(config, "is_prompt_learning", False):
+        if value_of(config, "is_prompt_learning"):
             raise UnsupportedModelError(
                 f"adapter {name!r} is {config.peft_type} and puts something before the prompt, "
                 "which Tandem's loop does not; call model.generate(...)"
@@ -55,7 +54,7 @@ def require_next_token_model(model: PreTrainedModel) -> None:
 
 def context_tokens(model: PreTrainedModel) -> int | None:
     """Return the longest sequence that a model was made for; None if it does not say."""
-    longest: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest: int | None = value_of(model.config.get_text_config(), "max_position_embeddings")
     return longest
 
 

@@ -1,7 +1,7 @@
 """From messages to token ids: the model's chat template where it has one."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from tandem.checkpoint.bounded_template import rendered
 from tandem.checkpoint.text_tokens import require_room, token_ids
@@ -17,7 +17,7 @@ class Message(TypedDict):
     """One turn of a conversation, as chat templates expect it."""
 
     role: str
-    content: str | list[Any]
+    content: str | list[Mapping[str, object]]
     """Text; or parts, {"type": "text", "text": ...} and {"type": "image", "image": ...}."""
 
 

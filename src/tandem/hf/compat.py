@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from tandem.foreign_types import PreTrainedModel
+from tandem.foreign_types import ImageFeatures, ModelPart, PreTrainedModel
 
 NEWEST_TESTED = {"torch": (2, 13), "transformers": (5, 24)}
 # Flags of a config for which Transformers would put hooks on modules, and again on each copy.
@@ -44,13 +44,16 @@ def untested_version(name: str) -> str | None:
     )
 
 
+T = TypeVar("T")
+
+
 class QuantizerHooks:
     """Quantizer methods whose name or signature changed; subclasses see one form of each."""
 
     def prepare_config(self, config: PreTrainedConfig) -> None:
         """See the model's config before the checkpoint's files are looked up."""
 
-    def rewrite_conversions(self, conversions: list[object]) -> list[Any]:
+    def rewrite_conversions(self, conversions: list[object]) -> list[object]:
         """Change the model's weight conversions."""
         return conversions
 
@@ -66,7 +69,7 @@ class QuantizerHooks:
 
     def update_weight_conversions(
         self, weight_conversions: list[object], model: object = None
-    ) -> list[Any]:
+    ) -> list[object]:
         """5.17 passes no model."""
         return self.rewrite_conversions(list(weight_conversions))
 
@@ -114,11 +117,11 @@ def cache_argument(model: PreTrainedModel) -> str:
     return "cache" if "cache" in names else "past_key_values"
 
 
-def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
+def takes_cache(forward: Callable[..., T]) -> Callable[..., T]:
     """Let a forward whose argument is `cache` be called by its name of before 5.24 as well."""
 
     @functools.wraps(forward)
-    def renamed(*args: object, **kwargs: object) -> Any:
+    def renamed(*args: object, **kwargs: object) -> T:
         if "past_key_values" in kwargs:
             kwargs["cache"] = kwargs.pop("past_key_values")
         return forward(*args, **kwargs)
@@ -213,12 +216,13 @@ def choose_no_implementation(config: PreTrainedConfig) -> None:
     config._experts_implementation = None
 
 
-def gating(module: Any) -> Any:
+def gating(module: ModelPart) -> Callable[[Tensor], Tensor]:
     """Return an experts module's method between its projections, which has no public name.
 
     5.17 to today.
     """
-    return module._apply_gate
+    gate: Callable[[Tensor], Tensor] = module._apply_gate
+    return gate
 
 
 def dispensable_weights(model: PreTrainedModel) -> Collection[str]:
@@ -266,15 +270,16 @@ def repeat_warnings(held: Iterable[logging.LogRecord]) -> None:
         logging.getLogger(record.name).handle(record)
 
 
-def image_tower(model: PreTrainedModel) -> Any:
+def image_tower(model: PreTrainedModel) -> ModelPart | None:
     """Return the part of a model that turns images into features and merges them; None: none."""
-    inner = getattr(model, "model", None)
+    inner: ModelPart | None = getattr(model, "model", None)
     return inner if hasattr(inner, "get_image_features") else None
 
 
-def image_features(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Any:
+def image_features(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> ImageFeatures:
     """Run the tower on what a processor made of images; return what the model's forward takes."""
     tower = image_tower(model)
+    assert tower is not None  # else no processor has made anything of images
     names = inspect.signature(tower.get_image_features).parameters
     with torch.inference_mode():
         own = {name: value for name, value in inputs.items() if name in names}
@@ -296,7 +301,9 @@ def image_positions(
 
 
 @contextmanager
-def given_features(model: PreTrainedModel, features: Any) -> Iterator[dict[str, Tensor]]:
+def given_features(
+    model: PreTrainedModel, features: ImageFeatures | None
+) -> Iterator[dict[str, Tensor]]:
     """Let a copy of a model take features in place of its tower's; yield its arguments for that.
 
     5.23 has an argument for them, 5.17 has none.
@@ -305,8 +312,10 @@ def given_features(model: PreTrainedModel, features: Any) -> Iterator[dict[str, 
         yield {}
         return
     tower = image_tower(model)
-    tower.get_image_features = lambda *_, **__: features
+    assert tower is not None  # these are its features
+    own = vars(tower)
+    own["get_image_features"] = lambda *_, **__: features
     try:
         yield {"pixel_values": torch.zeros(1, device="cpu")}
     finally:
-        del tower.get_image_features
+        del own["get_image_features"]

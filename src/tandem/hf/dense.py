@@ -6,7 +6,7 @@ whose few bytes decide everything, nor embeddings.
 
 import importlib.util
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from tandem.devices.cuda.embedding import HostEmbedding
 from tandem.devices.cuda.linear import DeviceLinear
 from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
-from tandem.foreign_types import PreTrainedModel
+from tandem.foreign_types import ModelPart, PreTrainedModel
 from tandem.hf.config import parse_dense_dtype, plain_name, stored_format
 from tandem.hf.experts import is_experts_module
 from tandem.hf.opaque_calls import DENSE, ROWS, opaque
@@ -34,6 +34,8 @@ _LEAST_WEIGHTS = 1 << 14
 # twice.
 _READ_BY_HEAD = ("kv_b_proj",)
 
+T = TypeVar("T")
+
 Place = Callable[[DenseWeight, torch.dtype, Tensor | None], nn.Module]
 """Makes the layer of a weight, of its values' dtype and the order of its inputs."""
 
@@ -50,14 +52,18 @@ class UnpackedWeight(Tensor):
     def __new__(cls, layer: "PackedModule") -> "UnpackedWeight":
         """Take no memory."""
         shape = (layer.packed.out_features, layer.packed.in_features)
-        made: UnpackedWeight = tensor_without_values(cls, shape, layer.dtype)
+        made = tensor_without_values(cls, shape, layer.dtype)
         made.layer = layer
         return made
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         """Do an operation with the values."""
         args, kwargs = with_values((args, kwargs or {}))
         return func(*args, **kwargs)
@@ -67,9 +73,10 @@ class UnpackedWeight(Tensor):
         return self.layer.values().to(self.dtype)
 
 
-def with_values(arguments: Any) -> Any:
+def with_values(arguments: T) -> T:
     """Return an operation's arguments, however deep in lists, with weights unpacked."""
-    return tree_map(lambda x: x.values() if isinstance(x, UnpackedWeight) else x, arguments)
+    changed: T = tree_map(lambda x: x.values() if isinstance(x, UnpackedWeight) else x, arguments)
+    return changed
 
 
 class PackedModule(nn.Module):
@@ -130,8 +137,7 @@ class PackedLinear(PackedModule):
             return self.forward(x.float()).to(x.dtype)
         if self.input_order is not None:
             x = x.gather(-1, self.input_order.expand(x.shape))
-        out: Tensor = opaque(DENSE, _multiply_one, self.threads, self.packed, x)
-        return out
+        return opaque(DENSE, _multiply_one, self.threads, self.packed, x)
 
     def values(self) -> Tensor:
         """Return the weight in fp32, columns in the order of the inputs; slow: unpacks."""
@@ -176,7 +182,7 @@ class PackedEmbedding(PackedModule):
     def rows(self, numbers: Tensor) -> Tensor:
         """Return rows of the weight: (...) int64 -> (..., embedding_dim)."""
         dtype = self.dtype if self.dtype in VALUE_DTYPES else torch.float32
-        rows: Tensor = opaque(ROWS, read_rows, self.threads, self.packed, dtype, numbers)
+        rows = opaque(ROWS, read_rows, self.threads, self.packed, dtype, numbers)
         return rows.to(self.dtype)
 
     def extra_repr(self) -> str:
@@ -276,7 +282,7 @@ def _replace(
     return num_bytes
 
 
-def untie(model: Any, *kinds: type[nn.Module]) -> None:
+def untie(model: nn.Module, *kinds: type[nn.Module]) -> None:
     """Let Transformers no longer tie the weights of layers that hold them in another form.
 
     A head that is tied to the embeddings becomes a packed copy of them.
@@ -286,8 +292,9 @@ def untie(model: Any, *kinds: type[nn.Module]) -> None:
     for key in kept:
         del tied[key]
     if kept:  # else `tie_weights` would find them in the config again
-        model.config.tie_word_embeddings = False
-        model.config.get_text_config().tie_word_embeddings = False
+        config = cast("ModelPart", model).config
+        config.tie_word_embeddings = False
+        config.get_text_config().tie_word_embeddings = False
 
 
 def give_fp32_logits(model: PreTrainedModel) -> None:

@@ -8,7 +8,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tandem.core.errors import ConfigError
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.executor import Executor
+from tandem.foreign_types import ModelPart
 from tandem.hf.compat import gating
 from tandem.hf.opaque_calls import opaque
 from tandem.kernels.activations import find_native_activation, interleave
@@ -54,8 +55,9 @@ def bind_all(bound: Bound, executor: Executor) -> None:
         bind(module, executor, layer)
 
 
-def expert_functions(module: Any) -> ExpertFunctions:
+def expert_functions(experts: nn.Module) -> ExpertFunctions:
     """Return the model's own code around the projections: gating or activation, and the norm."""
+    module = cast("ModelPart", experts)
     has_post_norm = getattr(module, "has_post_expert_norm", False)  # absent in Transformers 5.17
     activate = _unbound(gating(module)) if module.has_gate else module.act_fn
     is_interleaved = module.has_gate and not module.is_concatenated
@@ -122,7 +124,7 @@ def experts_forward(
             "experts_implementation='tandem' was set on a model that Tandem did not load; load it "
             "with tandem.load(...) or from_pretrained(..., quantization_config=OffloadConfig())"
         )
-    out: Tensor = opaque(
+    out = opaque(
         "experts",
         binding.executor.execute,
         binding.layer,

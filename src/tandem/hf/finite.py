@@ -70,7 +70,7 @@ def _first_spoilt(model: PreTrainedModel, ids: list[int]) -> str | None:
 
     def listener(name: str) -> Callable[..., None]:
         def listen(module: nn.Module, args: object, output: object) -> None:
-            if not found and any(_is_spoilt(tensor) for tensor in _tensors(output)):
+            if not found and any(bool((x.isnan() | x.isposinf()).any()) for x in _tensors(output)):
                 found.append(name)
 
         return listen
@@ -87,7 +87,3 @@ def _first_spoilt(model: PreTrainedModel, ids: list[int]) -> str | None:
 def _tensors(output: object) -> Iterator[Tensor]:
     parts = output if isinstance(output, tuple | list) else (output,)
     return (part for part in parts if isinstance(part, Tensor) and part.is_floating_point())
-
-
-def _is_spoilt(tensor: Tensor) -> bool:
-    return bool((tensor.isnan() | tensor.isposinf()).any())

@@ -2,13 +2,12 @@
 
 import hashlib
 import json
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.devices.cuda.embedding import HostEmbedding
-from tandem.foreign_types import PreTrainedModel
+from tandem.foreign_types import ModelPart, PreTrainedModel
 
 # Keys that say where a model lies or how it was loaded, not what it is.
 _CIRCUMSTANCES = ("_name_or_path", "quantization_config", "transformers_version", "dtype")
@@ -30,7 +29,7 @@ def model_identity(model: PreTrainedModel) -> str:
     return digest.hexdigest()[:16]
 
 
-def _first_rows(embedding: Any) -> Tensor:
+def _first_rows(embedding: ModelPart) -> Tensor:
     """Return the first rows of embeddings, of packed ones (`PackedEmbedding`) without the rest."""
     if not hasattr(embedding, "rows"):
         weight: Tensor = embedding.weight

@@ -11,7 +11,7 @@ import transformers
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from tandem.checkpoint.config_sizes import counted_build, require_layers
-from tandem.checkpoint.config_values import foreign_errors, require_top_k
+from tandem.checkpoint.config_values import foreign_errors, require_top_k, value_of
 from tandem.checkpoint.gguf_choice import projectors_beside
 from tandem.checkpoint.hub import HubOptions, find_model_path
 from tandem.checkpoint.mapped_files import reading_along
@@ -235,10 +235,10 @@ def open_foreign(
 
 def class_of(config: PreTrainedConfig) -> Any:
     """Return the class of a config's whole model: the one that it names, or the causal one."""
-    named = _named_class(getattr(config, "architectures", None))
+    named = _named_class(value_of(config, "architectures"))
     if named is not None:
         return named
-    code = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    code = (value_of(config, "auto_map") or {}).get("AutoModelForCausalLM")
     if code is not None and type(config).__module__.startswith("transformers_modules"):
         # The config's class is the model's own already, so the user lets its code run.
         return get_class_from_dynamic_module(code, config.name_or_path)
@@ -292,7 +292,7 @@ def _require_size(checkpoint: Checkpoint, config: PreTrainedConfig) -> None:
     """Build a checkpoint's model without memory, and count it."""
     where, held = f"{checkpoint.directory}/config.json", checkpoint.held
     require_top_k(where, config.get_text_config().to_dict())  # with what the file leaves out
-    require_layers(where, getattr(config.get_text_config(), "num_hidden_layers", None), held)
+    require_layers(where, value_of(config.get_text_config(), "num_hidden_layers"), held)
     with counted_build(where, checkpoint.config, held):
         empty_model(config)
 
@@ -324,7 +324,7 @@ def _check_packed_dtype(checkpoint: Checkpoint, offload: OffloadConfig) -> None:
         )
 
 
-def _named_class(architectures: Iterable[str] | None) -> Any:
+def _named_class(architectures: Iterable[str] | None) -> type[PreTrainedModel] | None:
     """Return the class that a config names, which keeps multimodal wrappers whole; None: none."""
     names = (name for name in architectures or () if hasattr(transformers, name))
     return next((getattr(transformers, name) for name in names), None)

@@ -7,9 +7,10 @@ function.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Protocol, Self
 
 import torch
+from torch import Tensor
 
 # Kinds of `opaque` operations.
 DENSE = "dense"
@@ -27,7 +28,7 @@ class Interceptor(Protocol):
     is_capturing: bool
     """Whether the step is noted and not done."""
 
-    def call(self, kind: str, function: Callable[..., Any], args: tuple[object, ...]) -> Any:
+    def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
         """Return what a call returns, however that comes to be."""
 
 
@@ -50,17 +51,45 @@ def intercepted(interceptor: Interceptor) -> Iterator[None]:
         ACTIVE.reset(token)
 
 
-def opaque(kind: str, function: Callable[..., Any], *args: object) -> Any:
+class Meeting:
+    """A mode of torch that meets opaque calls too and sees nothing of their inside; a context.
+
+    Stands before the mode among a class's bases.
+    """
+
+    is_capturing = False
+    is_paused = False
+
+    def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
+        """Call a function, whose inside the mode leaves alone; see `Interceptor`."""
+        self.is_paused = True
+        try:
+            return function(*args)
+        finally:
+            self.is_paused = False
+
+    def __enter__(self) -> Self:
+        self._token = ACTIVE.set(self)
+        super().__enter__()  # type: ignore[misc]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[misc]
+        ACTIVE.reset(self._token)
+
+
+def opaque(kind: str, function: Callable[..., Tensor], *args: object) -> Tensor:
     """Call a function; while a step is recorded, as one operation of this kind.
 
     Its tensors are among `args`, not in a closure, and it does the same each time.
     """
     if torch.compiler.is_compiling():  # native calls take addresses, which a graph has not
-        return _uncompiled(function, *args)
+        result: Tensor = _uncompiled(function, *args)
+        return result
     recorder = ACTIVE.get()
     return function(*args) if recorder is None else recorder.call(kind, function, args)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _uncompiled(function: Callable[..., Any], *args: object) -> Any:
+def _uncompiled(function: Callable[..., Tensor], *args: object) -> Tensor:
     return function(*args)

@@ -6,7 +6,6 @@ layers), for each expert tensor (move it into the host store) and after (bind mo
 
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from tandem.experts.store import host_memory
 from tandem.experts.store.arrivals import TENSOR_NAMES
 from tandem.experts.store.host_store import HostLayer, HostStore
 from tandem.experts.store.packed_layer import STORED_NAME, STORED_ORDER_NAME
-from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
+from tandem.foreign_types import ModelPart, PreTrainedConfig, PreTrainedModel
 from tandem.hf.assembly import assemble
 from tandem.hf.compat import QuantizerHooks, is_expert_merge, target_names, use_experts
 from tandem.hf.config import (
@@ -83,7 +82,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         if self.pre_quantized:
             config.transformers_weights = INDEX_FILE
 
-    def announce_layers(self, model: PreTrainedModel) -> dict[str, Any]:
+    def announce_layers(self, model: PreTrainedModel) -> dict[str, ModelPart]:
         """Find a model's experts modules and announce a layer in the store for each of its own.
 
         Returns these modules by name; raises `UnsupportedModelError` for a model without any.
@@ -103,7 +102,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         return own
 
     def _process_model_before_weight_loading(
-        self, model: PreTrainedModel, **kwargs: Any
+        self, model: PreTrainedModel, **kwargs: object
     ) -> PreTrainedModel:
         source, sink = self._job.source, self._job.sink
         if source is not None:
@@ -188,7 +187,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             return 0.0
         return float(super().param_element_size(model, param_name, param))
 
-    def get_new_dtype(self, converter: object, param: Tensor, dtype: torch.dtype) -> Any:
+    def get_new_dtype(self, converter: object, param: Tensor, dtype: torch.dtype) -> object:
         """Leave packed experts in the dtype of the file; the dense parts follow the model's."""
         if any(isinstance(op, StoreFused) for op in getattr(converter, "operations", ())):
             return None
@@ -198,7 +197,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         """Return the operation that receives each fused expert tensor."""
         return StoreFused(self._writer)
 
-    def rewrite_conversions(self, conversions: list[Any]) -> list[Any]:
+    def rewrite_conversions(self, conversions: list[object]) -> list[object]:
         """Store experts one by one where they arrive one by one; read packed names as ours."""
         if self.pre_quantized:
             # Longest first: Transformers 5.17 finds "down_proj" in "down_proj_bias" too.
@@ -206,10 +205,13 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             whole_layer = self._packed_converter([STORED_NAME, STORED_ORDER_NAME], "down_proj")
             return [whole_layer, *(self._packed_converter([name], name) for name in names)]
         for converter in conversions:
-            if is_expert_merge(converter) and _targets_experts(converter):
+            if not isinstance(converter, WeightConverter):
+                continue
+            targets = (target.rpartition(".")[2] for target in converter.target_patterns)
+            if is_expert_merge(converter) and all(name in TENSOR_NAMES for name in targets):
                 converter.operations = [StoreExpertwise(self._writer)]
                 converter.force_cpu = True
-            elif self._job.source is not None and isinstance(converter, WeightConverter):
+            elif self._job.source is not None:
                 converter.operations = [ReadSource(), *converter.operations]
         return conversions
 
@@ -219,7 +221,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         return WeightConverter(sources, target, operations=operations, force_cpu=True)
 
     def _process_model_after_weight_loading(
-        self, model: PreTrainedModel, **kwargs: Any
+        self, model: PreTrainedModel, **kwargs: object
     ) -> PreTrainedModel:
         if self._writer.error is not None:
             raise self._writer.error
@@ -266,7 +268,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
 def _announce(
     store: HostStore,
     name: str,
-    module: Any,
+    module: ModelPart,
     expert_dtype: torch.dtype | ExpertFormat | None,
 ) -> HostLayer:
     shapes = {p: tuple(t.shape) for p, t in module.named_parameters(recurse=False)}
@@ -294,7 +296,7 @@ def _dense_bytes(model: PreTrainedModel, formats: Mapping[str, WeightFormat | No
     )
 
 
-def _room_beside(store: HostStore, modules: dict[str, Any], dense_bytes: int) -> int:
+def _room_beside(store: HostStore, modules: dict[str, ModelPart], dense_bytes: int) -> int:
     """Return the bytes that a model leaves free; nothing of it has been read yet.
 
     Raises `CapacityError`, which says what would fit.
@@ -309,7 +311,9 @@ def _room_beside(store: HostStore, modules: dict[str, Any], dense_bytes: int) ->
     return available - needed
 
 
-def _fitting_formats(modules: dict[str, Any], dense_bytes: int, available: int) -> Iterator[str]:
+def _fitting_formats(
+    modules: dict[str, ModelPart], dense_bytes: int, available: int
+) -> Iterator[str]:
     source_dtype = next(iter(modules.values())).down_proj.dtype
     for name in SMALLER_FORMATS:
         smaller = HostStore()
@@ -318,10 +322,6 @@ def _fitting_formats(modules: dict[str, Any], dense_bytes: int, available: int) 
         size = smaller.expected_bytes(source_dtype) + dense_bytes
         if size <= available:
             yield f"expert_dtype={name!r} takes {format_bytes(size)}"
-
-
-def _targets_experts(converter: WeightConverter) -> bool:
-    return all(target.rpartition(".")[2] in TENSOR_NAMES for target in converter.target_patterns)
 
 
 def _tied_to(model: PreTrainedModel, name: str) -> str:

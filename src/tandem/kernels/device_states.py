@@ -73,17 +73,12 @@ class StateKernels(Protocol):
         """Return what (n_tokens, channels) give."""
 
     def recur(
-        self,
-        operation: Recurrence,
-        memory: StateMemory,
-        tokens: SlotTokens,
-        value: Tensor,
-        query: Tensor,
-        key: Tensor,
-        decay: Tensor,
-        rate: Tensor | None = None,
+        self, operation: Recurrence, memory: StateMemory, tokens: SlotTokens, *inputs: Tensor
     ) -> Tensor:
-        """Return what tokens give, (n_tokens, heads, value_dim), as of `RecurrenceState.add`."""
+        """Return what tokens give, (n_tokens, heads, value_dim), as of `RecurrenceState.add`.
+
+        `inputs` are values, queries, keys and decays, perhaps rates.
+        """
 
 
 def logged_values(operation: StateOperation) -> int:
@@ -124,20 +119,12 @@ class TorchStates:
         return F.silu(out) if has_silu else out
 
     def recur(
-        self,
-        operation: Recurrence,
-        memory: StateMemory,
-        tokens: SlotTokens,
-        value: Tensor,
-        query: Tensor,
-        key: Tensor,
-        decay: Tensor,
-        rate: Tensor | None = None,
+        self, operation: Recurrence, memory: StateMemory, tokens: SlotTokens, *inputs: Tensor
     ) -> Tensor:
         """See `StateKernels.recur`."""
-        form, factor, skip = operation
-        runs, state = _Runs(tokens, len(value)), _Stepped(form, factor, rate is not None)
-        rates = value.new_ones(value.shape[:2]) if rate is None else rate
+        (form, factor, skip), (value, query, key, decay, *rate) = operation, inputs
+        runs, state = _Runs(tokens, len(value)), _Stepped(form, factor, bool(rate))
+        rates = rate[0] if rate else value.new_ones(value.shape[:2])
         said = runs.tokens_of(
             torch.cat([x.flatten(1).float() for x in (key, value, decay, rates)], 1)
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 # all but the names of their modules (2.11 to today), and what torch's own documentation tells of.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_map as tree_map
+
+TensorKind = TypeVar("TensorKind", bound=Tensor)
 
 
 def children_by_name(module: nn.Module) -> dict[str, nn.Module | None]:
@@ -58,7 +60,7 @@ def end_allocation_to_pool(device_idx: int, pool: object) -> None:
         end(device_idx, pool)
 
 
-def operator_schema(function: Any) -> Any:
+def operator_schema(function: object) -> torch._C.FunctionSchema | None:
     """Return what torch declares of an operator's results; None for other functions.
 
     Stands in for a public way to ask whether they alias or change arguments (2.11 to today).
@@ -80,6 +82,8 @@ def spin_gpu(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
-def tensor_without_values(kind: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+def tensor_without_values(
+    kind: type[TensorKind], shape: tuple[int, ...], dtype: torch.dtype
+) -> TensorKind:
     """Make a tensor of a subclass without memory, which no public call makes (2.11 to today)."""
     return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype)

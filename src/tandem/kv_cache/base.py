@@ -134,7 +134,7 @@ class SlotCache(ABC):
         They are kept for it too, since what a model makes of them differs from layer to layer.
         """
         if self._awaited is None:
-            self._awaited = getattr(module, "layer_idx", None)
+            self._awaited = vars(module).get("layer_idx")
 
     @property
     def expected_window(self) -> int:
@@ -214,7 +214,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         """No-op: the cache has its own tensors."""
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Return what is new alone; attention knows the rest."""
         self._cache.expect(self._layer)
@@ -279,7 +279,7 @@ class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         return conv_states
 
     def update_recurrent_state(
-        self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any
+        self, recurrent_states: object, state_idx: int = 0, **kwargs: object
     ) -> object:
         """No-op: the operation has written its state."""
         return recurrent_states

@@ -182,8 +182,7 @@ class KvCache(SlotCache):
     ) -> Tensor:
         """Go on from a layer's states by the step's tokens; see `SlotCache.advance`."""
         state = self.states.layer(key, operation)
-        result: Tensor = opaque(STATES, _advance, self, state, *inputs)
-        return result
+        return opaque(STATES, _advance, self, state, *inputs)
 
     def select(
         self, new: NewIndexKeys, key: Tensor, query: Tensor, weights: Tensor | None
@@ -192,8 +191,7 @@ class KvCache(SlotCache):
 
         As of `IndexStore.select`, in the order of `begin`.
         """
-        result: Tensor = opaque(SELECTION, KvCache.select_of_layer, self, new, key, query, weights)
-        return result
+        return opaque(SELECTION, KvCache.select_of_layer, self, new, key, query, weights)
 
     def select_of_layer(
         self, new: NewIndexKeys, key: Tensor, query: Tensor, weights: Tensor | None
@@ -210,8 +208,7 @@ class KvCache(SlotCache):
             raise NotInSlotsError("positions are selected within a window")
         more = [] if call.selected is None else [call.selected]
         tensors = (call.query, call.key, call.value, *more)
-        result: Tensor = opaque(ATTENTION, KvCache.attend_layer, self, attention, *tensors)
-        return result
+        return opaque(ATTENTION, KvCache.attend_layer, self, attention, *tensors)
 
     def attend_layer(
         self,

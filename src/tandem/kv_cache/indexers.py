@@ -9,12 +9,13 @@ operations, and selects at the end (`tandem.kv_cache.index_keys`). Any other use
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.checkpoint.config_values import value_of
 from tandem.foreign_types import PreTrainedModel
 from tandem.kv_cache.index_keys import Selection
 
@@ -63,9 +64,7 @@ def masks_by_layer_type(
 
     `layers` are those of its cache.
     """
-    kinds: list[str] = (
-        getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
-    )
+    kinds = value_of(model.config.get_text_config(decoder=True), "layer_types") or []
     indexed = {
         k for k, layer in zip(kinds, layers, strict=False) if hasattr(layer, "update_indexer")
     }
@@ -90,19 +89,20 @@ class IndexScores:
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+        cls,
+        function: object,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: object = None,
     ) -> "IndexScores":
         """Do what `function` of torch asks for, with one of these among its arguments."""
-        scores: IndexScores
-        if function is torch.matmul and isinstance(args[1], cls):
-            scores = args[1]
+        if function is torch.matmul and isinstance(scores := args[1], cls):
             return scores._multiplied(args[0])
-        if function in (F.relu, torch.relu):
-            scores = args[0]
+        if function in (F.relu, torch.relu) and isinstance(scores := args[0], cls):
             return replace(scores._shaped(scores.query is not None), is_positive=True)
         raise UnknownIndexerError(f"an indexer calls {getattr(function, '__name__', function)}")
 
-    def _multiplied(self, left: Any) -> "IndexScores":
+    def _multiplied(self, left: object) -> "IndexScores":
         if not isinstance(left, Tensor):
             raise UnknownIndexerError("an indexer multiplies its keys with each other")
         if self.query is None:

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -42,11 +42,8 @@ class Coverage(NamedTuple):
 
     def line(self) -> str:
         """Return what is not native and what it costs, for people."""
-        if not self.not_native:
-            return "not native: nothing"
-        calls = sum(o.calls for o in self.not_native)
-        what = f"{calls} of the {self.num_calls} calls of a decode step"
-        return f"not native: {what}, {_costs(self.not_native, self.milliseconds)}"
+        what = f"of the {self.num_calls} calls of a decode step"
+        return f"not native: {_costs(self.not_native, what, self.milliseconds)}"
 
 
 class PromptCoverage(NamedTuple):
@@ -60,19 +57,19 @@ class PromptCoverage(NamedTuple):
 
     def line(self) -> str:
         """Return what is not native and what it costs, for people."""
-        if not self.not_native:
-            return "not native of a prompt: nothing"
-        calls = sum(o.calls for o in self.not_native)
-        what = f"{calls} calls of torch for {self.num_tokens} tokens"
-        return f"not native of a prompt: {what}, {_costs(self.not_native, self.milliseconds)}"
+        what = f"calls of torch for {self.num_tokens} tokens"
+        return f"not native of a prompt: {_costs(self.not_native, what, self.milliseconds)}"
 
 
-def _costs(not_native: list[NotNative], milliseconds: float) -> str:
+def _costs(not_native: list[NotNative], what: str, milliseconds: float) -> str:
+    if not not_native:
+        return "nothing"
+    calls = sum(o.calls for o in not_native)
     named, rest = not_native[:_NAMED_OPERATIONS], not_native[_NAMED_OPERATIONS:]
     parts = [_part(o.operation, [o]) for o in named]
     parts += [_part(f"{len(rest)} more", rest)] if rest else []
     spent = sum(o.milliseconds for o in not_native)
-    return f"{spent:.2f} of {milliseconds:.2f} ms: {', '.join(parts)}"
+    return f"{calls} {what}, {spent:.2f} of {milliseconds:.2f} ms: {', '.join(parts)}"
 
 
 def _part(name: str, operations: list[NotNative]) -> str:
@@ -126,29 +123,26 @@ class TorchWork(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Any,
+        func: Callable[..., object],
         types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         begin = time.perf_counter()
         result = func(*args, **(kwargs or {}))
         schema = operator_schema(func)
+        assert schema is not None
         name = schema.name.partition("::")[2]
         is_written = schema.is_mutable and name != "detach_"
-        if is_written or not (_is_new_memory(name) or _is_view(result, args)):
+        is_new_memory = name.removeprefix("new_").startswith("empty")
+        if is_written or not (is_new_memory or _is_view(result, args)):
             self.calls[name] += 1
             self.seconds[name] += time.perf_counter() - begin  # type: ignore[assignment]
         return result
 
 
-def _is_new_memory(name: str) -> bool:
-    return name.removeprefix("new_").startswith("empty")
-
-
-def _is_view(results: Any, args: tuple[Any, ...]) -> bool:
+def _is_view(results: object, args: tuple[object, ...]) -> bool:
     """Tell whether an operation's results lie in the memory of its first argument."""
     parts = results if isinstance(results, list | tuple) else [results]
-    if not args or not all(isinstance(x, Tensor) for x in (args[0], *parts)):
-        return False
-    return all(memory_of(x) == memory_of(args[0]) for x in parts)
+    met = {memory_of(x) if isinstance(x, Tensor) else None for x in (*args[:1], *parts)}
+    return bool(args) and len(met) == 1 and None not in met

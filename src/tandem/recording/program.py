@@ -6,7 +6,7 @@ place once; views of it are made once too. Places are used again as soon as nobo
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ class NativeCall:
     reported: Sequence[int] = ()
     """Inputs that what `add` returns reads, by their places: they stay until the graph has run."""
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> NoReturn:
         """Stand for a function; never called."""
         raise AssertionError("a native operation runs as part of a program")
 
@@ -98,7 +98,7 @@ class Places:
         if operation.has_effects or any(r.number not in self.tensors for r in operation.inputs):
             return False
 
-        def place(value: Any) -> Any:
+        def place(value: object) -> object:
             return self.tensors[value.number] if isinstance(value, Ref) else value
 
         args, kwargs = tree_map(

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +58,8 @@ class RecordedGraph:
         With `threads`, what the kernels know is native; `fusing` replaces groups otherwise.
         """
         self._operations = _live(recording.operations, recording.ref(result))
-        changing = {recording.ref(x).number for x in inputs if _is_among(x, recording.tensors)}
+        numbers = {id(tensor): number for number, tensor in enumerate(recording.tensors)}
+        changing = {numbers[id(x)] for x in inputs if id(x) in numbers}
         self._operations, constants = _fold(
             self._operations, recording, changing | recording.produced
         )
@@ -131,10 +132,6 @@ def record_step(
     return result, RecordedGraph(recorder.recording, result, inputs, threads)
 
 
-def _is_among(tensor: Tensor, tensors: list[Tensor]) -> bool:
-    return any(tensor is other for other in tensors)
-
-
 def _live(operations: list[Operation], result: Ref) -> list[Operation]:
     """Leave out operations that change nothing and whose results nobody reads."""
     needed = {result}
@@ -180,7 +177,7 @@ def _compile(
     operations: list[Operation], places: Places, result: Ref, seconds: list[float] | None = None
 ) -> Callable[[], Tensor]:
     """Write the operations as a function; with `seconds`, one that adds each one's time there."""
-    namespace: dict[str, Any] = {f"v{number}": tensor for number, tensor in places.tensors.items()}
+    namespace: dict[str, object] = {f"v{n}": tensor for n, tensor in places.tensors.items()}
     namespace |= {"now": time.perf_counter, "seconds": seconds}
     last_use = {ref.number: i for i, op in enumerate(operations) for ref in op.inputs}
     lines = []
@@ -207,8 +204,7 @@ def _compile(
     copy = ".clone()" if result.number in places.tensors else ""
     body = "\n".join(f"    {line}" for line in lines)
     exec(f"def step():\n    begin = now()\n{body}\n    return v{result.number}{copy}\n", namespace)
-    function: Callable[[], Tensor] = namespace["step"]
-    return function
+    return cast("Callable[[], Tensor]", namespace["step"])
 
 
 def _parts(operations: list[Operation], places: Places, *, are_apart: bool) -> list[list[int]]:
@@ -260,7 +256,7 @@ def _lines(
     return [f"{targets} = {call}", *(f"v{n}.copy_(t{n}); del t{n}" for n in placed)]
 
 
-def _expression(value: Any, namespace: dict[str, object]) -> str:
+def _expression(value: object, namespace: dict[str, object]) -> str:
     if isinstance(value, Ref):
         return f"v{value.number}"
     if isinstance(value, list):

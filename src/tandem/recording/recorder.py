@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tandem.hf.dense import with_values
-from tandem.hf.opaque_calls import ACTIVE
+from tandem.hf.opaque_calls import Meeting
 from tandem.kernels.torch_private import TorchDispatchMode, operator_schema, tree_map
 
 # Operations whose result depends on the values of tensors, not only on their shapes: Python code
@@ -61,60 +61,59 @@ class Recording:
         return next(Ref(i) for i, seen in enumerate(self.tensors) if seen is tensor)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Meeting, TorchDispatchMode):
     """Active as a context; afterwards `recording` holds what was done inside."""
-
-    is_capturing = False
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self._numbers: dict[int, int] = {}  # by id; `recording.tensors` keeps the tensors alive
-        self._is_paused = False
 
     def __torch_dispatch__(
         self,
-        func: Any,
+        func: Callable[..., object],
         types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        args, kwargs = with_values((args, kwargs or {}))
-        assert kwargs is not None
-        if self._is_paused:
-            return func(*args, **kwargs)
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        args, given = with_values((args, kwargs or {}))
+        if self.is_paused:
+            return func(*args, **given)
         schema = operator_schema(func)
+        assert schema is not None
         name = schema.name.partition("::")[2]
         if name in _DATA_DEPENDENT:
             raise NotRecordableError(f"the model looks at values while it runs ({name})")
-        results = func(*args, **kwargs)
-        self._note(func, name, args, kwargs, results, has_effects=schema.is_mutable)
+        results = func(*args, **given)
+        self._note(func, name, args, given, results, has_effects=schema.is_mutable)
         return results
 
-    def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
         """Run a function whose inside is not recorded, and note it as one operation."""
-        self._is_paused = True
-        try:
-            results = function(*args)
-        finally:
-            self._is_paused = False
+        results = super().call(kind, function, args)
         self._note(function, kind, args, {}, results, has_effects=True)
         return results
 
     def _note(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        results: Any,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        results: object,
         *,
         has_effects: bool,
     ) -> None:
-        is_sequence = isinstance(results, list | tuple)
-        outputs = list(results) if is_sequence else [results]
+        outputs = list(results) if isinstance(results, list | tuple) else [results]
         inputs: list[Ref] = []
-        refs = self._refs([args, kwargs], inputs)
+
+        def ref(value: object) -> object:
+            if not isinstance(value, Tensor):
+                return value
+            inputs.append(Ref(self._number(value)))
+            return inputs[-1]
+
+        noted_args, noted_kwargs = tree_map(ref, (args, kwargs))  # however deep in lists
         is_argument = any(results is arg for arg in args if isinstance(arg, Tensor))
         if is_argument and (not has_effects or name == "detach_"):
             return  # `to` of a tensor that is that already; `torch.tensor` detaches what it makes
@@ -124,26 +123,15 @@ class Recorder(TorchDispatchMode):
         self.recording.operations.append(
             Operation(
                 function,
-                refs[0],
-                refs[1],
+                noted_args,
+                noted_kwargs,
                 [Ref(self._number(o)) if isinstance(o, Tensor) else None for o in outputs],
                 name,
                 inputs,
                 has_effects=has_effects,
-                returns_sequence=is_sequence,
+                returns_sequence=isinstance(results, list | tuple),
             )
         )
-
-    def _refs(self, values: Any, inputs: list[Ref]) -> Any:
-        """Replace tensors by their numbers, however deep in lists, and collect these."""
-
-        def ref(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            inputs.append(Ref(self._number(value)))
-            return inputs[-1]
-
-        return tree_map(ref, values)
 
     def _number(self, tensor: Tensor) -> int:
         number = self._numbers.get(id(tensor))
@@ -151,12 +139,3 @@ class Recorder(TorchDispatchMode):
             number = self._numbers[id(tensor)] = len(self.recording.tensors)
             self.recording.tensors.append(tensor)
         return number
-
-    def __enter__(self) -> "Recorder":
-        self._token = ACTIVE.set(self)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        ACTIVE.reset(self._token)

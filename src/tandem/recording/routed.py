@@ -5,7 +5,7 @@ activation; the executor does everything else.
 """
 
 from types import MethodType
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ _INDEX = 1  # the router's choice among a call's inputs
 
 def routed_call(
     threads: CpuThreads,
-    execute: Any,
+    execute: object,
     layer_number: int,
     functions: ExpertFunctions,
     hidden: Tensor,

@@ -31,20 +31,12 @@ class TritonStates:
         return result
 
     def recur(
-        self,
-        operation: Recurrence,
-        memory: StateMemory,
-        tokens: SlotTokens,
-        value: Tensor,
-        query: Tensor,
-        key: Tensor,
-        decay: Tensor,
-        rate: Tensor | None = None,
+        self, operation: Recurrence, memory: StateMemory, tokens: SlotTokens, *inputs: Tensor
     ) -> Tensor:
         """See `StateKernels.recur`."""
-        form, factor, skip = operation
+        (form, factor, skip), (*four, rate) = operation, (*inputs, None)[:5]
         result: Tensor = _recur(
-            *memory, tokens.runs, value, query, key, decay, rate, factor, skip,
+            *memory, tokens.runs, *four, rate, factor, skip,
             form.decay, form.is_delta, form.is_normalised, form.scale,
         )  # fmt: skip
         return result

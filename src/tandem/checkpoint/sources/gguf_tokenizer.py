@@ -2,12 +2,11 @@
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from tandem.checkpoint.config_values import foreign_errors
 from tandem.checkpoint.sources.gguf import config_of, read_gguf_header
 from tandem.core.errors import ModelError
-from tandem.foreign_types import PreTrainedConfig
+from tandem.foreign_types import PreTrainedConfig, Tokenizer
 
 # What tokenizers split differently: digits, runs of spaces and lines, marks, scripts, emoji. All of
 # it is composed: Qwen's classes compose characters, and are taken for some models in any case.
@@ -17,7 +16,7 @@ _PROBE = (
 )
 
 
-def load_gguf_tokenizer(file: Path) -> Any:
+def load_gguf_tokenizer(file: Path) -> Tokenizer:
     """Return the tokenizer of a file; raises what Transformers and tokenizers raise.
 
     Its class is the one that takes tokenizers as they are: a model's own class would build its
@@ -49,7 +48,7 @@ def save_gguf_tokenizer(file: Path, directory: Path) -> None:
         _require_same(tokenizer, directory, config_of(header))
 
 
-def _require_same(tokenizer: Any, directory: Path, config: PreTrainedConfig) -> None:
+def _require_same(tokenizer: Tokenizer, directory: Path, config: PreTrainedConfig) -> None:
     from transformers import AutoTokenizer
 
     copy = AutoTokenizer.from_pretrained(directory, config=config, local_files_only=True)

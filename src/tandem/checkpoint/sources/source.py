@@ -1,8 +1,8 @@
 """A quantised checkpoint as Transformers' loader and the host store take it."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ class SourceTensor:
     def __getitem__(self, index: object) -> "SourceTensor":
         return self
 
-    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> "SourceTensor":
+    def to(self, device: object = None, dtype: torch.dtype | None = None) -> "SourceTensor":
         """Remember a dtype; the values are made where they are used, on the CPU."""
         return self if dtype is None else SourceTensor(self.weight, dtype)
 
@@ -163,8 +163,4 @@ def open_source(files: TensorFiles, quantization: JsonObject) -> Source:
             "no tensor is; use the config.json that belongs to these weights"
         )
     names = (name for name in files.entries if name not in found.parts)
-    return Source(method, found.weights, _slices(files, names))
-
-
-def _slices(files: TensorFiles, names: Iterable[str]) -> dict[str, object]:
-    return {name: files.slice_of(name) for name in names}
+    return Source(method, found.weights, {name: files.slice_of(name) for name in names})

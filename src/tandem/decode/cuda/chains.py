@@ -4,7 +4,7 @@ Activations, gates and decays: values that nobody else reads are computed where 
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from torch import Tensor
 from tandem.recording.fusion.elementwise import CASTS, kind_and_operands
 from tandem.recording.fusion.graph import Found, Graph
 from tandem.recording.recorder import Operation, Ref
-
-if TYPE_CHECKING:
-    pass
 
 
 def find_chains(graph: Graph) -> Iterator[Found]:
@@ -32,25 +29,26 @@ def find_chains(graph: Graph) -> Iterator[Found]:
         yield Found(group, _fused(graph, group, sources))
 
 
-def _parts(graph: Graph, operation: Operation) -> tuple[str, list[Any]] | None:
+def _parts(graph: Graph, operation: Operation) -> tuple[str, list[Ref | float]] | None:
     """Return an operation's kind and operands; None for one that no chain has."""
-    from tandem.triton_kernels.chains import KINDS
+    from tandem.triton_kernels.chains import KINDS, dtype_code
 
     result = operation.outputs[0] if len(operation.outputs) == 1 else None
-    if result is None or operation.has_effects or not _is_operand(graph, result):
+    if result is None or operation.has_effects or dtype_code(graph.tensor(result).dtype) is None:
         return None
     if operation.name in CASTS:
         source = operation.args[0]
         is_copy = isinstance(source, Ref) and not graph.shares_memory(source, result)
-        found: tuple[str, list[Any]] | None = ("copy", [source]) if is_copy else None
+        found: tuple[str, list[object]] | None = ("copy", [source]) if is_copy else None
     else:
         found = kind_and_operands(graph, operation)
     if found is None or found[0] not in KINDS:
         return None
-    return found if all(_is_operand(graph, operand) for operand in found[1]) else None
+    operands = [operand for operand in found[1] if _is_operand(operand, graph)]
+    return (found[0], operands) if len(operands) == len(found[1]) else None
 
 
-def _is_operand(graph: Graph, value: Any) -> bool:
+def _is_operand(value: object, graph: Graph) -> TypeGuard[Ref | float]:
     from tandem.triton_kernels.chains import dtype_code
 
     if isinstance(value, Ref):
@@ -113,7 +111,7 @@ def _fused(graph: Graph, group: list[Operation], sources: list[Ref]) -> Operatio
     numbers = [float(x) for _, operands in parts for x in operands if not isinstance(x, Ref)]
     numbers = list(dict.fromkeys(numbers))
     made = [_result(operation) for operation in group]
-    place: dict[Any, int] = {
+    place: dict[object, int] = {
         value: number for number, value in enumerate([*sources, *numbers, *made])
     }
     kinds, first, second, dtypes = [], [], [], []

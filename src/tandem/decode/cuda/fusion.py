@@ -7,7 +7,6 @@ that several heads share where they are.
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -27,7 +26,7 @@ _QUERY_AND_KEY = slice(4, 6)  # of the arguments of `tandem::recur`
 def _of_few_keys(recur: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a recurrence whose heads share queries and keys, (b, tokens, key heads, key_dim)."""
 
-    def call(*args: Any) -> Tensor:
+    def call(*args: Tensor) -> Tensor:
         flat = [x.flatten(0, 1) for x in args[_QUERY_AND_KEY]]
         return recur(*args[: _QUERY_AND_KEY.start], *flat, *args[_QUERY_AND_KEY.stop :])
 
@@ -56,7 +55,7 @@ def _sums_with_norms(graph: Graph) -> Iterator[Found]:
         yield Found([total, norm], fused)
 
 
-def _settings(operation: Operation, function: object) -> dict[str, Any] | None:
+def _settings(operation: Operation, function: object) -> dict[str, object] | None:
     """Return what an operation has beside its tensors, if it stands for a call of this function."""
     call = operation.function
     return call.keywords if isinstance(call, partial) and call.func is function else None
@@ -77,7 +76,7 @@ def _pairs_of_rotaries(graph: Graph) -> Iterator[Found]:
     """Find two embeddings by the same angles, as of queries and keys."""
     from tandem.triton_kernels import operations
 
-    waiting: dict[tuple[Any, ...], Operation] = {}
+    waiting: dict[object, Operation] = {}
     for rotary in graph.operations:
         settings = _settings(rotary, operations.rotate)
         if settings is None:
@@ -125,7 +124,7 @@ def _repeated_keys(graph: Graph) -> Iterator[Found]:
 def _finders() -> tuple[Finder, ...]:
     from tandem.triton_kernels import operations
 
-    def norm(weight: Tensor | None, eps: float, rounds_first: bool) -> Callable[..., Any]:
+    def norm(weight: Tensor | None, eps: float, rounds_first: bool) -> Callable[..., Tensor]:
         return partial(operations.norm, weight=weight, eps=eps, rounds_first=rounds_first)
 
     choice = partial(partial, operations.choose)

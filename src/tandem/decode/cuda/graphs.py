@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from tandem.core.errors import ExecutionError, TandemWarning
 from tandem.devices.cuda.captures import Capture, Graph, on_capture_stream
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.executor import Executor, unheard
-from tandem.hf.opaque_calls import EXPERTS, intercepted, opaque
+from tandem.hf.opaque_calls import EXPERTS, Meeting, intercepted, opaque
 from tandem.recording.recorded_graph import Fusing, RecordedGraph
 from tandem.recording.recorder import NotRecordableError, Recorder
 from tandem.recording.replay import ReplayedStep
@@ -32,11 +32,15 @@ from tandem.recording.replay import ReplayedStep
 TOLERANCES = {torch.float32: 1e-2, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
+# Of an executor: layer, hidden, choice, weights and the model's functions.
+ExpertsArguments = tuple[int, Tensor, Tensor, Tensor, ExpertFunctions]
+
+
 class GraphBreak(NamedTuple):
     """A call of the executor between two graph segments."""
 
     function: Callable[..., Tensor]
-    args: tuple[Any, ...]
+    args: ExpertsArguments
     result: Tensor
 
 
@@ -71,7 +75,7 @@ class Announced:
         """Meet a step's calls."""
         self._pad = pad
 
-    def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
         """Return what a call returns; see `Interceptor`."""
         return function(*(_padded(args, self._pad) if kind == EXPERTS else args))
 
@@ -89,15 +93,15 @@ class _DryRun:
     def __init__(self, capture: Capture, layers: GraphLayers | None, pad: Pad) -> None:
         self._capture, self._layers, self._pad = capture, layers, pad
 
-    def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
         if kind != EXPERTS:
             return function(*args)
-        args = _padded(args, self._pad)
-        result = None if self._layers is None else self._layers(*args)
+        padded = _padded(args, self._pad)
+        result = None if self._layers is None else self._layers(*padded)
         if result is not None:
             return result
         with self._capture.waits(allowed=True):
-            return function(*_handed_over(args))
+            return function(*_handed_over(padded))
 
 
 class _GraphBreaker:
@@ -109,16 +113,16 @@ class _GraphBreaker:
         self._capture, self._layers, self._pad = capture, layers, pad
         self.segments: list[tuple[Graph, GraphBreak | None]] = []
 
-    def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
         if kind != EXPERTS:
             return function(*args)  # captured like everything else
-        args = _padded(args, self._pad)
-        result = None if self._layers is None else self._layers(*args)
+        padded = _padded(args, self._pad)
+        result = None if self._layers is None else self._layers(*padded)
         if result is not None:
             return result
-        args = _handed_over(args)
-        result = torch.empty_like(args[1])
-        self.segments.append((self._capture.end(), GraphBreak(function, args, result)))
+        handed = _handed_over(padded)
+        result = torch.empty_like(handed[1])
+        self.segments.append((self._capture.end(), GraphBreak(function, handed, result)))
         self._capture.begin()
         return result
 
@@ -130,14 +134,10 @@ class _PaddedRecorder(Recorder):
         super().__init__()
         self._pad = pad
 
-    def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
         if kind != EXPERTS:
             return super().call(kind, function, args)
-        self._is_paused = True
-        try:
-            result = function(*_padded(args, self._pad))
-        finally:
-            self._is_paused = False
+        result = Meeting.call(self, kind, function, _padded(args, self._pad))
         again = partial(opaque, kind, function)
         self._note(again, kind, args, {}, result, has_effects=True)
         return result
@@ -156,12 +156,12 @@ def recorded_for_capture(
     return RecordedGraph(recorder.recording, result, inputs, fusing=fusing)
 
 
-def _padded(args: tuple[Any, ...], pad: Pad) -> tuple[Any, ...]:
-    layer, hidden, index, weights, functions = args
+def _padded(args: tuple[object, ...], pad: Pad) -> ExpertsArguments:
+    layer, hidden, index, weights, functions = cast("ExpertsArguments", args)
     return layer, hidden, pad(index), weights, functions
 
 
-def _handed_over(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _handed_over(args: ExpertsArguments) -> ExpertsArguments:
     """Return an executor's arguments as a segment hands them over: dense and each by itself."""
     layer, hidden, index, weights, functions = args
     return layer, hidden.contiguous(), index.contiguous(), weights.contiguous(), functions

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tandem.recording.fusion.graph import Found, Graph
 from tandem.recording.recorder import Operation, Ref
@@ -64,5 +64,4 @@ def _weight(graph: Graph, operation: Operation) -> "DeviceWeight":
     from tandem.triton_kernels.dense import DeviceWeight
 
     image, *sizes = operation.args[1:]
-    values: list[Any] = [graph.tensor(image), *sizes]
-    return DeviceWeight(*values)
+    return DeviceWeight(graph.tensor(image), *sizes)

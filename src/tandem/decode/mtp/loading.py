@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from tandem.checkpoint.config_values import foreign_errors
+from tandem.checkpoint.config_values import foreign_errors, value_of
 from tandem.checkpoint.sources.source import Source, SourceTensor
 from tandem.checkpoint.weight_report import require_own_weights
 from tandem.core.config import from_mapping
@@ -80,7 +80,7 @@ def _load_layer(
     embedding = MtpEmbedding(_on_host(model.get_input_embeddings()), enorm, hnorm, fc)
     head.set_input_embeddings(embedding)
     head.set_output_embeddings(
-        _first_rows(_head_on_host(model.get_output_embeddings(), runtime.threads))
+        first_rows(_head_on_host(model.get_output_embeddings(), runtime.threads))
     )
     pack_dense_layers(head, offload.dense_dtype, runtime.threads)
     pack_as_loaded(head, runtime.threads)
@@ -103,14 +103,14 @@ def _head_on_host(head: nn.Module, threads: CpuThreads) -> nn.Module:
     return PackedLinear(head.on_host(), threads, head.dtype, order)
 
 
-def _first_rows(head: nn.Module) -> nn.Module:
+def first_rows(head: nn.Module, most: int = _DRAFTED_TOKENS) -> nn.Module:
     """Return the part of a packed head that drafts; it shares the head's memory.
 
     Ids are in the order of the tokenizer's merges, so that the first ones are the most frequent.
     """
-    if not isinstance(head, PackedLinear) or head.out_features <= _DRAFTED_TOKENS:
+    if not isinstance(head, PackedLinear) or head.out_features <= most:
         return head
-    weight = head.packed.rows_at(0, _DRAFTED_TOKENS)
+    weight = head.packed.rows_at(0, most)
     return PackedLinear(weight, head.threads, head.dtype, head.input_order)
 
 
@@ -127,7 +127,7 @@ def _config(model: PreTrainedModel, depth: int) -> PreTrainedConfig:
 
 def _stated_config(text: PreTrainedConfig, depth: int) -> PreTrainedConfig | None:
     """Return what a config itself says of an MTP layer, by Transformers; None: too little."""
-    if (getattr(text, "num_mtp_layers", None) or 0) <= depth or not hasattr(text, "get_mtp_config"):
+    if (value_of(text, "num_mtp_layers") or 0) <= depth or not hasattr(text, "get_mtp_config"):
         return None
     try:
         config: PreTrainedConfig = text.get_mtp_config()

@@ -5,13 +5,12 @@ every token sees what is before it in its row, within the layer's window, or of 
 selected.
 """
 
-from typing import Any
-
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tandem.core.errors import ConfigError
 from tandem.decode.substitutions.latents import attend_latents, has_latents
+from tandem.foreign_types import ModelPart
 from tandem.kernels.attention import AttentionForm
 from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.base import NotInSlotsError, current_cache
@@ -21,7 +20,7 @@ ATTENTION_IMPLEMENTATION = "tandem"
 
 
 def attention_forward(
-    module: nn.Module,
+    module: ModelPart,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -34,7 +33,7 @@ def attention_forward(
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
     indices: Tensor | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attend with the KV cache of the step: (b, heads, n, dim) -> (b, n, heads, dim).
 

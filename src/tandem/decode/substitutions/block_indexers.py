@@ -7,13 +7,14 @@ copy of a model the methods here stand in their place, for modules of exactly th
 
 import math
 import sys
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import DynamicCache
 
 from tandem.decode.substitutions.substitution import Substitution, has
+from tandem.foreign_types import ModelPart
 from tandem.hf.compat import takes_cache
 from tandem.kv_cache.index_keys import Selection
 from tandem.kv_cache.indexers import SelectedPositions
@@ -22,17 +23,17 @@ _is_qwen4 = has("index_qk_proj", "q_layernorm", "k_layernorm", "block_topk", "co
 _has_glm5 = has("wq_b", "wk", "k_norm", "weights_proj", "index_kpool", "index_kpool_compress_gate")
 
 
-def _is_glm5(module: nn.Module) -> bool:
+def _is_glm5(module: ModelPart) -> bool:
     return _has_glm5(module) and bool(module.index_kpool_always_select_tail)
 
 
 @takes_cache
 def _select_qwen4(
-    self: Any,
+    self: ModelPart,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: object,
-    cache: Any,
+    cache: DynamicCache,
 ) -> SelectedPositions:
     """Pool by means, which are normed and turned by the angles of their first position."""
     rotate = vars(sys.modules[type(self).__module__])["apply_rotary_pos_emb"]
@@ -59,7 +60,11 @@ def _select_qwen4(
 
 @takes_cache
 def _select_glm5(
-    self: Any, hidden_states: Tensor, q_resid: Tensor, attention_mask: object, cache: Any
+    self: ModelPart,
+    hidden_states: Tensor,
+    q_resid: Tensor,
+    attention_mask: object,
+    cache: DynamicCache,
 ) -> Tensor:
     """Pool by weights that each token gives, for each place of its block."""
     dim, dtype = self.head_dim, hidden_states.dtype
@@ -84,7 +89,7 @@ def _select_glm5(
 
 
 def _positions_as_mask(
-    self: Any, topk_indices: Tensor, query_states: Tensor, kv_length: int
+    self: ModelPart, topk_indices: Tensor, query_states: Tensor, kv_length: int
 ) -> SelectedPositions:
     return SelectedPositions(topk_indices)
 

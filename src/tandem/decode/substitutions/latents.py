@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tandem.decode.substitutions.substitution import Substitution, has
 from tandem.devices.cuda.linear import DeviceLinear
+from tandem.foreign_types import ModelPart
 from tandem.hf.dense import PackedLinear, read_rows
 from tandem.hf.opaque_calls import GROUPS, opaque
 from tandem.kernels.dense import CpuThreads, DenseWeight, multiply_groups, pack_dense
@@ -27,7 +28,7 @@ from tandem.kv_cache.latents import Expansion
 _has_names = has("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
 
 
-def _is_known(module: Any) -> bool:
+def _is_known(module: ModelPart) -> bool:
     if not _has_names(module):
         return False
     kinds = (nn.Linear, PackedLinear, DeviceLinear)
@@ -39,7 +40,7 @@ def has_latents(module: nn.Module, cache: SlotCache) -> bool:
     return cache.keeps_latents and "expand_kv" in vars(module)
 
 
-def _keep_latents(self: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor] | None:
+def _keep_latents(self: ModelPart, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return (b, 1, n, latent + rotary) for keys and (b, 1, n, latent) for values."""
     cache = current_cache()
     if cache is None or not cache.keeps_latents:
@@ -50,7 +51,7 @@ def _keep_latents(self: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, T
 LATENTS = Substitution(_is_known, _keep_latents, "expand_kv")
 
 
-def attend_latents(module: Any, cache: SlotCache, call: AttentionCall) -> Tensor:
+def attend_latents(module: ModelPart, cache: SlotCache, call: AttentionCall) -> Tensor:
     """Attend as of `SlotCache.attend`, with what `_keep_latents` has returned.
 
     The query is one for expanded keys, the form that of the one latent key; returns (n_tokens,
@@ -74,12 +75,13 @@ def attend_latents(module: Any, cache: SlotCache, call: AttentionCall) -> Tensor
     return by_head.of_values(cache.attend(call._replace(query=query)))
 
 
-def _expand(module: Any, kept: Tensor) -> tuple[Tensor, Tensor]:
+def _expand(module: ModelPart, kept: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values (heads, n, dim) of kept (n, latent + rotary), by the module's code."""
     latents, rotary = kept[None, None].split(
         [module.kv_lora_rank, kept.shape[-1] - module.kv_lora_rank], dim=-1
     )
-    keys, values = type(module).expand_kv(module, latents, rotary)
+    own: Any = type(module)
+    keys, values = own.expand_kv(module, latents, rotary)
     return keys[0], values[0]
 
 
@@ -92,7 +94,7 @@ class _Products(NamedTuple):
     """From what was attended of latents to a head's result."""
 
 
-def _products(module: Any, num_heads: int) -> _Products:
+def _products(module: ModelPart, num_heads: int) -> _Products:
     projection, num_plain = module.kv_b_proj, module.qk_nope_head_dim
     if isinstance(projection, PackedLinear):
         if projection.by_head is None:
@@ -113,12 +115,7 @@ def _product(weight: Tensor, x: Tensor) -> Tensor:
 
 
 def _packed_product(threads: CpuThreads, weights: Sequence[DenseWeight], x: Tensor) -> Tensor:
-    out: Tensor = opaque(GROUPS, _multiply, threads, x, weights)
-    return out
-
-
-def _multiply(threads: CpuThreads, x: Tensor, weights: Sequence[DenseWeight]) -> Tensor:
-    return multiply_groups(threads, weights, x)
+    return opaque(GROUPS, multiply_groups, threads, weights, x)
 
 
 def _packed_by_head(

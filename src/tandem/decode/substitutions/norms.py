@@ -6,13 +6,14 @@ which are recorded.
 """
 
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tandem.decode.substitutions.prompt_operations import PromptOperations, active_operations
 from tandem.decode.substitutions.substitution import Substitution
+from tandem.foreign_types import ModelPart
 from tandem.kernels import _native
 from tandem.kernels.dense import VALUE_DTYPES, row_stride
 from tandem.kernels.torch_private import without_overrides
@@ -49,11 +50,12 @@ def _may_be_norm(module: nn.Module) -> bool:
     return is_fit and isinstance(_eps(module), float)
 
 
-def _eps(module: Any) -> Any:
-    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+def _eps(module: nn.Module) -> float | None:
+    eps: float | None = vars(module).get("variance_epsilon", vars(module).get("eps"))
+    return eps
 
 
-def _native_norm(self: Any, x: Tensor, gate: Tensor | None = None) -> Tensor | None:
+def _native_norm(self: ModelPart, x: Tensor, gate: Tensor | None = None) -> Tensor | None:
     """Norm rows while a prompt runs, if the class does what the kernel does."""
     ops, weight, has_gate = active_operations(), self.weight, gate is not None
     if ops is None or x.dtype != weight.dtype:
@@ -63,11 +65,11 @@ def _native_norm(self: Any, x: Tensor, gate: Tensor | None = None) -> Tensor | N
         with without_overrides():
             ops.norm_kinds[key] = _find_kind(self, ops, has_gate=has_gate)
     kind = ops.norm_kinds[key]
-    return None if kind is None else _norm(ops, x, gate, weight, kind)
+    return _norm(ops, x, gate, weight, kind) if isinstance(kind, _Kind) else None
 
 
-def _find_kind(module: Any, ops: PromptOperations, *, has_gate: bool) -> _Kind | None:
-    weight = module.weight
+def _find_kind(module: ModelPart, ops: PromptOperations, *, has_gate: bool) -> _Kind | None:
+    weight, eps = module.weight, _eps(module)
     random = torch.Generator().manual_seed(0)
     shape = (_PROBED_ROWS, len(weight))
     x, gate = (
@@ -77,13 +79,15 @@ def _find_kind(module: Any, ops: PromptOperations, *, has_gate: bool) -> _Kind |
         expected = type(module).forward(module, *((x, gate) if has_gate else (x,)))
     except (TypeError, AttributeError):  # it takes other arguments
         return None
-    if not isinstance(expected, Tensor) or (expected.shape, expected.dtype) != (x.shape, x.dtype):
+    if eps is None or not isinstance(expected, Tensor):
         return None
-    num_groups = len(weight) // (getattr(module, "group_size", None) or len(weight))
+    if (expected.shape, expected.dtype) != (x.shape, x.dtype):
+        return None
+    num_groups = len(weight) // (vars(module).get("group_size") or len(weight))
     for offset, rounds_first, kind_of_gate in itertools.product(
         (0.0, 1.0), (True, False), _GATES if has_gate else (_NO_GATE,)
     ):
-        kind = _Kind(_eps(module), offset, rounds_first, num_groups, kind_of_gate)
+        kind = _Kind(eps, offset, rounds_first, num_groups, kind_of_gate)
         actual = _norm(ops, x, gate if has_gate else None, weight, kind)
         if actual is not None:
             is_equal = torch.isclose(actual, expected, rtol=1e-6).float().mean() >= _EQUAL_SHARE

@@ -8,13 +8,13 @@ they are recorded (decision 8).
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tandem.hf.opaque_calls import ACTIVE
+from tandem.hf.opaque_calls import ACTIVE, Meeting
 from tandem.kernels import _native
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, multiply
 from tandem.kernels.torch_private import without_overrides
@@ -41,46 +41,35 @@ Keywords = Mapping[str, Any]
 Native = Callable[["PromptOperations", Arguments, Keywords], object]
 
 
-class PromptOperations(TorchFunctionMode):
+class PromptOperations(Meeting, TorchFunctionMode):
     """Active as a context, for one thread at a time; also meets opaque calls, whose inside is not.
 
     `threads` compute.
     """
 
-    is_capturing = False
-
     def __init__(self, threads: CpuThreads) -> None:
         super().__init__()
         self._threads = threads
-        self._is_paused = False
         self._packed: dict[int, tuple[weakref.ref[Tensor], DenseWeight | None]] = {}
         """Small weights in bf16, by their addresses as objects; None for one that is not exact."""
         self._widened: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         """What fp32 tensors were made of that hold the values of a bf16 one."""
-        self.norm_kinds: dict[Any, Any] = {}
+        self.norm_kinds: dict[object, object] = {}
         """What `norms` has found out about classes."""
 
     def __torch_function__(
         self,
-        func: Any,
+        func: Callable[..., object],
         types: object,
         args: Arguments = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        kwargs: Keywords | None = None,
+    ) -> object:
         kwargs, name = kwargs or {}, func.__name__
         if name.endswith("_") and args:  # it may write there
             self._widened.pop(id(args[0]), None)
-        native = None if self._is_paused else _NATIVE.get(name)
+        native = None if self.is_paused else _NATIVE.get(name)
         result = None if native is None else native(self, args, kwargs)
         return func(*args, **kwargs) if result is None else result
-
-    def call(self, kind: str, function: Callable[..., Any], args: tuple[object, ...]) -> Any:
-        """Call a function that may compute by its own means; see `Interceptor`."""
-        self._is_paused = True
-        try:
-            return function(*args)
-        finally:
-            self._is_paused = False
 
     def run(self, add: Callable[[_native.Program], None]) -> None:
         """Do what is added to a program."""
@@ -165,14 +154,8 @@ class PromptOperations(TorchFunctionMode):
             self._packed[id(weight)] = known
         return known[1]
 
-    def __enter__(self) -> "PromptOperations":
-        self._token = ACTIVE.set(self)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        ACTIVE.reset(self._token)
+        super().__exit__(*error)
         self._widened.clear()
 
 
@@ -185,12 +168,14 @@ def active_operations() -> PromptOperations | None:
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def _is_known(x: object) -> bool:
+def _is_known(x: object) -> TypeGuard[Tensor]:
     """Tell whether this is a tensor of values that lies in the host's memory."""
-    return type(x) in _PLAIN and x.device.type == "cpu" and x.dtype in FLOAT_DTYPES  # type: ignore[attr-defined]
+    if not isinstance(x, Tensor) or type(x) not in _PLAIN:
+        return False
+    return x.device.type == "cpu" and x.dtype in FLOAT_DTYPES
 
 
-def _has_rows(x: Any) -> bool:
+def _has_rows(x: object) -> bool:
     return _is_known(x) and 1 <= x.dim() <= MAX_DIMENSIONS and x.numel() > 0
 
 

@@ -5,13 +5,13 @@ arguments, their meaning (docs/decisions/0010-named-operations.md). Without a st
 the model's own.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.decode.substitutions.substitution import Function
 from tandem.kernels.recurrent import Convolution, Recurrence, RecurrenceForm
 from tandem.kv_cache.base import NotInSlotsError, current_cache
 from tandem.kv_cache.states import StateHandle
@@ -134,8 +134,16 @@ def _scan_token(
     z: Tensor | None = None,
     **kwargs: object,
 ) -> Tensor | None:
-    """Mamba-2 over one token, (b, heads, head_dim): all but B and C come spread over values."""
-    if not isinstance(state, StateHandle) or z is not None:
+    """Mamba over one token, (b, channels), or Mamba-2, (b, heads, head_dim).
+
+    Mamba-2's come spread over values, all but B and C.
+    """
+    if not isinstance(state, StateHandle):
+        return None
+    if hidden_states.dim() == 2:
+        rate = _time_steps(dt, dt_bias, has_softplus=dt_softplus)
+        return _selective_scan(state, hidden_states, rate, A, B, C, D, z)
+    if z is not None:
         return None
     bias = None if dt_bias is None else dt_bias[:, 0]
     rate = _time_steps(dt[..., 0], bias, has_softplus=dt_softplus)
@@ -189,26 +197,6 @@ def _selective_scan_prompt(
     return out.view(batch, num_tokens, channels).transpose(1, 2), handle
 
 
-def _selective_scan_token(
-    state: State,
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    z: Tensor | None = None,
-    **kwargs: object,
-) -> Tensor | None:
-    """Mamba over one token, (b, channels)."""
-    if not isinstance(state, StateHandle):
-        return None
-    rate = _time_steps(dt, dt_bias, has_softplus=dt_softplus)
-    return _selective_scan(state, hidden_states, rate, A, B, C, D, z)
-
-
 def _selective_scan(
     handle: StateHandle,
     x: Tensor,
@@ -250,7 +238,7 @@ def _time_steps(
     return dt if low <= 0 and high == float("inf") else torch.clamp(dt, min=low, max=high)
 
 
-RECURRENCES: Mapping[str, Callable[..., Any]] = {
+RECURRENCES: Mapping[str, Function] = {
     "causal_conv1d_fn": _convolve_prompt,
     "causal_conv1d_update": _convolve_token,
     "torch_chunk_gated_delta_rule": _delta_rule,
@@ -260,5 +248,5 @@ RECURRENCES: Mapping[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _scan_prompt,
     "mamba2_selective_state_update": _scan_token,
     "mamba_selective_scan": _selective_scan_prompt,
-    "mamba_selective_state_update": _selective_scan_token,
+    "mamba_selective_state_update": _scan_token,
 }

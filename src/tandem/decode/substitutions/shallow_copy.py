@@ -7,7 +7,7 @@ the config for attention, and what holds them.
 
 import functools
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import cast
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from tandem.decode.substitutions import FUNCTIONS, METHODS
 from tandem.decode.substitutions.attention import register_attention
 from tandem.decode.substitutions.substitution import Function
+from tandem.foreign_types import ModelPart, PreTrainedModel
 from tandem.hf.compat import config_to_step
 from tandem.hf.experts import is_experts_module
 from tandem.kernels.torch_private import children_by_name, copy_module
@@ -29,11 +30,11 @@ class ShallowCopy:
         self._renew()
 
     @property
-    def model(self) -> Any:
+    def model(self) -> PreTrainedModel:
         """The copy of the model as it is now."""
         if any(children_by_name(module) != known for module, known in self._known):
             self._renew()
-        return self._copies[self._original]
+        return cast("PreTrainedModel", self._copies[self._original])
 
     def _renew(self) -> None:
         self._copies: dict[nn.Module, nn.Module] = {}
@@ -48,10 +49,10 @@ class ShallowCopy:
             return self._copies[module]
         children = dict(children_by_name(module))
         copies = {child: self._copy(child) for child in children.values() if child is not None}
-        config: dict[str, Any] = {}
+        config: dict[str, object] = {}
         if _may_attend(module):
             config["config"] = config_to_step(module.config, self._attention, self._configs)
-        copy, methods = module, _methods(module)
+        copy, methods = module, _methods(cast("ModelPart", module))
         if config or methods or any(child is not copied for child, copied in copies.items()):
             copy = copy_module(module, copies, config)
             for name, method in methods.items():
@@ -74,7 +75,7 @@ def _may_attend(module: nn.Module) -> bool:
     return not is_table and not is_experts_module(module)
 
 
-def _methods(module: nn.Module) -> dict[str, Function]:
+def _methods(module: ModelPart) -> dict[str, Function]:
     """Return the methods of a module's copy that differ from its class's, by name."""
     kind = type(module)
     methods = {
@@ -89,7 +90,7 @@ def _methods(module: nn.Module) -> dict[str, Function]:
 def _instead(own: Function, forward: Function) -> Function:
     """Return what calls `forward`, and `own` where that returns None."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         result = forward(*args, **kwargs)
         return own(*args, **kwargs) if result is None else result
 
@@ -115,7 +116,7 @@ def with_functions(function: FunctionType) -> FunctionType | None:
 
 
 def _copy_function(
-    function: FunctionType, scope: dict[str, Any], closure: tuple[Any, ...] | None
+    function: FunctionType, scope: dict[str, object], closure: tuple[CellType, ...] | None
 ) -> FunctionType:
     copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__ = function.__kwdefaults__

@@ -4,19 +4,20 @@ Nothing that they call has a name of its own, as `recurrences` have: the whole f
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from tandem.decode.substitutions.substitution import Substitution, has
+from tandem.foreign_types import ModelPart
 from tandem.hf.compat import takes_cache
 from tandem.kernels.recurrent import Convolution, Recurrence, RecurrenceForm
 from tandem.kv_cache.base import NotInSlotsError
 from tandem.kv_cache.states import StateHandle
 
 
-def _handle(cache: Any, layer: int) -> StateHandle:
+def _handle(cache: DynamicCache | None, layer: int) -> StateHandle:
     handle = cache.layers[layer].conv_states.get(0) if cache is not None else None
     if not isinstance(handle, StateHandle):
         raise NotInSlotsError("a layer keeps states that Tandem does not hold")
@@ -25,11 +26,11 @@ def _handle(cache: Any, layer: int) -> StateHandle:
 
 @takes_cache
 def _lightning_attention(
-    self: Any,
+    self: ModelPart,
     hidden_states: Tensor,
     position_embeddings: object,
     attention_mask: object,
-    cache: Any = None,
+    cache: DynamicCache | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Linear attention whose states fade by a rate of their head, (b, n_tokens, width)."""
@@ -47,7 +48,7 @@ def _lightning_attention(
 
 @takes_cache
 def _convolved_projection(
-    self: Any, hidden_states: Tensor, cache: Any, conv_mask: object = None
+    self: ModelPart, hidden_states: Tensor, cache: DynamicCache | None, conv_mask: object = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys that two convolutions mix, values half of which are the last token's.
 
@@ -73,7 +74,7 @@ def _convolved_projection(
     )
 
 
-def _convolved(self: Any, handle: StateHandle, x: Tensor) -> Tensor:
+def _convolved(self: ModelPart, handle: StateHandle, x: Tensor) -> Tensor:
     """Convolve each channel, then those of each head with each other: (n_tokens, channels).
 
     Before the first token are zeros, of which the first convolution makes its bias; the second one

@@ -7,7 +7,7 @@ in its file. What it returns as None the model's own code computes after all.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import nn
+from tandem.foreign_types import ModelPart
 
 Function = Callable[..., Any]
 
@@ -15,13 +15,13 @@ Function = Callable[..., Any]
 class Substitution(NamedTuple):
     """A method of some modules."""
 
-    matches: Callable[[nn.Module], bool]
+    matches: Callable[[ModelPart], bool]
     """Whether a module is of the form that is known here."""
     forward: Function
     """Takes the module of the copy, and what the method takes."""
     method: str = "forward"
 
 
-def has(*names: str) -> Callable[[nn.Module], bool]:
+def has(*names: str) -> Callable[[ModelPart], bool]:
     """Return what tells whether a module has all attributes of some names."""
     return lambda module: all(hasattr(module, name) for name in names)

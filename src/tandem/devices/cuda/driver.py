@@ -26,7 +26,7 @@ class Driver:
         """Take a loaded library; `AttributeError` if its driver is older than CUDA 12."""
         self._get_address = library.cuGetProcAddress_v2
 
-    def find(self, name: str, version: int, *argument_types: Any) -> Function | None:
+    def find(self, name: str, version: int, *argument_types: type) -> Function | None:
         """Return a function as CUDA `version` (12.8 is 12080) had it; None: the driver is older."""
         address = ctypes.c_void_p()
         code = self._get_address(
@@ -40,7 +40,7 @@ class Driver:
             return None
         return ctypes.CFUNCTYPE(ctypes.c_int, *argument_types)(address.value)
 
-    def require(self, name: str, version: int, *argument_types: object) -> Function:
+    def require(self, name: str, version: int, *argument_types: type) -> Function:
         """Return a function that raises `DriverError` instead of returning a code."""
         function = self.find(name, version, *argument_types)
         if function is None:

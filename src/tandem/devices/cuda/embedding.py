@@ -7,10 +7,11 @@ so: `with given_rows(rows): model(ids)`. Without that the ids are waited for.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from tandem.foreign_types import ModelPart
 
 _GIVEN: ContextVar[Tensor | None] = ContextVar("tandem_given_rows", default=None)
 
@@ -18,7 +19,7 @@ _GIVEN: ContextVar[Tensor | None] = ContextVar("tandem_given_rows", default=None
 class HostEmbedding(nn.Module):
     """Stands on a device for embeddings on the host, which are none of the model's parameters."""
 
-    def __init__(self, on_host: Any, device: torch.device) -> None:
+    def __init__(self, on_host: ModelPart, device: torch.device) -> None:
         """Read rows by calling `on_host`, embeddings on the CPU."""
         super().__init__()
         self._on_host = (on_host,)  # no child: what moves the model leaves it
@@ -29,7 +30,7 @@ class HostEmbedding(nn.Module):
         self.dtype: torch.dtype = on_host.weight.dtype
 
     @property
-    def on_host(self) -> Any:
+    def on_host(self) -> ModelPart:
         """The embeddings, on the CPU."""
         return self._on_host[0]
 

@@ -35,11 +35,11 @@ class Router(NamedTuple):
         """Whether it reads the ids of the step's tokens."""
         return any(part is TOKEN_IDS for part in (*self.rest, *self.options.values()))
 
-    def token_ids(self, args: Sequence[Any], options: dict[str, object]) -> Tensor | None:
+    def token_ids(self, args: Sequence[object], options: dict[str, object]) -> Tensor | None:
         """Return the ids among the arguments of a call of it."""
         given = [*zip(self.rest, args[1:], strict=False)]
         given += [(part, options.get(name)) for name, part in self.options.items()]
-        return next((found for part, found in given if part is TOKEN_IDS), None)
+        return next((x for part, x in given if part is TOKEN_IDS and isinstance(x, Tensor)), None)
 
     def choose(self, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Return the experts (n_tokens, top_k) that it chooses for a hidden state.

@@ -223,9 +223,9 @@ def kv_bytes(model: PreTrainedModel, num_tokens: int) -> int:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     with torch.no_grad():
         outputs = model(input_ids=ids % vocabulary, use_cache=True)
-    cache = getattr(outputs, cache_argument(model), None)  # None: it writes no text
-    layers = getattr(cache, "layers", ())
-    tensors = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+    cache = outputs.get(cache_argument(model))  # None: it writes no text
+    layers = () if cache is None else vars(cache).get("layers", ())
+    tensors = [vars(layer).get(name) for layer in layers for name in ("keys", "values")]
     num_bytes = sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
     return -(-num_bytes * num_tokens // _KV_SAMPLE_TOKENS)
 

@@ -5,7 +5,6 @@ they lie: kernels of captured steps read it, so that a layer may grow under them
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +77,7 @@ class StepPlaces:
         return visible(place, torch.arange(capacity, device=self._device), window)
 
 
-def on_its_way(numbers: Sequence[Any], device: torch.device) -> Tensor:
+def on_its_way(numbers: Sequence[object], device: torch.device) -> Tensor:
     """Return numbers on the host, pinned if they go to a GPU: copies of them do not wait then."""
     host = torch.tensor(numbers, device="cpu")
     return host.pin_memory() if device.type == "cuda" else host

@@ -1,7 +1,7 @@
 """Calls that are native already, without the Python code around them: dense, attention, experts."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ _MAX_MATRICES = 8  # of one call
 
 def find_dense_groups(graph: Graph) -> Iterator[Found]:
     """Find packed matrices that read the same input: it is rounded for them once."""
-    groups: dict[tuple[Any, ...], list[Operation]] = {}
+    groups: dict[object, list[Operation]] = {}
     for operation in graph.operations:
         if operation.name == DENSE:
             owner, weight, x = operation.args
@@ -131,7 +131,7 @@ def _rows(graph: Graph, operation: Operation, _: CpuThreads) -> _Call:
 
 def _groups(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | None:
     """Match the products of matrices that have an input each."""
-    owner, x, weights = operation.args
+    owner, weights, x = operation.args
     if graph.tensor(x).stride(-1) != 1:
         return None
 

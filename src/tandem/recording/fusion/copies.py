@@ -1,7 +1,6 @@
 """Copies: tensors side by side, repeated or in another layout, and new memory that is filled."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -46,7 +45,7 @@ def match_copy(graph: Graph, operation: Operation) -> Small | None:
     return None
 
 
-def _is_known(graph: Graph, ref: Any, result: Ref) -> bool:
+def _is_known(graph: Graph, ref: object, result: Ref) -> bool:
     """Tell whether values become those of the result: whole numbers only as they are."""
     if not isinstance(ref, Ref):
         return False

@@ -1,7 +1,5 @@
 """Operations value by value: sums, activations, comparisons, choices between two, casts."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -46,12 +44,13 @@ def match_elementwise(graph: Graph, operation: Operation) -> Small | None:
         return None
     if is_in_place and (not operation.name.endswith("_") or operation.args[0] != result):
         return None
-    found = kind_and_operands(graph, operation)
-    if found is None or graph.tensor(result).dtype not in WRITTEN_DTYPES:
+    named = kind_and_operands(graph, operation)
+    if named is None or graph.tensor(result).dtype not in WRITTEN_DTYPES:
         return None
-    kind, values = found
-    operands = [_operand(graph, value, graph.tensor(result)) for value in values]
-    if any(operand is None for operand in operands):
+    kind, values = named
+    found = [_operand(graph, value, graph.tensor(result)) for value in values]
+    operands = [operand for operand in found if operand is not None]
+    if len(operands) < len(values):
         return None
     return _small(KINDS[kind], operands, result if is_in_place else None)
 
@@ -68,7 +67,7 @@ def match_cast(graph: Graph, operation: Operation) -> Small | None:
     return _small(KINDS["copy"], [source], None)
 
 
-def _small(kind: int, operands: list[Any], target: Ref | None) -> Small:
+def _small(kind: int, operands: list[_Operand], target: Ref | None) -> Small:
     refs = [operand for operand in operands if isinstance(operand, Ref)]
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
@@ -79,7 +78,7 @@ def _small(kind: int, operands: list[Any], target: Ref | None) -> Small:
     return Small([*refs, *([target] if target else [])], add)
 
 
-def _operand(graph: Graph, value: Any, result: Tensor) -> _Operand | None:
+def _operand(graph: Graph, value: object, result: Tensor) -> _Operand | None:
     """Return what stands for an argument; None for one that is no tensor of values or number."""
     if not isinstance(value, Ref):
         return float(value) if isinstance(value, int | float) else None
@@ -93,12 +92,13 @@ def _operand(graph: Graph, value: Any, result: Tensor) -> _Operand | None:
     return float(x.to(result.dtype)) if x.dim() == 0 and value.number in graph.fixed else None
 
 
-def kind_and_operands(graph: Graph, operation: Operation) -> tuple[str, list[Any]] | None:
+def kind_and_operands(graph: Graph, operation: Operation) -> tuple[str, list[object]] | None:
     """Return the kind of an operation with as many operands as it has."""
     name = operation.name.removesuffix("_") if operation.has_effects else operation.name
-    args, kwargs = list(operation.args), operation.kwargs
-    is_logical = bool(args) and isinstance(args[0], Ref)
-    is_logical = is_logical and graph.tensor(args[0]).dtype == torch.bool
+    args: list[object] = list(operation.args)
+    kwargs = operation.kwargs
+    first = args[0] if args else None
+    is_logical = isinstance(first, Ref) and graph.tensor(first).dtype == torch.bool
     name = _SAME.get(name, _LOGICAL.get(name, name) if is_logical else name)
     if name == "gelu":
         is_tanh = kwargs.get("approximate", args[1] if len(args) > 1 else "none") == "tanh"
@@ -121,7 +121,9 @@ def kind_and_operands(graph: Graph, operation: Operation) -> tuple[str, list[Any
     return (name, args) if name != "copy" and len(args) == expected else None
 
 
-def _clamp(name: str, args: list[Any], kwargs: dict[str, Any]) -> tuple[str, list[Any]] | None:
+def _clamp(
+    name: str, args: list[object], kwargs: dict[str, object]
+) -> tuple[str, list[object]] | None:
     given = [*args[1:], *[None] * (3 - len(args))]
     if name == "clamp_max":
         given = [None, args[1] if len(args) > 1 else kwargs.get("max")]

@@ -44,7 +44,7 @@ class Graph:
         self._place = {id(operation): index for index, operation in enumerate(operations)}
         self._replaced: dict[int, Operation | None] = {}
 
-    def made_by(self, ref: Any, name: str) -> Operation | None:
+    def made_by(self, ref: object, name: str) -> Operation | None:
         """Return the operation of that name that makes a tensor, if that is who does."""
         operation = self.maker.get(ref) if isinstance(ref, Ref) else None
         is_it = operation is not None and operation.name == name and not operation.has_effects

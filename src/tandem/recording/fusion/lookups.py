@@ -1,7 +1,5 @@
 """Values that are read or written by number: embeddings, gathering, scattering."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -27,7 +25,7 @@ def match_lookup(graph: Graph, operation: Operation) -> Small | None:
     return None
 
 
-def _are_known(graph: Graph, values: Any, index: Any) -> bool:
+def _are_known(graph: Graph, values: object, index: object) -> bool:
     if not (isinstance(values, Ref) and isinstance(index, Ref)):
         return False
     number = graph.tensor(index)

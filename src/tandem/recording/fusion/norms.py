@@ -1,7 +1,6 @@
 """Root mean square norms: square, mean, root, scaling, rounding and weight as one call."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +14,7 @@ _CASTS = ("to", "type_as", "_to_copy")
 
 
 # What a norm becomes, by its weight in fp32, epsilon, and whether it rounds before the weight.
-MakeNorm = Callable[[Tensor | None, float, bool], Callable[..., Any]]
+MakeNorm = Callable[[Tensor | None, float, bool], Callable[..., object]]
 
 
 def find_norms(graph: Graph, make: MakeNorm) -> Iterator[Found]:
@@ -90,7 +89,7 @@ def _follow(
     return chain, weight, rounds_first
 
 
-def _is_weight(graph: Graph, ref: Any, x: Tensor) -> bool:
+def _is_weight(graph: Graph, ref: object, x: Tensor) -> bool:
     return (
         isinstance(ref, Ref)
         and ref.number in graph.fixed

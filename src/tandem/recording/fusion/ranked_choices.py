@@ -6,7 +6,7 @@ experts whose best ranks have the greatest sum, the greatest ranks, their scores
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from tandem.kernels.dense import CpuThreads
 from tandem.recording.fusion.graph import Found, Graph
 from tandem.recording.fusion.routers import takes_largest
 from tandem.recording.program import NativeCall, require_contiguous
-from tandem.recording.recorder import Operation
+from tandem.recording.recorder import Operation, Ref
 
 
 class _Groups(NamedTuple):
@@ -77,7 +77,7 @@ def _match_groups(graph: Graph, masked: Operation) -> tuple[list[Operation], _Gr
     if masked.args[2] != -math.inf:  # what is left out could still be chosen
         return None
     chain: list[Operation] = [masked]
-    ref: Any = masked.args[1]
+    ref: Ref = masked.args[1]
     for name in ("bitwise_not", "to", "reshape", "expand", "unsqueeze"):
         made = graph.made_by(ref, name)
         if made is None:
@@ -98,7 +98,7 @@ def _match_groups(graph: Graph, masked: Operation) -> tuple[list[Operation], _Gr
         return None
     if not takes_largest(kept) or not takes_largest(each, num_dimensions=3):
         return None
-    blank: Any = ref
+    blank = ref
     while (made := graph.maker.get(blank)) is not None and made.name in ("detach", "zeros_like"):
         chain.append(made)
         blank = made.args[0]

@@ -1,7 +1,5 @@
 """Operations along one dimension: sums, means, the greatest, softmax, layer norms."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -37,7 +35,7 @@ def match_reduction(graph: Graph, operation: Operation) -> Small | None:
     return None
 
 
-def is_last(dim: Any, x: Tensor) -> bool:
+def is_last(dim: object, x: Tensor) -> bool:
     """Tell whether this is the last dimension of a tensor."""
     return isinstance(dim, int) and dim % x.dim() == x.dim() - 1
 

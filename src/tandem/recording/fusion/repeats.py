@@ -1,7 +1,6 @@
 """Operations that repeat what was computed before: each layer's scaling by position, say."""
 
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -21,7 +20,7 @@ def without_repeats(operations: list[Operation], tensors: list[Tensor]) -> list[
         memory_of(tensors[r.number]) for op in operations if op.has_effects for r in op.inputs
     }
     same: dict[Ref, Ref] = {}
-    seen: dict[Any, list[Ref | None]] = {}
+    seen: dict[object, list[Ref | None]] = {}
     kept = []
     for recorded in operations:
         operation = _renamed(recorded, same)
@@ -43,7 +42,7 @@ def _renamed(operation: Operation, same: dict[Ref, Ref]) -> Operation:
     if same.keys().isdisjoint(operation.inputs):
         return operation
 
-    def ref(value: Any) -> Any:
+    def ref(value: object) -> object:
         return same.get(value, value) if isinstance(value, Ref) else value
 
     args, kwargs = tree_map(
@@ -53,7 +52,7 @@ def _renamed(operation: Operation, same: dict[Ref, Ref]) -> Operation:
     return replace(operation, args=args, kwargs=kwargs, inputs=inputs)
 
 
-def _key(operation: Operation) -> Any:
+def _key(operation: Operation) -> object:
     """Return what is alike for operations that give the same; None for those that may not."""
     is_random = any(word in operation.name for word in _RANDOM)
     if operation.has_effects or is_random or not operation.inputs:
@@ -68,7 +67,7 @@ def _key(operation: Operation) -> Any:
     return key
 
 
-def _hashable(value: Any) -> Any:
+def _hashable(value: object) -> object:
     if isinstance(value, Ref):
         return value
     if isinstance(value, list | tuple):

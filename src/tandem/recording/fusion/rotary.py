@@ -5,7 +5,6 @@ that are multiplied by the rotary frequencies, as complex numbers of length 1.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from tandem.recording.program import NativeCall, require_contiguous
 from tandem.recording.recorder import NotRecordableError, Operation, Ref
 
 # What an embedding becomes, by the dimension that has the heads.
-MakeRotary = Callable[[int], Callable[..., Any]]
+MakeRotary = Callable[[int], Callable[..., object]]
 
 
 def find_rotaries(graph: Graph, make: MakeRotary) -> Iterator[Found]:
@@ -89,7 +88,7 @@ def _match_pairs(graph: Graph, real: Operation, threads: CpuThreads) -> Found | 
     return Found(chain, Operation(call, args, {}, [result], "rotary", list(args)))
 
 
-def _pairs_heads(graph: Graph, source: Ref, turns_ref: Any, result: Ref | None) -> int | None:
+def _pairs_heads(graph: Graph, source: Ref, turns_ref: object, result: Ref | None) -> int | None:
     """Return which dimension has the heads; turns are (rows, 1, 1, pairs)."""
     if not isinstance(turns_ref, Ref) or result is None:
         return None
@@ -126,7 +125,7 @@ def _are_halves(graph: Graph, source: Ref, low: Operation, high: Operation) -> b
     )
 
 
-def _heads_dimension(graph: Graph, source: Ref, cos_ref: Any, sin_ref: Any) -> int | None:
+def _heads_dimension(graph: Graph, source: Ref, cos_ref: object, sin_ref: object) -> int | None:
     """Return which dimension has the heads: (rows, heads, 1, dim) or (rows, 1, heads, dim)."""
     if not (isinstance(cos_ref, Ref) and isinstance(sin_ref, Ref)):
         return None

@@ -1,7 +1,6 @@
 """Routers: their small matrices, and the choice that follows the scores."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +67,7 @@ def _is_exact_in_bf16(x: Tensor) -> bool:
 
 # What a choice becomes, a function of the logits that returns weights and index: by how many are
 # chosen (`top_k`), what becomes of their weights (`scale`, `is_normalised`) and their `dtype`.
-MakeChoice = Callable[..., Callable[..., Any]]
+MakeChoice = Callable[..., Callable[..., object]]
 
 
 def find_choices(graph: Graph, make: MakeChoice) -> Iterator[Found]:

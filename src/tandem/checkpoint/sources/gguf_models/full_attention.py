@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from tandem.checkpoint.config_values import value_of
 from tandem.checkpoint.sources.gguf_header import GgufHeader
 from tandem.checkpoint.sources.gguf_models.architecture import Names, Recipe
 from tandem.checkpoint.sources.gguf_models.config_values import (
@@ -148,8 +149,7 @@ def paired(query: str = "q_proj", key: str = "k_proj") -> Names:
 
 
 def _width(config: PreTrainedConfig) -> int:
-    own = getattr(config, "head_dim", None)
-    return int(own or config.hidden_size // config.num_attention_heads)
+    return int(value_of(config, "head_dim") or config.hidden_size // config.num_attention_heads)
 
 
 HUNYUAN: Names = {
