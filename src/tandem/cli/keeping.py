@@ -216,8 +216,7 @@ class Keeper:
         if seconds < _SLOW_SECONDS:
             return False
         answer = _Answer(cache_dir() / "keep")
-        is_on_terminal = sys.stdin.isatty() and sys.stderr.isatty()
-        if answer.is_given is None and self._may_ask and is_on_terminal:
+        if answer.is_given is None and self._may_ask and _is_on_terminal():
             answer.ask(num_bytes, seconds)
         return bool(answer.is_given)
 
@@ -269,3 +268,7 @@ class _Answer:
             self._file.write_text("yes\n" if self.is_given else "no\n", encoding="utf-8")
         except OSError:  # then it is asked again
             return
+
+
+def _is_on_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty()
