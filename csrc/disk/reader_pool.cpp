@@ -53,6 +53,14 @@ void ask_for_short_slices() {
 #endif
 }
 
+// Where the wanted bytes of a piece begin and end, in the read's memory.
+std::pair<std::int64_t, std::int64_t> wanted_of(const DiskRead& read, std::int64_t from,
+                                                std::int64_t bytes) {
+  const std::int64_t end = read.skipped + read.wanted;
+  const std::int64_t first = std::clamp(from, read.skipped, end);
+  return {first, std::clamp(from + bytes, first, end)};
+}
+
 }  // namespace
 
 ExpertFile::ExpertFile(const std::string& path)
@@ -125,6 +133,7 @@ void ReaderPool::ask(DiskRead& read, bool is_demand) {
   const std::int64_t count = (read.bytes + piece_bytes_ - 1) / piece_bytes_;
   read.error.store(0, std::memory_order_relaxed);
   read.left.store(count, std::memory_order_relaxed);
+  read.sums.assign(read.sum == nullptr ? 0 : count, 0);
   read.state.store(DiskRead::State::kUnderWay, std::memory_order_release);
   {
     const std::lock_guard lock(mutex_);
@@ -174,28 +183,45 @@ void ReaderPool::work() {
   }
 }
 
+void ReaderPool::inject_fault(const Piece& piece, std::int64_t& found) {
+  const std::int64_t every = fault_every_.load(std::memory_order_relaxed);
+  if (every <= 0 || ++num_pieces_ % every != 0) return;
+  const int fault = fault_;
+  std::this_thread::sleep_for(std::chrono::duration<double>(fault_delay_.load()));
+  if (fault == DiskRead::kCut) found = 0;
+  if (fault == DiskRead::kDamaged) piece.read->to[piece.from + piece.bytes / 2] ^= 1;
+  if (fault > 0) found = -fault;
+}
+
+// Sums are by piece: the last piece's is all that a read waits for beside the disk.
 void ReaderPool::do_piece(const Piece& piece) {
   DiskRead& read = *piece.read;
   std::int64_t found = read.file->read(read.from + piece.from, piece.bytes, read.to + piece.from);
-  const std::int64_t every = fault_every_.load(std::memory_order_relaxed);
-  if (every > 0 && ++num_pieces_ % every == 0) {
-    const int fault = fault_;
-    std::this_thread::sleep_for(std::chrono::duration<double>(fault_delay_.load()));
-    if (fault == DiskRead::kCut) found = 0;
-    if (fault == DiskRead::kDamaged) read.to[piece.from + piece.bytes / 2] ^= 1;
-    if (fault > 0) found = -fault;
-  }
+  inject_fault(piece, found);
   // Past the end of the file nothing comes, and nothing there is wanted.
-  const std::int64_t needed = std::min(piece.bytes, read.skipped + read.wanted - piece.from);
-  if (found < needed)
+  const std::int64_t end_wanted = read.skipped + read.wanted;
+  if (found < std::min(piece.bytes, end_wanted - piece.from))
     read.error.store(found < 0 ? static_cast<int>(-found) : DiskRead::kCut,
                      std::memory_order_relaxed);
+  else if (read.sum != nullptr) {
+    const auto [first, last] = wanted_of(read, piece.from, piece.bytes);
+    read.sums[piece.from / piece_bytes_] = crc32c(read.to + first, last - first);
+  }
   if (read.left.fetch_sub(1, std::memory_order_acq_rel) == 1) end(read);
 }
 
+bool ReaderPool::is_damaged(const DiskRead& read) const {
+  std::uint32_t sum = 0;  // of no bytes
+  for (std::size_t i = 0; i < read.sums.size(); ++i) {
+    const std::int64_t from = static_cast<std::int64_t>(i) * piece_bytes_;
+    const auto [first, last] = wanted_of(read, from, piece_bytes_);
+    sum = join_crc32c(sum, read.sums[i], last - first);
+  }
+  return sum != *read.sum;
+}
+
 void ReaderPool::end(DiskRead& read) {
-  if (read.error.load(std::memory_order_relaxed) == 0 && read.sum != nullptr &&
-      crc32c(read.data(), read.wanted) != *read.sum)
+  if (read.error.load(std::memory_order_relaxed) == 0 && read.sum != nullptr && is_damaged(read))
     read.error.store(DiskRead::kDamaged, std::memory_order_relaxed);
   const bool is_good = read.error.load(std::memory_order_relaxed) == 0;
   read.state.store(is_good ? DiskRead::State::kDone : DiskRead::State::kFailed,

@@ -49,6 +49,7 @@ struct DiskRead {
   std::int64_t skipped = 0, wanted = 0;  // of these bytes: those that are asked for
   std::uint8_t* to = nullptr;
   const std::uint32_t* sum = nullptr;  // CRC-32C of the wanted bytes; null: unknown
+  std::vector<std::uint32_t> sums;  // of the wanted bytes of each piece, where there is a sum
   std::atomic<std::int64_t> left{0};  // pieces
   std::atomic<int> error{0};  // errno, or one of the two below
   std::atomic<State> state{State::kDone};
@@ -86,6 +87,8 @@ class ReaderPool {
 
   void work();
   void do_piece(const Piece& piece);
+  void inject_fault(const Piece& piece, std::int64_t& found);
+  bool is_damaged(const DiskRead& read) const;
   void end(DiskRead& read);
 
   const std::int64_t piece_bytes_;

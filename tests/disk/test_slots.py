@@ -103,9 +103,12 @@ def test_a_prompt_reads_the_next_layer_ahead(packed: Path) -> None:
     ("error", "said"),
     [(CUT, "ends before"), (DAMAGED, "other bytes"), (errno.EIO, "Input/output error")],
 )
+@pytest.mark.parametrize("piece_bytes", [4096, 512 << 10])
 def test_a_failed_read_is_a_sentence_and_the_next_request_is_right(
-    packed: Path, in_memory: Any, error: int, said: str
-) -> None:
+    packed: Path, in_memory: Any, error: int, said: str, piece_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("tandem.experts.cache.host_slots._PIECE_BYTES", piece_bytes)
     model = with_share(packed, 0.3)
     with torch.inference_mode():
         slots_of(model).native.fail(error, 2, 0.0)
