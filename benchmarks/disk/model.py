@@ -6,7 +6,6 @@ from unittest.mock import patch
 
 import torch
 from benchmarks.disk.job import Job
-from torch import Tensor
 
 import tandem
 from tandem.experts.execution.executor import Executor
@@ -73,18 +72,18 @@ class RunningModel:
         self.model = model
         self.pool = Generator(model, speculate="none").slot_pool(1, capacity=room)
         self._random = torch.Generator().manual_seed(0)
-        self._token = 0
 
     def prompt(self, num_tokens: int) -> None:
         """Begin again with a prompt of random tokens."""
-        vocabulary = self.model.get_input_embeddings().weight.shape[0]
-        ids = torch.randint(vocabulary, (num_tokens,), generator=self._random, device="cpu")
         self.pool.keep(0, 0)
-        self._follow(self.pool.prefill({0: ids.tolist()}))
+        self.pool.prefill({0: self._tokens(num_tokens)})
 
     def step(self) -> None:
-        """Append the likeliest token."""
-        self._follow(self.pool.decode({0: self._token}))
+        """Append a random token: the likeliest one repeats itself, and its experts with it."""
+        self.pool.decode({0: self._tokens(1)[0]})
 
-    def _follow(self, logits: Tensor) -> None:
-        self._token = int(logits[0].argmax())
+    def _tokens(self, count: int) -> list[int]:
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        ids = torch.randint(vocabulary, (count,), generator=self._random, device="cpu")
+        found: list[int] = ids.tolist()
+        return found
