@@ -33,7 +33,7 @@ run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model
 # What uses one core runs beside what waits, or beside what uses the other.
 test: $(BIN)/python  ## Everything that CI runs
 	@$(MAKE) --no-print-directory -j2 -Otarget setup sanitize
-	@$(MAKE) --no-print-directory -j2 -Otarget lint types floors fuzz-files
+	@$(MAKE) --no-print-directory -j2 -Otarget lint types floors check-clang fuzz-files
 	@$(MAKE) --no-print-directory -j2 -Oline unit seam-oldest
 
 setup: $(VENV)/dev.stamp
@@ -98,7 +98,7 @@ test-fast: setup  ## While working: the tests of the packages that changed since
 
 # check-commits looks at the commits since this one.
 SINCE ?= @{upstream}
-check-commits:  ## check-clang, wheel and check-wheel, if a commit since SINCE touches what wheels are built from
+check-commits:  ## wheel and check-wheel, if a commit since SINCE touches what wheels are built from
 	@wheels/commits.sh "$(SINCE)"
 
 try-readme:  ## README's "Install, and run" as it stands, with PYTHON, in a new clone and a new home: minutes

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Lets Clang read csrc, and builds and checks wheels, if a commit since SINCE touches what they are
-# built from:
+# Builds and checks wheels if a commit since SINCE touches what they are built from:
 #
 #     wheels/commits.sh SINCE        SINCE is a commit, such as @{upstream} or HEAD~1
 set -euo pipefail
@@ -21,6 +20,5 @@ if [ -z "$commits" ]; then
   exit
 fi
 printf 'check-commits: a wheel is built and checked, because these commits touch %s:\n%s\n' "${BUILT_FROM[*]}" "$commits"
-make --no-print-directory check-clang
 make --no-print-directory wheel
 make --no-print-directory check-wheel
