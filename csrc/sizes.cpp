@@ -46,7 +46,7 @@ void require_projection(const char* name, const ProjectionLayout& projection, In
   const Index blocks = blocks_of(rows);
   require_part(name, projection.data, blocks * code_bytes(format, projection.cols), expert_bytes);
   const Index scales = blocks * scale_bytes(format, projection.cols, projection.group);
-  if (scales > 0) require_part(name, projection.scales, scales, expert_bytes);
+  require_part(name, projection.scales, scales, expert_bytes);  // also where there are none
   if (projection.bias >= 0) require_part(name, projection.bias, blocks * kBlockRows * 4, expert_bytes);
 }
 
