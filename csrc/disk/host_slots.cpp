@@ -206,7 +206,8 @@ void HostSlots::admit_absent(const Scores& worth, Ids absent) {
     if (wanted.slot != nullptr && !has_one_size_) continue;
     if (victim != kNobody) resident_.remove(layer_, victim);
     Slot& slot = slots_[layer_][resident_.insert(layer_, newcomer)];
-    if (wanted.slot == nullptr)
+    wanted.is_asked = wanted.slot == nullptr;
+    if (wanted.is_asked)
       read_into(slot, layer_, newcomer, true);
     else
       slot.trade(*wanted.slot);
@@ -263,6 +264,7 @@ void HostSlots::use_transit_slots() {
     Slot* slot = free_transit();
     if (slot == nullptr) return;
     wanted_[i].slot = slot;
+    wanted_[i].is_asked = true;
     read_into(*slot, layer_, experts_[i], true);
   }
   const std::int32_t next = layer_ + 1;
@@ -314,7 +316,10 @@ std::span<const HostSlots::Arrived> HostSlots::next() {
       if (one.is_done || one.is_handed_out) continue;
       is_all = false;
       if (one.slot == nullptr || !one.slot->read.has_ended()) continue;
-      if (one.slot->read.state == DiskRead::State::kFailed) throw DiskError(one.slot->read.why());
+      if (one.slot->read.state == DiskRead::State::kFailed) {
+        require_read(*one.slot, layer_, one.is_asked);
+        continue;
+      }
       one.is_handed_out = true;
       arrived_.push_back({static_cast<std::int64_t>(i), one.slot->read.data()});
     }
@@ -350,38 +355,49 @@ HostSlots::Slot* HostSlots::held(std::int32_t layer, std::int32_t expert) {
 }
 
 // The slot that has an expert, or a free one into which it is being read; null: all are in use.
-HostSlots::Slot* HostSlots::slot_to_hold(std::int32_t layer, std::int32_t expert) {
+HostSlots::Slot* HostSlots::slot_to_hold(std::int32_t layer, std::int32_t expert, bool& is_asked) {
   settle(layer);
   if (Slot* slot = held(layer, expert)) {
     ++counts_.hits;
+    is_asked = false;
     if (!slot->read.has_ended()) readers_.demand(slot->read);
     return slot;
   }
   for (Slot& one : held_)
     if (one.num_holders == 0 && one.read.has_ended()) {
       ++counts_.misses;
+      is_asked = true;
       read_into(one, layer, expert, true);
       return &one;
     }
   return nullptr;
 }
 
+// Of a failed read: an error if whoever waits has asked for it. One that was ahead, or of a request
+// that failed before, is asked for again.
+void HostSlots::require_read(Slot& slot, std::int32_t layer, bool& is_asked) {
+  if (is_asked) throw DiskError(slot.read.why());
+  is_asked = true;
+  read_into(slot, layer, slot.expert, true);
+}
+
 const std::uint8_t* HostSlots::hold(std::int32_t layer, std::int32_t expert) {
   std::unique_lock lock(mutex_);
   Slot* slot = nullptr;
-  is_let_go_.wait(lock, [&] { return (slot = slot_to_hold(layer, expert)) != nullptr; });
+  bool is_asked = false;
+  is_let_go_.wait(lock, [&] { return (slot = slot_to_hold(layer, expert, is_asked)) != nullptr; });
   ++slot->num_holders;
   // Not a victim while it is held.
   if (is_resident(*slot)) resident_.state[layer * resident_.num_experts + expert] = kCopying;
   try {
     while (true) {
       const std::uint32_t seen = readers_.ended();
-      if (slot->read.has_ended()) break;
+      if (slot->read.state == DiskRead::State::kDone) break;
+      if (slot->read.has_ended()) require_read(*slot, layer, is_asked);
       lock.unlock();
       require_arrival(layers_[layer].path, seen);
       lock.lock();
     }
-    if (slot->read.state == DiskRead::State::kFailed) throw DiskError(slot->read.why());
   } catch (...) {
     if (!lock.owns_lock()) lock.lock();
     --slot->num_holders;

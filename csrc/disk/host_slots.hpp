@@ -87,12 +87,14 @@ class HostSlots final : public ExpertSource {
   struct Wanted {
     Slot* slot = nullptr;  // null: waits for a transit slot
     bool is_handed_out = false, is_done = false;
+    bool is_asked = false;  // by this use: what another one asked for and failed is read again
   };
 
   void settle(std::int32_t layer);
   void settle_transit(std::int32_t layer);
   Slot* held(std::int32_t layer, std::int32_t expert);
-  Slot* slot_to_hold(std::int32_t layer, std::int32_t expert);
+  Slot* slot_to_hold(std::int32_t layer, std::int32_t expert, bool& is_asked);
+  void require_read(Slot& slot, std::int32_t layer, bool& is_asked);
   void require_arrival(const std::string& path, std::uint32_t seen);
   Scores note(const ExpertUse& use);
   Slot* find(std::int32_t layer, std::int32_t expert);
