@@ -25,6 +25,7 @@ from tandem.policy.plan import LayerLoad
 from tandem.policy.planner import Planner
 from tandem.policy.settings import PlannerSettings, make_planner
 from tandem.policy.step_path import StepPath, step_path
+from tandem.sim.systems import SimulatedSettings
 from tests.policy.strategies import GEOMETRY, shape_costs
 
 TRACE = str(Path(__file__).parents[2] / "data" / "traces" / "gpt-oss-20b.npz")
@@ -94,7 +95,7 @@ def test_every_setting_of_a_planner_is_named_or_cannot_matter() -> None:
         assert why is not None
         assert str(value[0][1] if isinstance(value, tuple) else value) in why
     assert PlannerSettings(assignment="ready-on-gpu", max_fetches=1).why_planned() is None
-    staged = PlannerSettings(
+    staged = SimulatedSettings(
         prediction="foresight", prefetch_count=1, prefetch="top-k", must_prefetch=False
     )
     assert staged.why_planned() == "prefetch top-k"

@@ -16,7 +16,7 @@ ELSEWHERE = {
     *product(("cli/parser.py",), ("_actions", "_action_groups", "_group_actions")),
     *product(("core/config.py",), ("_ArgumentGroup", "_action_groups")),
     # public, whatever its name: a process that ends at once
-    *product(("engine/engine.py", "engine/grammar_process.py"), ("_exit",)),
+    *product(("engine/engine.py", "engine/helper.py"), ("_exit",)),
     # Triton's interpreter takes its fast way for these functions alone; a kernel cannot import them
     *product(
         (

@@ -4,9 +4,11 @@ import asyncio
 import functools
 import gc
 import logging
+import signal
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -66,6 +68,12 @@ class _Uvicorn(uvicorn.Server):
         super().__init__(config)
         self._connections, self._engine, self._seconds = connections, engine, seconds
         self._watching: asyncio.Task[None] | None = None
+        self.is_interrupted = False
+        """Whether Ctrl-C ends it."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.is_interrupted |= sig == signal.SIGINT
+        super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -144,7 +152,9 @@ async def _serve(
         starting.cancel()
         service.close()
         await engine.close()
-    await asyncio.sleep(0)  # a Ctrl-C that uvicorn has answered comes through here at the latest
+    # The loop's own way of telling is lost where what it cancels ends at the same time.
+    if server.is_interrupted:
+        raise KeyboardInterrupt
     if problem:
         raise problem[0]
 

@@ -105,7 +105,7 @@ def test_the_search_loses_what_the_references_loses(
     # Sums in another order: near ties of two scales fall to either side. A weight's own square is
     # what fp32 sums of a group can be off by, times their precision.
     slack = 1e-6 * (weights.double().square() * square).sum()
-    assert losses[0] <= 1.001 * losses[1] + slack
+    assert losses[0] <= 1.003 * losses[1] + slack
 
 
 @pytest.mark.parametrize("fmt", NATIVE, ids=by_name)
