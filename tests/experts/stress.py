@@ -149,10 +149,11 @@ def stress(*, seconds: float, seed: int) -> Outcome:
     """Run engines, one after another; raises AssertionError for what must not happen."""
     draw = random.Random(seed)
     outcome = Outcome()
-    end = time.monotonic() + seconds
+    end, before = time.monotonic() + seconds, set(threading.enumerate())
     while time.monotonic() < end:
         _one_engine(draw, outcome)
-        left = [t.name for t in threading.enumerate() if t.name.startswith("tandem-")]
+        new = set(threading.enumerate()) - before
+        left = [t.name for t in new if t.name.startswith("tandem-")]
         assert not left, f"threads are left: {left}"
         outcome.memory_bytes.append(memory_bytes())
     require_no_growth(outcome.memory_bytes)
