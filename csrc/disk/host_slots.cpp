@@ -100,7 +100,7 @@ void HostSlots::settle_transit(std::int32_t layer) {
       slot.layer = -1;
 }
 
-// Tells the eviction what is in use; returns what each expert is worth.
+// Gives the eviction what is in use; returns its score of each expert.
 Scores HostSlots::note(const ExpertUse& use) {
   if (use.layer <= layer_) {
     ++step_;
@@ -126,10 +126,11 @@ Scores HostSlots::note(const ExpertUse& use) {
   return table->values();
 }
 
-HostSlots::Slot* HostSlots::find(std::int32_t layer, std::int32_t expert) {
+// The slot of an expert: its layer's, or one of these.
+HostSlots::Slot* HostSlots::find(std::int32_t layer, std::int32_t expert, std::deque<Slot>& others) {
   const std::int32_t slot = resident_.slot_of[layer * resident_.num_experts + expert];
   if (slot >= 0) return &slots_[layer][slot];
-  for (Slot& one : transit_)
+  for (Slot& one : others)
     if (one.layer == layer && one.expert == expert) return &one;
   return nullptr;
 }
@@ -144,12 +145,12 @@ void HostSlots::begin(const ExpertUse& use) {
   settle(use.layer);
   settle_transit(use.layer);
   experts_.assign(use.experts.begin(), use.experts.end());
-  worth_ = note(use);
+  scores_ = note(use);
   layer_ = use.layer;
   wanted_.assign(experts_.size(), {});
   Ids absent;
   for (std::size_t i = 0; i < experts_.size(); ++i) {
-    Slot* slot = wanted_[i].slot = find(layer_, experts_[i]);
+    Slot* slot = wanted_[i].slot = find(layer_, experts_[i], transit_);
     if (slot != nullptr && !slot->read.has_ended()) readers_.demand(slot->read);
     const bool has_slot = slot != nullptr && is_resident(*slot);
     // What was read ahead asks for a slot too, once it has come.
@@ -158,7 +159,7 @@ void HostSlots::begin(const ExpertUse& use) {
     counts_.ahead += slot != nullptr && !has_slot;
   }
   order_ahead();
-  admit_absent(worth_, std::move(absent));
+  admit_absent(scores_, std::move(absent));
   use_transit_slots();
 }
 
@@ -175,7 +176,7 @@ void HostSlots::resize(std::int32_t layer) {
   for (const std::int32_t expert : resident_.members[layer])
     if (resident_.state[layer * resident_.num_experts + expert] == kReady) leaving.push_back(expert);
   std::stable_sort(leaving.begin(), leaving.end(),
-                   [&](std::int32_t a, std::int32_t b) { return worth_[a] > worth_[b]; });
+                   [&](std::int32_t a, std::int32_t b) { return scores_[a] > scores_[b]; });
   while (used() > wanted) {
     if (free.empty()) {
       if (leaving.empty()) break;
@@ -190,13 +191,13 @@ void HostSlots::resize(std::int32_t layer) {
 }
 
 // Those that get a slot are read into it at once; the eviction decides who leaves.
-void HostSlots::admit_absent(const Scores& worth, Ids absent) {
+void HostSlots::admit_absent(const Scores& scores, Ids absent) {
   if (absent.empty()) return;
   std::stable_sort(absent.begin(), absent.end(),
-                   [&](std::int32_t a, std::int32_t b) { return worth[a] > worth[b]; });
+                   [&](std::int32_t a, std::int32_t b) { return scores[a] > scores[b]; });
   const LoneLayer now{experts_,
                       resident_.state.data() + layer_ * resident_.num_experts,
-                      worth.data(),
+                      scores.data(),
                       resident_.members[layer_],
                       static_cast<std::int64_t>(resident_.free[layer_].size()),
                       0.0, 0.0, 0.0, 0.0};
@@ -270,7 +271,7 @@ void HostSlots::use_transit_slots() {
   const std::int32_t next = layer_ + 1;
   while (!ahead_.empty()) {
     const std::int32_t expert = ahead_.back();
-    if (find(next, expert) == nullptr) {
+    if (find(next, expert, transit_) == nullptr) {
       const bool has_room = !resident_.free[next].empty();
       Slot* slot = has_room ? &slots_[next][resident_.insert(next, expert)] : free_transit();
       if (slot == nullptr) return;
@@ -280,7 +281,7 @@ void HostSlots::use_transit_slots() {
   }
 }
 
-// Of a prompt, the next layer's experts: those that are worth most are read first, at the end. For
+// Of a prompt, the next layer's experts: those with the highest scores are read first, at the end. For
 // the others there is no slot then, and a prompt does not use all of them.
 void HostSlots::order_ahead() {
   ahead_.clear();
@@ -289,9 +290,9 @@ void HostSlots::order_ahead() {
   ahead_.resize(layers_[next].num_experts);
   std::iota(ahead_.rbegin(), ahead_.rend(), 0);
   const SuccessorTable* table = layers_[next].table;
-  const Scores worth = table == nullptr ? last_use_[next] : table->values();
+  const Scores scores = table == nullptr ? last_use_[next] : table->values();
   std::stable_sort(ahead_.begin(), ahead_.end(),
-                   [&](std::int32_t a, std::int32_t b) { return worth[a] < worth[b]; });
+                   [&](std::int32_t a, std::int32_t b) { return scores[a] < scores[b]; });
 }
 
 void HostSlots::release_handed_out() {
@@ -346,34 +347,7 @@ void HostSlots::require_arrival(const std::string& path, std::uint32_t seen) {
                     " seconds; check the disk, and ask again");
 }
 
-HostSlots::Slot* HostSlots::held(std::int32_t layer, std::int32_t expert) {
-  const std::int32_t slot = resident_.slot_of[layer * resident_.num_experts + expert];
-  if (slot >= 0) return &slots_[layer][slot];
-  for (Slot& one : held_)
-    if (one.layer == layer && one.expert == expert) return &one;
-  return nullptr;
-}
-
-// The slot that has an expert, or a free one into which it is being read; null: all are in use.
-HostSlots::Slot* HostSlots::slot_to_hold(std::int32_t layer, std::int32_t expert, bool& is_asked) {
-  settle(layer);
-  if (Slot* slot = held(layer, expert)) {
-    ++counts_.hits;
-    is_asked = false;
-    if (!slot->read.has_ended()) readers_.demand(slot->read);
-    return slot;
-  }
-  for (Slot& one : held_)
-    if (one.num_holders == 0 && one.read.has_ended()) {
-      ++counts_.misses;
-      is_asked = true;
-      read_into(one, layer, expert, true);
-      return &one;
-    }
-  return nullptr;
-}
-
-// Of a failed read: an error if whoever waits has asked for it. One that was ahead, or of a request
+// Of a failed read: an error if the one who waits has asked for it. One that was ahead, or of a request
 // that failed before, is asked for again.
 void HostSlots::require_read(Slot& slot, std::int32_t layer, bool& is_asked) {
   if (is_asked) throw DiskError(slot.read.why());
@@ -381,52 +355,10 @@ void HostSlots::require_read(Slot& slot, std::int32_t layer, bool& is_asked) {
   read_into(slot, layer, slot.expert, true);
 }
 
-const std::uint8_t* HostSlots::hold(std::int32_t layer, std::int32_t expert) {
-  std::unique_lock lock(mutex_);
-  Slot* slot = nullptr;
-  bool is_asked = false;
-  is_let_go_.wait(lock, [&] { return (slot = slot_to_hold(layer, expert, is_asked)) != nullptr; });
-  ++slot->num_holders;
-  // Not a victim while it is held.
-  if (is_resident(*slot)) resident_.state[layer * resident_.num_experts + expert] = kCopying;
-  try {
-    while (true) {
-      const std::uint32_t seen = readers_.ended();
-      if (slot->read.state == DiskRead::State::kDone) break;
-      if (slot->read.has_ended()) require_read(*slot, layer, is_asked);
-      lock.unlock();
-      require_arrival(layers_[layer].path, seen);
-      lock.lock();
-    }
-  } catch (...) {
-    if (!lock.owns_lock()) lock.lock();
-    --slot->num_holders;
-    if (!is_resident(*slot)) slot->layer = -1;
-    is_let_go_.notify_all();
-    throw;
-  }
-  return slot->read.data();
-}
-
-void HostSlots::let_go(std::int32_t layer, std::int32_t expert, const std::uint8_t* address) {
-  const std::lock_guard lock(mutex_);
-  const auto is_meant = [&](const Slot& slot) {
-    return slot.num_holders > 0 && slot.layer == layer && slot.expert == expert &&
-           slot.read.data() == address;
-  };
-  for (std::deque<Slot>* slots : {&slots_.at(layer), &held_})
-    for (Slot& slot : *slots)
-      if (is_meant(slot)) {
-        --slot.num_holders;
-        is_let_go_.notify_all();
-        return;
-      }
-}
-
 void HostSlots::end() noexcept {
   const std::lock_guard lock(mutex_);
   release_handed_out();
-  // After an error: what is still being read stays until it has come, and is nobody's then.
+  // After an error: a slot that is still being read into is free once the read has ended.
   for (Wanted& one : wanted_) {
     if (one.slot != nullptr && !is_resident(*one.slot) && one.slot->read.has_ended())
       one.slot->layer = -1;

@@ -66,7 +66,10 @@ class HostSlots final : public ExpertSource {
   const std::uint8_t* hold(std::int32_t layer, std::int32_t expert);
   void let_go(std::int32_t layer, std::int32_t expert, const std::uint8_t* address);
 
-  const Counts& counts() const { return counts_; }
+  Counts counts() const {
+    const std::lock_guard lock(mutex_);
+    return counts_;
+  }
   bool is_direct() const;
   bool has(std::int32_t layer, std::int64_t num_experts) const {
     return layer >= 0 && layer < resident_.num_layers && layers_[layer].num_experts == num_experts;
@@ -92,15 +95,14 @@ class HostSlots final : public ExpertSource {
 
   void settle(std::int32_t layer);
   void settle_transit(std::int32_t layer);
-  Slot* held(std::int32_t layer, std::int32_t expert);
   Slot* slot_to_hold(std::int32_t layer, std::int32_t expert, bool& is_asked);
   void require_read(Slot& slot, std::int32_t layer, bool& is_asked);
   void require_arrival(const std::string& path, std::uint32_t seen);
   Scores note(const ExpertUse& use);
-  Slot* find(std::int32_t layer, std::int32_t expert);
+  Slot* find(std::int32_t layer, std::int32_t expert, std::deque<Slot>& others);
   bool is_resident(const Slot& slot) const;
   void resize(std::int32_t layer);
-  void admit_absent(const Scores& worth, Ids absent);
+  void admit_absent(const Scores& scores, Ids absent);
   void read_into(Slot& slot, std::int32_t layer, std::int32_t expert, bool is_demand);
   void use_transit_slots();
   void order_ahead();
@@ -122,7 +124,7 @@ class HostSlots final : public ExpertSource {
   std::vector<Wanted> wanted_;  // by place
   std::vector<Arrived> arrived_;
   bool has_one_size_ = true;  // of all slots: their memory can be traded
-  Scores worth_;  // by expert of the present use's layer
+  Scores scores_;  // by expert of the present use's layer
   std::vector<Ids> unused_;  // by layer: slots without memory
   std::atomic<double> share_{1.0};
   double patience_;

@@ -2,11 +2,13 @@
 
 import ctypes
 import errno
+import json
 import os
 import platform
 import shutil
 import struct
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -182,19 +184,57 @@ def test_a_device_over_memory_over_a_disk_has_the_bits_of_memory(
     assert runtime_in(with_memory).host_slots is None
 
 
+@pytest.mark.parametrize("sums", [5, {}, "x", [1], {"x": 1}, [-1] * EXPERTS, ["1"] * EXPERTS])
+def test_hostile_checksums_are_a_sentence(packed: Path, tmp_path: Path, sums: object) -> None:
+    copy = shutil.copytree(packed, tmp_path / "copy")
+    file = copy / "tandem.safetensors.index.json"
+    index = json.loads(file.read_text())
+    found = index["metadata"]["expert_crc32c"]
+    index["metadata"]["expert_crc32c"] = sums if sums in (5, {}) else dict.fromkeys(found, sums)
+    file.write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"expert_crc32c of .* expected 16 numbers"):
+        tandem.load(copy, expert_memory="1GB")
+
+
+def test_a_byte_that_changed_on_the_disk_is_a_sentence(packed: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(packed, tmp_path / "copy")
+    with (copy / "tandem-experts-00001.safetensors").open("rb+") as stream:
+        stream.seek(4096 + 100)  # in the first expert
+        byte = stream.read(1)[0]
+        stream.seek(-1, 1)
+        stream.write(bytes([byte ^ 1]))
+    with torch.inference_mode(), pytest.raises(ModelError, match="other bytes than were written"):
+        with_share(copy, 0.3)(ids(100))
+
+
+def test_memory_for_experts_of_a_model_that_is_not_packed_is_refused(
+    packed: Path, tmp_path: Path
+) -> None:
+    plain = packed.with_name("plain")
+    config = tandem.OffloadConfig(expert_memory="1GB")
+    with pytest.raises(ConfigError, match="is not packed"):
+        tandem.load(plain, expert_memory="1GB")
+    with pytest.raises(ConfigError, match="is not packed"):
+        AutoModelForCausalLM.from_pretrained(plain, quantization_config=config)
+    fp32 = tandem.save(tandem.load(plain), tmp_path / "fp32")
+    with pytest.raises(ConfigError, match="experts are plain"):
+        tandem.load(fp32, expert_memory="1GB")
+
+
 def test_device_cuda_refuses_slots_in_memory(packed: Path) -> None:
     with pytest.raises(ConfigError, match="no GPU so far"):
         tandem.load(packed, device="cuda", expert_memory="1GB")
 
 
+@pytest.mark.parametrize("load", [tandem.load, AutoModelForCausalLM.from_pretrained])
 def test_a_model_that_does_not_fit_gets_slots_by_itself(
-    packed: Path, in_memory: Any, monkeypatch: pytest.MonkeyPatch
+    load: Callable[[Path], Any], packed: Path, in_memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("packed_reading", "disk_tier"):
         monkeypatch.setattr(f"tandem.hf.{module}.available_bytes", lambda: 800_000)
     monkeypatch.setattr("tandem.hf.disk_tier._RESERVED_BYTES", 0)
     with pytest.warns(UserWarning, match="stay in memory"):
-        model = tandem.load(packed)
+        model = load(packed)
     assert 0 < slots_of(model).share < 1
     with torch.inference_mode():
         assert torch.equal(model(ids(60)).logits, in_memory(ids(60)).logits)
@@ -239,19 +279,6 @@ def test_closing_ends_the_readers(packed: Path) -> None:
     runtime.close()
     del model, runtime
     assert len(list(Path("/proc/self/task").iterdir())) < before
-
-
-def test_from_pretrained_of_a_packed_model_takes_slots_too(
-    packed: Path, in_memory: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("packed_reading", "disk_tier"):
-        monkeypatch.setattr(f"tandem.hf.{module}.available_bytes", lambda: 800_000)
-    monkeypatch.setattr("tandem.hf.disk_tier._RESERVED_BYTES", 0)
-    with pytest.warns(UserWarning, match="stay in memory"):
-        model = AutoModelForCausalLM.from_pretrained(packed)
-    assert 0 < slots_of(model).share < 1
-    with torch.inference_mode():
-        assert torch.equal(model(ids(60)).logits, in_memory(ids(60)).logits)
 
 
 _SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}  # numbers of the system call

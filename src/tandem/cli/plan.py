@@ -129,18 +129,27 @@ def _plan(
         speed=_speed(sizes, chosen, slots, options),
         can_be_packed=not is_packed,
     )
-    return dataclasses.replace(plan, from_disk=_from_disk(plan, packed_files)), others
+    return dataclasses.replace(plan, from_disk=_from_disk(plan, packed_files, offload)), others
 
 
-def _from_disk(plan: "Plan", files: Sequence[Path]) -> "DiskForecast | None":
-    """Return the speed of a packed model that fits but for some of its experts, on the CPU."""
+def _from_disk(
+    plan: "Plan", files: Sequence[Path], offload: OffloadOptions
+) -> "DiskForecast | None":
+    """Return the speed of a packed model with some experts on the disk, on the CPU.
+
+    Those that do not fit, or beyond `expert_memory`; None where there are none.
+    """
+    given = offload.expert_memory_bytes
+    if given is not None and not files:
+        offload.require_no_slots("this model")
     from tandem.forecast.disk_forecast import forecast_from_disk
     from tandem.forecast.speed_forecast import SpeedForecast
     from tandem.hardware.disk import measure_disk
 
-    if plan.fits or not files or not isinstance(plan.speed, SpeedForecast):
+    has_all = plan.fits if given is None else given >= plan.sizes.experts_bytes
+    if has_all or not files or not isinstance(plan.speed, SpeedForecast):
         return None
-    room = plan.expert_room_bytes
+    room = plan.expert_room_bytes if given is None else given
     disk = measure_disk(files, plan.sizes.expert_image_bytes) if room > 0 else None
     return None if disk is None else forecast_from_disk(plan.sizes, plan.speed, disk, room)
 

@@ -128,6 +128,14 @@ class OffloadOptions:
             return None
         return parse_bytes(self.expert_memory, name="expert_memory")
 
+    def require_no_slots(self, model: str) -> None:
+        """Raise `ConfigError` if a model that is not packed is to come from the disk."""
+        if self.expert_memory_bytes is not None:
+            raise ConfigError(
+                f"expert_memory is {self.expert_memory!r}, and {model} is not packed: experts come "
+                "from the disk in packed form; pack it first (tandem pack, or --pack-to-disk)"
+            )
+
     def planner_settings(self) -> PlannerSettings:
         """Return the planner's part of the options."""
         count = self.prefetch_count

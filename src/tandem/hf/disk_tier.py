@@ -3,11 +3,12 @@
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeGuard
 
-from tandem.checkpoint.json_files import read_json
+from tandem.checkpoint.json_files import is_int, read_json, shown
 from tandem.checkpoint.mapped_files import places_of
 from tandem.checkpoint.packed import EXPERT_SUMS_KEY, INDEX_FILE, packed_name
-from tandem.core.errors import CapacityError, TandemWarning
+from tandem.core.errors import CapacityError, ConfigError, ModelError, TandemWarning
 from tandem.core.units import format_bytes
 from tandem.experts.cache.host_slots import ExpertPlace, HostSlots
 from tandem.experts.cache.memory_watch import MemoryWatch
@@ -22,18 +23,24 @@ from tandem.hf.runtime import require_runtime
 _RESERVED_BYTES = 1 << 30
 _RESERVED_SHARE = 0.06
 _USUAL_TOP_K = 8
+_MOST_SUM = (1 << 32) - 1
 
 
 def slots_over(model: PreTrainedModel, options: OffloadConfig) -> bool:
     """Let a model's packed experts come from the disk into slots in memory; tells whether it could.
 
     It cannot where a layer is plain, or lies in no mapped file, nor with next to no memory. Raises
-    `CapacityError` if that is what the options give.
+    `TandemError` for that if the options give a memory for experts.
     """
     runtime = require_runtime(model)
     layers = [layer for layer in runtime.store if isinstance(layer, PackedLayer)]
     places = _places(layers) if len(layers) == len(runtime.store) else None
     if places is None:
+        if options.expert_memory_bytes is not None:
+            raise ConfigError(
+                f"expert_memory is {options.expert_memory!r}, and this model's experts are plain "
+                "(fp32), or in no file that is mapped; leave it out, or pack them in another dtype"
+            )
         return False
     free, memory = available_bytes(), options.expert_memory_bytes
     reserved = max(_RESERVED_BYTES, int(_RESERVED_SHARE * free))
@@ -41,9 +48,8 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig) -> bool:
         memory = max(0, free - reserved)
     top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or _USUAL_TOP_K
     # On a device the name is that of the device's cache.
-    eviction = (
-        options.eviction if options.device == "cpu" or options.eviction == "lru" else "successor"
-    )
+    is_own = options.device == "cpu" or options.eviction == "lru"
+    eviction = options.eviction if is_own else "successor"
     try:
         slots = HostSlots(layers, places, memory, eviction=eviction, top_k=top_k)
     except CapacityError:
@@ -72,21 +78,32 @@ def _places(layers: Sequence[PackedLayer]) -> list[ExpertPlace] | None:
     found = places_of([layer.buffers for layer in layers])
     if found is None:
         return None
-    sums = _sums(found[0][0].parent)
+    index = found[0][0].parent / INDEX_FILE
+    metadata = read_json(index.parent, INDEX_FILE).get("metadata")
+    sums = metadata.get(EXPERT_SUMS_KEY) if isinstance(metadata, dict) else None
     return [
-        ExpertPlace(
-            file, first, layer.buffers.stride(0),
-            sums.get(f"{layer.arrivals.name}.{packed_name(STORED_NAME)}", ()),
-        )
+        ExpertPlace(file, first, layer.buffers.stride(0), _sums_of(layer, sums, index))
         for layer, (file, first) in zip(layers, found, strict=True)
-    ]  # fmt: skip
+    ]
 
 
-def _sums(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Return the checksums of experts that a packed model's index has, by tensor."""
-    metadata = read_json(directory, INDEX_FILE).get("metadata")
-    found = metadata.get(EXPERT_SUMS_KEY) if isinstance(metadata, dict) else None
-    return {name: tuple(sums) for name, sums in found.items()} if isinstance(found, dict) else {}
+def _sums_of(layer: PackedLayer, found: object, index: Path) -> tuple[int, ...]:
+    """Return the checksums of a layer's experts; none where the index has none at all."""
+    if found is None:  # packed by an older version
+        return ()
+    name = f"{layer.arrivals.name}.{packed_name(STORED_NAME)}"
+    sums = found.get(name) if isinstance(found, dict) else None
+    expected = layer.arrivals.num_experts
+    if not _are_sums(sums) or len(sums) != expected:
+        raise ModelError(
+            f"{index}: {EXPERT_SUMS_KEY} of {name} is {shown(sums)}, expected {expected} numbers "
+            "of 32 bits; copy the index again, or pack the model again"
+        )
+    return tuple(sums)
+
+
+def _are_sums(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(is_int(x) and 0 <= x <= _MOST_SUM for x in value)
 
 
 def _warn(sentence: str) -> None:

@@ -87,12 +87,8 @@ def load_checkpoint(
         warnings.warn(why, TandemWarning, stacklevel=3)
     if checkpoint.is_packed:
         _check_packed_dtype(checkpoint, offload)
-    elif offload.expert_memory_bytes is not None:
-        raise ConfigError(
-            f"expert_memory is {offload.expert_memory!r}, and {checkpoint.path} is not packed: "
-            "experts come from the disk in packed form; pack it first (tandem pack, or "
-            "--pack-to-disk)"
-        )
+    else:
+        offload.require_no_slots(str(checkpoint.path))
     job = LoadJob(
         options=offload, sink=sink, device=dense_device(offload, device_map),
         is_read_afterwards=checkpoint.is_packed,

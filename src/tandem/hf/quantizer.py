@@ -107,6 +107,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         source, sink = self._job.source, self._job.sink
         if source is not None:
             require_source_shapes(model, source.weights)
+        if not self.pre_quantized:
+            self.quantization_config.require_no_slots(type(model).__name__)
         own, store = self.announce_layers(model), self.runtime.store
         if sink is not None:
             source_dtype = next(iter(own.values())).down_proj.dtype
