@@ -22,30 +22,6 @@ from tandem.kernels.formats.packed import PackedMatrix
 from tandem.kernels.formats.weight_format import find_format
 from tandem.kernels.native import native_layout
 
-# What takes no memory: numbers, or objects that were checked when they were made.
-WITHOUT_MEMORY = {
-    "AttentionEngine", "CpuFeatures", "DenseEngine", "DenseMatrix", "DriverLink", "ExpertEngine",
-    "ExpertEngine.bind_workers", "ExpertEngine.multiply", "ExpertEngine.wake", "ExpertLayout",
-    "ForesightTables", "ForesightTables.begin_step", "ForesightTables.scores",
-    "ForesightTables.teach", "HostSlots.counts", "HostSlots.fail", "HostSlots.hold",
-    "HostSlots.is_direct", "HostSlots.let_go", "HostSlots.resident", "HostSlots.use_share",
-    "IndexLayer", "LoneTerms", "MailboxLayout", "Program",
-    "Program.num_active", "Program.run", "ProjectionLayout", "RecurrentEngine", "RoutedExperts",
-    "RuleStart", "SlotCounts",
-    "StartedBatch.finish", "StepCoordinator", "StepCoordinator.abort_step",
-    "StepCoordinator.begin_copies", "StepCoordinator.begin_step", "StepCoordinator.clear_entries",
-    "StepCoordinator.close", "StepCoordinator.copy_error", "StepCoordinator.drain_copies",
-    "StepCoordinator.finish_step", "StepCoordinator.records", "StepCoordinator.set_dense_seconds",
-    "StepCoordinator.set_hook", "StepCoordinator.submit", "StepCoordinator.take_arrivals",
-    "StepCoordinator.take_decided", "StepLostError", "StepPolicy", "StepPolicy.begin_step",
-    "StepPolicy.copy_finished", "StepPolicy.decide", "StepPolicy.learn", "StepPolicy.link_free_at",
-    "StepPolicy.load", "StepPolicy.resident", "SuccessorTable", "SuccessorTable.followed",
-    "SuccessorTable.learn", "SuccessorTable.note", "SuccessorTable.resize",
-    "SuccessorTable.values", "TokenSampler", "TwinStream.join", "TwinStream.set_dense_seconds",
-    "TwinStream.set_patience", "TwinStream.times", "available_isas", "block_bytes", "block_cols",
-    "decide_lone_layer", "detect_cpu_features", "join_crc32c", "slot_bytes",
-}  # fmt: skip
-
 _FORMAT = find_format("int8-g32")
 _PAGES = _native.slot_bytes(0, 64, 64, False)
 TOKENS, HEADS, DIM, EXPERTS, TOP_K, HIDDEN = 3, 2, 16, 4, 2, 32

@@ -5,12 +5,8 @@ import sys
 
 import pytest
 
-from tests.kernels.binding_cases import (
-    WITHOUT_MEMORY,
-    cases,
-    complaints,
-    public_names,
-)
+from tests.kernels.binding_cases import cases, complaints, public_names
+from tests.kernels.binding_names import WITHOUT_MEMORY
 
 
 def test_every_native_function_is_listed() -> None:

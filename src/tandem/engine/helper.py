@@ -75,7 +75,7 @@ def jobs(control: socket.socket) -> Iterator[tuple[bytes, socket.socket]]:
 
 def answer(connection: socket.socket, work: Callable[[Any], object]) -> None:
     """Do a job here."""
-    with contextlib.suppress(OSError, EOFError):  # nobody waits for it any more
+    with contextlib.suppress(OSError, EOFError):  # its client has gone
         job = read(connection)
         connection.sendall(STARTED)
         connection.sendall(framed(work(job)))

@@ -85,7 +85,7 @@ class Planner:
     ) -> tuple[Copy, ...]:
         """Start a step of `num_tokens` tokens; returns copies ahead for its first layer.
 
-        A step that is one graph (`in_graph`) has none: nobody is asked for predictions in it.
+        A step that is one graph (`in_graph`) has none: it makes no predictions.
         """
         self._rule = self.graph_rule if in_graph else self._planned_rule
         self._predicts = self._can_prefetch and not in_graph

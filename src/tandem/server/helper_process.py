@@ -1,7 +1,7 @@
 """A helper process as the HTTP side sees it: started in the background, and again if it ends.
 
-What it does is in `tandem.engine.helper`. A job is a socket of its own: closing it says that nobody
-waits any more, and its end without a whole answer says that the helper, or its fork, has ended.
+What it does is in `tandem.engine.helper`. A job is a socket of its own: closing it says that its
+client has gone, and its end without a whole answer says that the helper, or its fork, has ended.
 """
 
 import asyncio
@@ -52,8 +52,8 @@ class HelperProcess:
     async def ask(self, job: bytes, *, kind: bytes = b"j", seconds: float | None = None) -> Any:
         """Return the answer to a framed job; None if what did it ended before, by a limit perhaps.
 
-        The helper itself is ended if the job takes more than `seconds`. Cancelling this tells who
-        does the job that nobody waits. Raises `ApiError` where there is no helper.
+        The helper itself is ended if the job takes more than `seconds`. Cancelling this closes
+        the job's socket. Raises `ApiError` where there is no helper.
         """
         for _ in range(2):  # it may have been killed, which costs no job that had not begun
             starting = self._control_soon()

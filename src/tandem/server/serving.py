@@ -27,7 +27,7 @@ from tandem.server.service import Server
 
 _log = logging.getLogger("tandem.server")
 # As Python has it: `cli.main` collects garbage seldom, as a start leaves none. After its 200,000
-# objects a server's collection takes a third of a second, in which nobody is answered.
+# objects a server's collection takes a third of a second, in which no client is answered.
 _OBJECTS_PER_COLLECTION = 700
 _LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]"]
 # The seconds that uvicorn gives streams to end after they got the reason.

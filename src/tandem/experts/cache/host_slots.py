@@ -87,15 +87,7 @@ class HostSlots:
         ]
         counts = [layer.arrivals.num_experts for layer in layers]
         num_transit = min(_TRANSIT_SLOTS, *counts) + _HELD_SLOTS
-        all_bytes = sum(size * count for size, count in zip(sizes, counts, strict=True))
-        room = memory_bytes - num_transit * max(sizes)
-        if room < 0:
-            raise CapacityError(
-                f"{format_bytes(memory_bytes)} of memory are there for experts on the disk, and "
-                f"{format_bytes(num_transit * max(sizes))} are the least; free memory, or give "
-                "more as expert_memory"
-            )
-        self.share = min(1.0, room / all_bytes)
+        self.share = _share(memory_bytes, sizes, counts, num_transit)
         """Of each layer's experts that memory holds."""
         self.num_slots = [int(count * self.share) for count in counts]
         self.slot_bytes = max(sizes)
@@ -136,6 +128,20 @@ class HostSlots:
         """Return what has been read and found since the load."""
         counts = self.native.counts()
         return SlotStatistics(counts.hits, counts.misses, counts.read_bytes, counts.waited_seconds)
+
+
+def _share(
+    memory_bytes: int, sizes: Sequence[int], counts: Sequence[int], num_transit: int
+) -> float:
+    """Return the share of all experts that fits beside the slots that layers share."""
+    room = memory_bytes - num_transit * max(sizes)
+    if room < 0:
+        raise CapacityError(
+            f"{format_bytes(memory_bytes)} of memory are there for experts on the disk, and "
+            f"{format_bytes(num_transit * max(sizes))} are the least; free memory, or give "
+            "more as expert_memory"
+        )
+    return min(1.0, room / sum(size * count for size, count in zip(sizes, counts, strict=True)))
 
 
 def _tables(
