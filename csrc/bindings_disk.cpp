@@ -107,6 +107,7 @@ void bind_disk(nb::module_& m) {
              require(self.has_expert(layer, expert), "an expert of these slots");
              self.let_go(layer, expert, expert_at(address));
            })
+      .def("fill", &HostSlots::fill)
       .def("use_share",
            [](HostSlots& self, double share) {
              require(share >= 0.0 && share <= 1.0, "a share of the slots, 0 to 1");

@@ -17,7 +17,7 @@ HostSlots::Slot* HostSlots::slot_to_hold(std::int32_t layer, std::int32_t expert
     if (one.num_holders == 0 && one.read.has_ended()) {
       ++counts_.misses;
       is_asked = true;
-      read_into(one, layer, expert, true);
+      read_into(one, layer, expert, Cause::kDemand);
       return &one;
     }
   return nullptr;

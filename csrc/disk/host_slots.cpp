@@ -33,7 +33,7 @@ HostSlots::HostSlots(std::vector<Layer> layers, const Options& options)
       slots_(layers_.size()),
       unused_(layers_.size()),
       patience_(options.patience),
-      readers_(options.num_readers, options.piece_bytes) {
+      readers_(options.num_readers, options.piece_bytes, [this] { fill_next(); }) {
   std::int64_t most_experts = 0;
   for (const Layer& layer : layers_) {
     most_experts = std::max<std::int64_t>(most_experts, layer.num_experts);
@@ -209,7 +209,7 @@ void HostSlots::admit_absent(const Scores& scores, Ids absent) {
     Slot& slot = slots_[layer_][resident_.insert(layer_, newcomer)];
     wanted.is_asked = wanted.slot == nullptr;
     if (wanted.is_asked)
-      read_into(slot, layer_, newcomer, true);
+      read_into(slot, layer_, newcomer, Cause::kDemand);
     else
       slot.trade(*wanted.slot);
     wanted.slot = &slot;
@@ -231,7 +231,7 @@ void HostSlots::Slot::trade(Slot& other) {
   read.state.store(other.read.state);
 }
 
-void HostSlots::read_into(Slot& slot, std::int32_t layer, std::int32_t expert, bool is_demand) {
+void HostSlots::read_into(Slot& slot, std::int32_t layer, std::int32_t expert, Cause cause) {
   const Layer& of = layers_[layer];
   const std::int64_t at = of.first + expert * of.stride, from = at / kDiskPage * kDiskPage;
   slot.layer = layer;
@@ -245,8 +245,9 @@ void HostSlots::read_into(Slot& slot, std::int32_t layer, std::int32_t expert, b
   read.bytes = whole_pages(at - from + read.wanted);
   read.to = slot.memory;
   read.sum = of.sums.empty() ? nullptr : &of.sums[expert];
+  read.is_filling = cause == Cause::kFilling;
   counts_.read_bytes += read.bytes;
-  readers_.ask(read, is_demand);
+  readers_.ask(read, cause == Cause::kDemand);
 }
 
 HostSlots::Slot* HostSlots::free_transit() {
@@ -266,7 +267,7 @@ void HostSlots::use_transit_slots() {
     if (slot == nullptr) return;
     wanted_[i].slot = slot;
     wanted_[i].is_asked = true;
-    read_into(*slot, layer_, experts_[i], true);
+    read_into(*slot, layer_, experts_[i], Cause::kDemand);
   }
   const std::int32_t next = layer_ + 1;
   while (!ahead_.empty()) {
@@ -275,7 +276,7 @@ void HostSlots::use_transit_slots() {
       const bool has_room = !resident_.free[next].empty();
       Slot* slot = has_room ? &slots_[next][resident_.insert(next, expert)] : free_transit();
       if (slot == nullptr) return;
-      read_into(*slot, next, expert, false);
+      read_into(*slot, next, expert, Cause::kAhead);
     }
     ahead_.pop_back();
   }
@@ -352,7 +353,7 @@ void HostSlots::require_arrival(const std::string& path, std::uint32_t seen) {
 void HostSlots::require_read(Slot& slot, std::int32_t layer, bool& is_asked) {
   if (is_asked) throw DiskError(slot.read.why());
   is_asked = true;
-  read_into(slot, layer, slot.expert, true);
+  read_into(slot, layer, slot.expert, Cause::kDemand);
 }
 
 void HostSlots::end() noexcept {

@@ -49,6 +49,9 @@ class HostSlots final : public ExpertSource {
   // Throws std::runtime_error for files that are not there or too short.
   HostSlots(std::vector<Layer> layers, const Options& options);
 
+  // Reads experts into free slots while nothing else is asked of the disk, layer by layer.
+  void fill();
+
   void begin(const ExpertUse& use) override;
   std::span<const Arrived> next() override;
   void end() noexcept override;
@@ -79,6 +82,7 @@ class HostSlots final : public ExpertSource {
   ReaderPool& readers() { return readers_; }
 
  private:
+  enum class Cause : std::uint8_t { kDemand, kAhead, kFilling };  // of a read
   struct Slot {
     DiskRead read;
     std::uint8_t* memory = nullptr;
@@ -103,12 +107,14 @@ class HostSlots final : public ExpertSource {
   bool is_resident(const Slot& slot) const;
   void resize(std::int32_t layer);
   void admit_absent(const Scores& scores, Ids absent);
-  void read_into(Slot& slot, std::int32_t layer, std::int32_t expert, bool is_demand);
+  void read_into(Slot& slot, std::int32_t layer, std::int32_t expert, Cause cause);
   void use_transit_slots();
   void order_ahead();
   Slot* free_transit();
   void release_handed_out();
   void learn();
+  void fill_next();
+  bool is_wanted_or_here(std::int32_t layer, std::int32_t expert);
 
   std::vector<Layer> layers_;
   std::vector<ExpertFile> files_;
@@ -126,6 +132,7 @@ class HostSlots final : public ExpertSource {
   bool has_one_size_ = true;  // of all slots: their memory can be traded
   Scores scores_;  // by expert of the present use's layer
   std::vector<Ids> unused_;  // by layer: slots without memory
+  std::int32_t filling_ = 0;  // the layer
   std::atomic<double> share_{1.0};
   double patience_;
   Counts counts_;

@@ -113,8 +113,9 @@ std::string DiskRead::why() const {
          "); check the disk, and load the model again";
 }
 
-ReaderPool::ReaderPool(int num_readers, std::int64_t piece_bytes)
-    : piece_bytes_(std::max(kDiskPage, piece_bytes / kDiskPage * kDiskPage)) {
+ReaderPool::ReaderPool(int num_readers, std::int64_t piece_bytes, std::function<void()> filled)
+    : piece_bytes_(std::max(kDiskPage, piece_bytes / kDiskPage * kDiskPage)),
+      filled_(std::move(filled)) {
   for (int i = 0; i < std::max(1, num_readers); ++i) readers_.emplace_back([this] { work(); });
 }
 
@@ -224,6 +225,7 @@ void ReaderPool::end(DiskRead& read) {
   if (read.error.load(std::memory_order_relaxed) == 0 && read.sum != nullptr && is_damaged(read))
     read.error.store(DiskRead::kDamaged, std::memory_order_relaxed);
   const bool is_good = read.error.load(std::memory_order_relaxed) == 0;
+  const bool is_filling = read.is_filling && is_good;  // its slot may be another expert's in a moment
   read.state.store(is_good ? DiskRead::State::kDone : DiskRead::State::kFailed,
                    std::memory_order_release);
   {
@@ -231,6 +233,7 @@ void ReaderPool::end(DiskRead& read) {
     ended_.fetch_add(1, std::memory_order_acq_rel);
   }
   has_ended_.notify_all();
+  if (is_filling) filled_();
 }
 
 }  // namespace tandem

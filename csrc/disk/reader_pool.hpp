@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -49,6 +50,7 @@ struct DiskRead {
   std::int64_t skipped = 0, wanted = 0;  // of these bytes: those that are asked for
   std::uint8_t* to = nullptr;
   const std::uint32_t* sum = nullptr;  // CRC-32C of the wanted bytes; null: unknown
+  bool is_filling = false;  // asked for by nobody: another one may follow it
   std::vector<std::uint32_t> sums;  // of the wanted bytes of each piece, where there is a sum
   std::atomic<std::int64_t> left{0};  // pieces
   std::atomic<int> error{0};  // errno, or one of the two below
@@ -63,7 +65,8 @@ struct DiskRead {
 
 class ReaderPool {
  public:
-  ReaderPool(int num_readers, std::int64_t piece_bytes);
+  // A reader calls `filled` after a read that was filling has come.
+  ReaderPool(int num_readers, std::int64_t piece_bytes, std::function<void()> filled);
   ~ReaderPool();  // after what is being read
   ReaderPool(const ReaderPool&) = delete;
   ReaderPool& operator=(const ReaderPool&) = delete;
@@ -92,6 +95,7 @@ class ReaderPool {
   void end(DiskRead& read);
 
   const std::int64_t piece_bytes_;
+  const std::function<void()> filled_;
   std::mutex mutex_;  // of the queues
   std::condition_variable is_asked_;
   std::deque<Piece> demanded_, ahead_;

@@ -58,6 +58,7 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig) -> bool:
         return False  # mapped files are slow, but need no memory of their own
     runtime.host_slots = slots
     MemoryWatch(slots, available_bytes, reserved)
+    slots.native.fill()
     where = places[0].file.parent
     if options.expert_memory_bytes is None:
         _warn(

@@ -22,7 +22,7 @@ from tandem.policy.plan import Geometry
 
 # So many reads are under way at once, in such pieces: a disk of 2 GB/s gives its rate from 4 MB on.
 _READERS = 8
-_PIECE_BYTES = 512 << 10
+_PIECE_BYTES = 1280 << 10
 # Experts of any layer that pass through: what is not admitted, and a prompt's next layer.
 _TRANSIT_SLOTS = 32
 _HELD_SLOTS = 4  # experts on their way to a device that memory does not keep
