@@ -12,6 +12,7 @@ from tandem.core.errors import ConfigError
 from tandem.generate.generator import Generator
 from tandem.hf.config import parse_dense_dtype
 from tandem.hf.dense import PackedLinear, pack_as_loaded, pack_dense_layers, packed_layers
+from tandem.hf.dense_bytes import dense_bytes_with, packed_dense_bytes
 from tandem.kernels.dense import CpuThreads, DenseWeight, multiply, pack_dense
 from tandem.kernels.formats.weight_format import find_format
 from tests.architectures import build_tiny_model
@@ -47,6 +48,17 @@ def test_packed_models_are_near_and_route_as_before(name: str, threads: CpuThrea
     assert not {"gate", "router"} & kinds
     error = relative_error(logits_of(model), before)
     assert 0 < error < 0.005
+
+
+@pytest.mark.parametrize("dense_dtype", ["int8", "none"])
+def test_the_bytes_of_dense_parts_are_known_before_they_are_packed(
+    dense_dtype: str, threads: CpuThreads
+) -> None:
+    model: Any = build_tiny_model("qwen3_moe")
+    expected = packed_dense_bytes(model, dense_dtype)
+    pack_dense_layers(model, dense_dtype, threads)
+    packed = sum(layer.packed.num_bytes for _, layer in packed_layers(model))
+    assert expected == dense_bytes_with(model, {}) + packed
 
 
 def test_int8_costs_percents(threads: CpuThreads) -> None:

@@ -217,14 +217,19 @@ def pack_dense_layers(model: PreTrainedModel, dense_dtype: str, threads: CpuThre
     Only the layers of a model on the CPU; towers for images and sound stay. "auto" leaves a model
     whose experts are not quantised as it was loaded. Layers that are packed stay as they are.
     """
+    fmt = format_on_cpu(model, dense_dtype)
+    return 0 if fmt is None else _pack_here(model, lambda dtype: fmt, threads)
+
+
+def format_on_cpu(model: PreTrainedModel, dense_dtype: str) -> WeightFormat | None:
+    """Return in what format `pack_dense_layers` packs a model's linear layers; None: in none."""
     fmt = parse_dense_dtype(dense_dtype)
     if fmt is None or model.device.type != "cpu":
-        return 0
+        return None
     runtime = runtime_of(model)
     store = () if runtime is None else runtime.store
-    if plain_name(dense_dtype) == "auto" and not has_quantised_experts(store):
-        return 0
-    return _pack_here(model, lambda dtype: fmt, threads)
+    is_asked = plain_name(dense_dtype) != "auto"
+    return fmt if is_asked or has_quantised_experts(store) else None
 
 
 def pack_as_loaded(model: PreTrainedModel, threads: CpuThreads) -> int:

@@ -26,11 +26,12 @@ _USUAL_TOP_K = 8
 _MOST_SUM = (1 << 32) - 1
 
 
-def slots_over(model: PreTrainedModel, options: OffloadConfig) -> bool:
+def slots_over(model: PreTrainedModel, options: OffloadConfig, *, beside_bytes: int = 0) -> bool:
     """Let a model's packed experts come from the disk into slots in memory; tells whether it could.
 
-    It cannot where a layer is plain, or lies in no mapped file, nor with next to no memory. Raises
-    `TandemError` for that if the options give a memory for experts.
+    `beside_bytes` of the free memory are taken by other things soon. It cannot where a layer is
+    plain, or lies in no mapped file, nor with next to no memory. Raises `TandemError` for that if
+    the options give a memory for experts. `HostSlots.fill` reads experts into them.
     """
     runtime = require_runtime(model)
     layers = [layer for layer in runtime.store if isinstance(layer, PackedLayer)]
@@ -42,7 +43,7 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig) -> bool:
                 "(fp32), or in no file that is mapped; leave it out, or pack them in another dtype"
             )
         return False
-    free, memory = available_bytes(), options.expert_memory_bytes
+    free, memory = max(0, available_bytes() - beside_bytes), options.expert_memory_bytes
     reserved = max(_RESERVED_BYTES, int(_RESERVED_SHARE * free))
     if memory is None:
         memory = max(0, free - reserved)
@@ -58,7 +59,6 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig) -> bool:
         return False  # mapped files are slow, but need no memory of their own
     runtime.host_slots = slots
     MemoryWatch(slots, available_bytes, reserved)
-    slots.native.fill()
     where = places[0].file.parent
     if options.expert_memory_bytes is None:
         _warn(
@@ -72,6 +72,12 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig) -> bool:
             "their memory for a moment; put the model on a local disk"
         )
     return True
+
+
+def fill_slots(model: PreTrainedModel) -> None:
+    """Begin to read experts into a model's slots, if it has any, while the disk is idle."""
+    if (slots := require_runtime(model).host_slots) is not None:
+        slots.fill()
 
 
 def _places(layers: Sequence[PackedLayer]) -> list[ExpertPlace] | None:

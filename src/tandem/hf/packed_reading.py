@@ -23,7 +23,8 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint
 from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import packed_layers
-from tandem.hf.disk_tier import slots_over
+from tandem.hf.dense_bytes import packed_dense_bytes
+from tandem.hf.disk_tier import fill_slots, slots_over
 from tandem.hf.runtime import require_runtime
 
 # From this share of the free memory on, the dense parts' file gives its place to the experts.
@@ -49,14 +50,7 @@ def read_packed(
     total, available = _num_bytes(files), available_bytes()
     is_limited = options.expert_memory_bytes is not None
     if is_limited or total > available:
-        with _progress(_num_bytes(dense)) as bar:
-            read_ahead(dense, bar.update)
-        finish_dense_parts(model, assemble)
-        if options.device != "cuda" and slots_over(model, options):
-            copy_out_of_files(model)  # dense weights that are not packed
-            let_go(dense)
-            return
-        if not is_limited:
+        if not _read_into_slots(model, options, dense, assemble) and not is_limited:
             _warn_of_mapped(checkpoint, total, available)
         return
     with _progress(total) as bar:
@@ -65,6 +59,33 @@ def read_packed(
             let_go(dense)
         read_ahead(experts, bar.update)
     map_ahead(_mapped_tensors(model))
+
+
+def _read_into_slots(
+    model: PreTrainedModel,
+    options: OffloadConfig,
+    dense: list[Path],
+    assemble: Callable[[], None],
+) -> bool:
+    """Bring the dense parts into memory, and give the experts slots; False: they stay mapped.
+
+    On the CPU the slots come first: the disk fills them while linear layers are packed.
+    """
+    is_here = options.device == "cpu"
+    has_slots = is_here and slots_over(
+        model, options, beside_bytes=packed_dense_bytes(model, options.dense_dtype)
+    )
+    with _progress(_num_bytes(dense)) as bar:
+        read_ahead(dense, bar.update)
+    fill_slots(model)
+    finish_dense_parts(model, assemble)
+    if not is_here and options.device != "cuda":
+        has_slots = slots_over(model, options)
+        fill_slots(model)
+    if has_slots:
+        copy_out_of_files(model)  # dense weights that are not packed
+        let_go(dense)
+    return has_slots
 
 
 def _warn_of_mapped(checkpoint: Checkpoint, total: int, available: int) -> None:
@@ -104,6 +125,7 @@ def map_packed(model: PreTrainedModel, options: OffloadConfig) -> None:
     if options.device != "cuda" and (options.expert_memory_bytes is not None or total > available):
         copy_out_of_files(model)
         slots_over(model, options)
+        fill_slots(model)
     if total > available:
         return
     with _progress(total) as bar:

@@ -5,7 +5,7 @@ layers), for each expert tensor (move it into the host store) and after (bind mo
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from tandem.hf.config import (
 )
 from tandem.hf.conversion import ReadSource, StoreExpertwise, StoreFused, StorePacked
 from tandem.hf.dense import has_kernels, has_quantised_experts, place_on, tied_weights
+from tandem.hf.dense_bytes import dense_bytes_with
 from tandem.hf.dense_codes import quantised_layers
 from tandem.hf.dense_files import expect_stored_layers
 from tandem.hf.dense_place import dense_device
@@ -127,7 +128,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         if sink is None and not self.pre_quantized:  # a packed file is mapped
             # Plain weights on their way to a GPU are views of the files.
             is_counted = is_here or source is not None
-            room = _room_beside(store, own, _dense_bytes(model, formats) if is_counted else 0)
+            room = _room_beside(store, own, dense_bytes_with(model, formats) if is_counted else 0)
             self._writer.bytes_to_forget = 0 if source is None else source.num_bytes - room
         self._shapes = {
             name: parameter.shape
@@ -280,21 +281,6 @@ def _announce(
         expert_dtype=stored_format(expert_dtype, module.down_proj.dtype),
         is_transposed=bool(module.is_transposed),
         is_interleaved=bool(module.has_gate and not module.is_concatenated),
-    )
-
-
-def _dense_bytes(model: PreTrainedModel, formats: Mapping[str, WeightFormat | None]) -> int:
-    """Return what the parts of a model that are no experts take while it loads.
-
-    Weights with a format in `formats` are never there as numbers.
-    """
-    experts = {id(p) for m in model.modules() if is_experts_module(m) for p in m.parameters()}
-    tied = tied_weights(model)
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    own = ((name, t) for name, t in tensors if id(t) not in experts and name not in tied)
-    return sum(
-        tensor.nbytes if (fmt := formats.get(name)) is None else fmt.matrix_bytes(*tensor.shape)
-        for name, tensor in own
     )
 
 

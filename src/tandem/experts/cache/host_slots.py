@@ -124,6 +124,10 @@ class HostSlots:
         """Whether reads pass by the system's page cache."""
         return self.native.is_direct()
 
+    def fill(self) -> None:
+        """Begin to read experts into free slots while nothing else is asked of the disk."""
+        self.native.fill()
+
     def statistics(self) -> SlotStatistics:
         """Return what has been read and found since the load."""
         counts = self.native.counts()

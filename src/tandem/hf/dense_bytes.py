@@ -1,0 +1,29 @@
+"""How much memory the parts of a model take that are no experts."""
+
+from collections.abc import Mapping
+
+from tandem.foreign_types import PreTrainedModel
+from tandem.hf.dense import format_on_cpu, packable_layers, tied_weights
+from tandem.hf.experts import is_experts_module
+from tandem.kernels.formats.weight_format import WeightFormat
+
+
+def dense_bytes_with(model: PreTrainedModel, formats: Mapping[str, WeightFormat | None]) -> int:
+    """Return what the parts of a model that are no experts take while it loads.
+
+    Weights with a format in `formats` are never there as numbers.
+    """
+    experts = {id(p) for m in model.modules() if is_experts_module(m) for p in m.parameters()}
+    tied = tied_weights(model)
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    own = ((name, t) for name, t in tensors if id(t) not in experts and name not in tied)
+    return sum(
+        tensor.nbytes if (fmt := formats.get(name)) is None else fmt.matrix_bytes(*tensor.shape)
+        for name, tensor in own
+    )
+
+
+def packed_dense_bytes(model: PreTrainedModel, dense_dtype: str) -> int:
+    """Return the same once `pack_dense_layers` has packed what it packs."""
+    fmt = format_on_cpu(model, dense_dtype)  # None: as they are
+    return dense_bytes_with(model, {f"{path}.weight": fmt for path, *_ in packable_layers(model)})
