@@ -32,6 +32,7 @@ HostSlots::HostSlots(std::vector<Layer> layers, const Options& options)
     : layers_(std::move(layers)),
       slots_(layers_.size()),
       unused_(layers_.size()),
+      prediction_(options.prediction, static_cast<std::int32_t>(layers_.size())),
       patience_(options.patience),
       readers_(options.num_readers, options.piece_bytes, [this] { fill_next(); }) {
   std::int64_t most_experts = 0;
@@ -158,6 +159,9 @@ void HostSlots::begin(const ExpertUse& use) {
     ++(slot == nullptr ? counts_.misses : counts_.hits);
     counts_.ahead += slot != nullptr && !has_slot;
   }
+  const bool is_missing = std::any_of(wanted_.begin(), wanted_.end(),
+                                      [](const Wanted& one) { return one.slot == nullptr; });
+  prediction_.begin(layer_, is_prompt_ ? use.last : use.experts, !is_prompt_, is_missing);
   order_ahead();
   admit_absent(scores_, std::move(absent));
   use_transit_slots();
@@ -272,14 +276,25 @@ void HostSlots::use_transit_slots() {
   const std::int32_t next = layer_ + 1;
   while (!ahead_.empty()) {
     const std::int32_t expert = ahead_.back();
-    if (find(next, expert, transit_) == nullptr) {
-      const bool has_room = !resident_.free[next].empty();
-      Slot* slot = has_room ? &slots_[next][resident_.insert(next, expert)] : free_transit();
-      if (slot == nullptr) return;
-      read_into(*slot, next, expert, Cause::kAhead);
-    }
+    if (find(next, expert, transit_) == nullptr && !read_ahead(next, expert)) return;
     ahead_.pop_back();
   }
+}
+
+// Returns whether there was a slot.
+bool HostSlots::read_ahead(std::int32_t layer, std::int32_t expert) {
+  const bool has_room = !resident_.free[layer].empty();
+  Slot* slot = has_room ? &slots_[layer][resident_.insert(layer, expert)] : free_transit();
+  if (slot != nullptr) read_into(*slot, layer, expert, Cause::kAhead);
+  return slot != nullptr;
+}
+
+// Behind a decode step's layer: its disk would stand still until the next one.
+void HostSlots::read_predicted() {
+  const std::int32_t expert = prediction_.next([this](std::int32_t layer, std::int32_t one) {
+    return one < layers_[layer].num_experts && find(layer, one, transit_) == nullptr;
+  });
+  if (expert != kNobody) counts_.predicted += read_ahead(prediction_.next_layer(), expert);
 }
 
 // Of a prompt, the next layer's experts: those with the highest scores are read first, at the end. For
@@ -322,6 +337,7 @@ std::span<const HostSlots::Arrived> HostSlots::next() {
         require_read(*one.slot, layer_, one.is_asked);
         continue;
       }
+      if (one.is_asked) prediction_.note_read(one.slot->read.seconds);
       one.is_handed_out = true;
       arrived_.push_back({static_cast<std::int64_t>(i), one.slot->read.data()});
     }
@@ -368,11 +384,13 @@ void HostSlots::end() noexcept {
   learn();
   settle(layer_);
   resize(layer_);
+  read_predicted();
 }
 
 void HostSlots::learn() {
   if (!has_learned_) layers_[layer_].table->learn();
   has_learned_ = true;
+  prediction_.learn();
 }
 
 }  // namespace tandem

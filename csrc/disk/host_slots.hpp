@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "coordinator/step_policy.hpp"
+#include "disk/expert_prediction.hpp"
 #include "disk/reader_pool.hpp"
 #include "expert_source.hpp"
 #include "policy_tables.hpp"
@@ -40,9 +41,11 @@ class HostSlots final : public ExpertSource {
     int num_readers;
     std::int64_t piece_bytes;
     double patience;  // seconds without a byte until a use fails
+    ForesightTables* prediction;  // of all layers; outlive this; null: nothing is predicted
   };
   struct Counts {
     std::int64_t hits = 0, misses = 0, ahead = 0, read_bytes = 0;  // ahead: of the hits
+    std::int64_t predicted = 0;  // reads for decode steps that nobody had asked for
     double waited_seconds = 0.0;
   };
 
@@ -110,6 +113,8 @@ class HostSlots final : public ExpertSource {
   void read_into(Slot& slot, std::int32_t layer, std::int32_t expert, Cause cause);
   void use_transit_slots();
   void order_ahead();
+  bool read_ahead(std::int32_t layer, std::int32_t expert);
+  void read_predicted();
   Slot* free_transit();
   void release_handed_out();
   void learn();
@@ -133,6 +138,7 @@ class HostSlots final : public ExpertSource {
   Scores scores_;  // by expert of the present use's layer
   std::vector<Ids> unused_;  // by layer: slots without memory
   std::int32_t filling_ = 0;  // the layer
+  ExpertPrediction prediction_;
   std::atomic<double> share_{1.0};
   double patience_;
   Counts counts_;

@@ -617,6 +617,7 @@ class SlotCounts:
     hits: int
     misses: int
     ahead: int
+    predicted: int
     read_bytes: int
     waited_seconds: float
 
@@ -629,6 +630,7 @@ class HostSlots:
         num_readers: int,
         piece_bytes: int,
         patience: float,
+        prediction: ForesightTables | None,
         /,
     ) -> None: ...
     def hold(self, layer: int, expert: int, /) -> int: ...

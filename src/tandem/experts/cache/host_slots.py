@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.core.errors import CapacityError, ConfigError, ModelError
 from tandem.core.units import format_bytes
-from tandem.experts.cache.policy_tables import next_use_tables
+from tandem.experts.cache.policy_tables import next_use_tables, prediction_tables
 from tandem.experts.store.layer_slots import LayerSlots
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.kernels import _native
@@ -110,10 +110,12 @@ class HostSlots:
                 layers, places, self._memory, self._tables, strict=True
             )
         ]  # fmt: skip
+        self._prediction = _prediction(eviction, counts, top_k)
         try:
             self.native = _native.HostSlots(
-                entries, self._transit, _HELD_SLOTS, _READERS, _PIECE_BYTES, _PATIENCE_SECONDS
-            )
+                entries, self._transit, _HELD_SLOTS, _READERS, _PIECE_BYTES, _PATIENCE_SECONDS,
+                self._prediction,
+            )  # fmt: skip
         except RuntimeError as error:
             raise ModelError(str(error)) from None
         for number, layer in enumerate(layers):
@@ -155,6 +157,13 @@ def _tables(
     if eviction == "lru" or len(set(counts)) > 1:
         return [None] * len(counts)
     return next_use_tables(Geometry(len(counts), counts[0], top_k))
+
+
+def _prediction(eviction: str, counts: Sequence[int], top_k: int) -> _native.ForesightTables | None:
+    """Return what learns which expert is wanted next; None where nothing learns."""
+    if eviction == "lru" or len(set(counts)) > 1:
+        return None
+    return prediction_tables(Geometry(len(counts), counts[0], top_k))
 
 
 def page_aligned(num_slots: int, slot_bytes: int) -> Tensor:

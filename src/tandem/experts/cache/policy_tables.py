@@ -67,6 +67,7 @@ class _PredictionTables:
             regression_predictor.RATE,
             regression_predictor.TOKEN_RATE,
         )
+        self.native = native
         self._teach, self.begin_step, self._scores = native.teach, native.begin_step, native.scores
 
     def scores(self, layer: int, above: Sequence[int], before: Sequence[int]) -> memoryview:
@@ -84,6 +85,11 @@ def _decide_single_token(terms: SingleTokenTerms) -> DecideSingleToken:
 def next_use_tables(geometry: Geometry) -> list[_native.SuccessorTable]:
     """Return the tables of the eviction `successor` for native code to learn in, by layer."""
     return [table.native for table in _next_use_tables(geometry)]
+
+
+def prediction_tables(geometry: Geometry) -> _native.ForesightTables:
+    """Return the tables of the regression predictor for native code to learn in."""
+    return _PredictionTables(geometry).native
 
 
 NATIVE_TABLES = Tables(_next_use_tables, _PredictionTables, _decide_single_token)
