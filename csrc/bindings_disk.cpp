@@ -35,7 +35,7 @@ void init_layer(Layer* self, std::string path, std::int64_t first, std::int64_t 
           "experts one after the other in a file");
   require(layer.sums.empty() || layer.sums.size() == static_cast<std::size_t>(num_experts),
           "a checksum for each expert, or none");
-  require(table == nullptr || table->num_experts() == num_experts, "a table of as many experts");
+  require(table == nullptr || table->num_experts() >= num_experts, "a table of as many experts");
   memory.require_dims("memory", 2);
   require(memory.size(1) == layer.slot_bytes(), "slots of the size that slot_bytes gives");
   layer.num_slots = memory.size(0);
@@ -54,11 +54,15 @@ void init_slots(HostSlots* self, const std::vector<Layer>& layers, const Tensor&
           "1 to 256 readers, pieces of 4 KiB to 1 GiB, and some seconds");
   require(!layers.empty() && num_held >= 0 && transit.size(0) > num_held,
           "a layer and a transit slot or more");
-  for (const Layer& layer : layers)
+  for (const Layer& layer : layers) {
     require(prediction == nullptr || layer.num_experts <= prediction->num_experts(),
             "a prediction of as many experts");
-  for (const Layer& layer : layers)
     require(layer.slot_bytes() <= transit.size(1), "transit slots of the largest layer's size");
+    // A table reads the experts of the layer above, too.
+    for (const Layer& other : layers)
+      require(layer.table == nullptr || layer.table->num_experts() >= other.num_experts,
+              "tables of as many experts as the largest layer has");
+  }
   auto* memory = transit.dense<std::uint8_t>("transit", transit.size(0) * transit.size(1));
   require(reinterpret_cast<std::uintptr_t>(memory) % kDiskPage == 0 &&
               transit.size(1) % kDiskPage == 0,

@@ -1,10 +1,15 @@
-"""Loads packed models with slots in memory for a part of their experts."""
+"""Experts on a disk with slots in memory for a part of them: of packed models, or of a store."""
 
+from array import array
 from pathlib import Path
 from typing import Any
 
 import tandem
-from tandem.experts.cache.host_slots import HostSlots
+from tandem.experts.cache.host_slots import ExpertPlace, HostSlots
+from tandem.experts.store.host_store import HostStore
+from tandem.experts.store.packed_layer import PackedLayer
+from tandem.kernels import _native
+from tandem.kernels.formats.weight_format import FILE_ALIGNMENT_BYTES, aligned
 from tests.inside import runtime_in
 
 
@@ -20,3 +25,23 @@ def with_share(packed: Path, share: float, **options: Any) -> Any:
     experts = least.num_bytes - least.transit_bytes
     size = least.transit_bytes + int(share * experts) + 1
     return tandem.load(packed, expert_memory=str(size), **options)
+
+
+def put_on_disk(
+    store: HostStore, file: Path, share: float, *, eviction: str = "successor", top_k: int = 3
+) -> HostSlots:
+    """Write a store's experts to a file, from where they come into slots for a share of them.
+
+    Their tensors stay: they say what is right.
+    """
+    layers, places = [layer for layer in store if isinstance(layer, PackedLayer)], []
+    with file.open("wb") as out:
+        for layer in layers:
+            first, stride = out.tell(), aligned(layer.layout.num_bytes, FILE_ALIGNMENT_BYTES)
+            experts = [bytes(expert.numpy()).ljust(stride, b"\0") for expert in layer.buffers]
+            out.write(b"".join(experts))
+            sums = [_native.crc32c(array("B", expert), 0) for expert in experts]
+            places.append(ExpertPlace(file, first, stride, tuple(sums)))
+    least = HostSlots(layers, places, 1 << 30, eviction=eviction, top_k=top_k)
+    size = least.transit_bytes + int(share * least.resident_bytes) + 1
+    return HostSlots(layers, places, size, eviction=eviction, top_k=top_k)

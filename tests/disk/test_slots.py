@@ -21,8 +21,14 @@ from transformers import AutoModelForCausalLM
 import tandem
 from tandem.core.errors import CapacityError, ConfigError, ModelError, TandemError
 from tandem.experts.cache.memory_watch import MemoryWatch
+from tandem.experts.execution.executor import CpuExecutor
+from tandem.experts.store.host_store import HostStore
+from tandem.kernels.dense import CpuThreads
+from tandem.kernels.formats.weight_format import find_format
+from tandem.policy.plan import Geometry
 from tests.architectures import VOCABULARY
-from tests.disk.loading import slots_of, with_share
+from tests.disk.loading import put_on_disk, slots_of, with_share
+from tests.experts.machines import FUNCTIONS, route
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
 
@@ -186,7 +192,7 @@ def test_too_little_memory_says_the_least(packed: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3])
-@pytest.mark.parametrize("eviction", ["successor", "lru", "fifo"])
+@pytest.mark.parametrize("eviction", ["successor", "lru"])
 def test_a_device_over_memory_over_a_disk_has_the_bits_of_memory(
     packed: Path, profile: str, share: float, eviction: str
 ) -> None:
@@ -199,6 +205,46 @@ def test_a_device_over_memory_over_a_disk_has_the_bits_of_memory(
             assert torch.equal(found, expected)
     assert slots_of(model).statistics().read_bytes > 0
     assert runtime_in(with_memory).host_slots is None
+
+
+@pytest.mark.parametrize("options", [{}, {"device": "emulated", "gpu_memory": "300KB"}])
+def test_an_eviction_that_slots_cannot_follow_is_refused_where_a_model_does_not_fit(
+    packed: Path, profile: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("packed_reading", "disk_tier"):
+        monkeypatch.setattr(f"tandem.hf.{module}.available_bytes", lambda: 800_000)
+    monkeypatch.setattr("tandem.hf.disk_tier._RESERVED_BYTES", 0)
+    more = {**options, "profile": profile} if options else {}
+    with pytest.raises(ConfigError, match=r"eviction is 'fifo'.*one of successor, lru; choose"):
+        tandem.load(packed, eviction="fifo", **more)
+
+
+@pytest.mark.parametrize("eviction", ["successor", "lru"])
+def test_layers_of_different_numbers_of_experts_keep_the_eviction(
+    eviction: str, tmp_path: Path
+) -> None:
+    store, counts = HostStore(), (8, 16, 5)
+    generator = torch.Generator().manual_seed(0)
+    for layer, count in enumerate(counts):
+        shapes: dict[str, tuple[int, ...]] = {
+            "gate_up_proj": (count, 64, 32),
+            "down_proj": (count, 32, 32),
+        }
+        host = store.add_layer(f"layers.{layer}", shapes, expert_dtype=find_format("int8"))
+        for name, shape in shapes.items():
+            host.put(name, torch.randn(shape, generator=generator) / 4)
+    calls = [
+        (layer, *route(tokens, generator, Geometry(len(counts), counts[layer], 3)))
+        for tokens in (1, 7, 40, 1, 1)
+        for layer in range(len(counts))
+    ]
+    executor = CpuExecutor(store, CpuThreads(num_threads=1))
+    expected = [executor.execute(*call, FUNCTIONS) for call in calls]
+    slots = put_on_disk(store, tmp_path / "experts", 0.4, eviction=eviction)
+    for call, right in zip(calls, expected, strict=True):
+        assert torch.equal(executor.execute(*call, FUNCTIONS), right)
+    assert slots.statistics().misses > 0
+    assert [table is None for table in slots._tables] == [eviction == "lru"] * len(counts)
 
 
 @pytest.mark.parametrize("sums", [5, {}, "x", [1], {"x": 1}, [-1] * EXPERTS, ["1"] * EXPERTS])

@@ -20,7 +20,7 @@ from tandem.devices.options import OffloadOptions, offload_options
 from tandem.hardware.profiles import load_profile
 from tandem.policy.assignment import ASSIGNMENTS, IN_GRAPH, RUNS_IN_GRAPH
 from tandem.policy.cost import CostTable
-from tandem.policy.eviction import EVICTIONS
+from tandem.policy.eviction import EVICTIONS, IN_HOST_SLOTS
 from tandem.policy.plan import LayerLoad
 from tandem.policy.planner import Planner
 from tandem.policy.settings import PlannerSettings, make_planner
@@ -106,6 +106,17 @@ def test_the_cpu_alone_refuses_it(words: list[str]) -> None:
     flag = words[0].replace("no-", "")
     with pytest.raises(ConfigError, match=rf"^{flag}.*--device cpu.*leave it out"):
         parsed("cpu", words)
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("name", EVICTIONS.names())
+def test_experts_on_a_disk_are_kept_by_an_eviction_or_it_is_refused(device: str, name: str) -> None:
+    words = ["--expert-memory", "1GB", "--eviction", name]
+    if name in IN_HOST_SLOTS:
+        assert parsed(device, words).eviction == name
+    else:
+        with pytest.raises(ConfigError, match=rf"^eviction is '{name}'.*one of successor, lru; ch"):
+            parsed(device, words)
 
 
 @pytest.mark.parametrize(

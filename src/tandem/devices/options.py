@@ -13,7 +13,7 @@ from tandem.devices import DEVICES, kind_of
 from tandem.experts.cache.sizing import parse_gpu_memory
 from tandem.experts.cache.start import STARTS
 from tandem.policy.assignment import ASSIGNMENTS, RUNS_IN_GRAPH
-from tandem.policy.eviction import EVICTIONS
+from tandem.policy.eviction import EVICTIONS, IN_HOST_SLOTS
 from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.settings import POOLS, PlannerSettings
 
@@ -80,7 +80,9 @@ class OffloadOptions:
         choices=ASSIGNMENTS.names(),
     )
     eviction: str = option(
-        "successor", help="what stays in the expert cache", choices=EVICTIONS.names()
+        "successor",
+        help="what stays in the expert cache, and in memory of experts on a disk (successor, lru)",
+        choices=EVICTIONS.names(),
     )
     prediction: str | None = option(
         None,
@@ -120,6 +122,8 @@ class OffloadOptions:
                 "a disk serve no GPU so far; leave one of both out"
             )
         self.planner_settings()
+        if self.expert_memory_bytes is not None:
+            self.require_host_eviction()
 
     @property
     def expert_memory_bytes(self) -> int | None:
@@ -134,6 +138,14 @@ class OffloadOptions:
             raise ConfigError(
                 f"expert_memory is {self.expert_memory!r}, and {model} is not packed: experts come "
                 "from the disk in packed form; pack it first (tandem pack, or --pack-to-disk)"
+            )
+
+    def require_host_eviction(self) -> None:
+        """Raise `ConfigError` for an eviction by which no experts of a disk are kept in memory."""
+        if self.eviction not in IN_HOST_SLOTS:
+            raise ConfigError(
+                f"eviction is {self.eviction!r}, and experts on a disk are kept in memory by one "
+                f"of {', '.join(IN_HOST_SLOTS)}; choose one of them, or free memory for all experts"
             )
 
     def planner_settings(self) -> PlannerSettings:

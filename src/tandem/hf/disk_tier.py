@@ -31,7 +31,8 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig, *, beside_bytes: 
 
     `beside_bytes` of the free memory are taken by other things soon. It cannot where a layer is
     plain, or lies in no mapped file, nor with next to no memory. Raises `TandemError` for that if
-    the options give a memory for experts. `HostSlots.fill` reads experts into them.
+    the options give a memory for experts, and `ConfigError` for an eviction that slots in memory
+    cannot follow. `HostSlots.fill` reads experts into them.
     """
     runtime = require_runtime(model)
     layers = [layer for layer in runtime.store if isinstance(layer, PackedLayer)]
@@ -48,11 +49,9 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig, *, beside_bytes: 
     if memory is None:
         memory = max(0, free - reserved)
     top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or _USUAL_TOP_K
-    # On a device the name is that of the device's cache.
-    is_own = options.device == "cpu" or options.eviction == "lru"
-    eviction = options.eviction if is_own else "successor"
+    options.require_host_eviction()
     try:
-        slots = HostSlots(layers, places, memory, eviction=eviction, top_k=top_k)
+        slots = HostSlots(layers, places, memory, eviction=options.eviction, top_k=top_k)
     except CapacityError:
         if options.expert_memory_bytes is not None:
             raise

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.core.errors import CapacityError, ConfigError, ModelError
+from tandem.core.errors import CapacityError, ModelError
 from tandem.core.units import format_bytes
 from tandem.experts.cache.policy_tables import next_use_tables, prediction_tables
 from tandem.experts.store.layer_slots import LayerSlots
@@ -29,7 +29,6 @@ _HELD_SLOTS = 4  # experts on their way to a device that memory does not keep
 # Without a byte for so long a request fails; the disk may wake up from its sleep.
 _PATIENCE_SECONDS = 60.0
 _HUGE_PAGE_BYTES = 2 << 20
-_EVICTIONS = ("successor", "lru")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +74,10 @@ class HostSlots:
         eviction: str,
         top_k: int,
     ) -> None:
-        """Take at most `memory_bytes`; raises `CapacityError` if that is too little."""
-        if eviction not in _EVICTIONS:
-            raise ConfigError(
-                f"eviction is {eviction!r}, and experts on the disk are kept by one of "
-                f"{', '.join(_EVICTIONS)}; choose one of them"
-            )
+        """Take at most `memory_bytes`; raises `CapacityError` if that is too little.
+
+        `eviction` is one of `IN_HOST_SLOTS`.
+        """
         sizes = [
             _native.slot_bytes(place.first, place.stride, layer.layout.num_bytes, bool(place.sums))
             for layer, place in zip(layers, places, strict=True)
@@ -154,9 +151,9 @@ def _tables(
     eviction: str, counts: Sequence[int], top_k: int
 ) -> Sequence[_native.SuccessorTable | None]:
     """Return what the eviction learns in, by layer; None: the least recently used leaves."""
-    if eviction == "lru" or len(set(counts)) > 1:
+    if eviction == "lru":
         return [None] * len(counts)
-    return next_use_tables(Geometry(len(counts), counts[0], top_k))
+    return next_use_tables(Geometry(len(counts), max(counts), top_k))
 
 
 def _prediction(eviction: str, counts: Sequence[int], top_k: int) -> _native.ForesightTables | None:

@@ -5,7 +5,10 @@ from tandem.policy.eviction import baselines
 from tandem.policy.eviction.next_use import NextUse
 from tandem.policy.eviction.policy import Eviction
 
-__all__ = ["EVICTIONS", "Eviction"]
+__all__ = ["EVICTIONS", "IN_HOST_SLOTS", "Eviction"]
+
+IN_HOST_SLOTS = ("successor", "lru")
+"""Those by which experts of a disk are kept in memory: native code decides that by itself."""
 
 EVICTIONS: Registry[Eviction] = Registry("eviction")
 EVICTIONS.register("successor")(NextUse)
