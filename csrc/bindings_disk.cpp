@@ -1,10 +1,12 @@
 // What Python sees of experts on the disk.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <exception>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -71,6 +73,20 @@ void init_slots(HostSlots* self, const std::vector<Layer>& layers, const Tensor&
                                 num_readers, piece_bytes, patience, prediction});
 }
 
+// With `waits` there is one.
+std::optional<HeldExpert> hold(HostSlots& slots, std::int32_t layer, std::int32_t expert,
+                               bool waits) {
+  require(slots.has_expert(layer, expert), "an expert of these slots");
+  const nb::gil_scoped_release release;
+  HeldExpert held(slots, layer, expert, waits);
+  return held ? std::optional(std::move(held)) : std::nullopt;
+}
+
+const HeldExpert& require_held(const HeldExpert& held) {
+  require(static_cast<bool>(held), "an expert that has not been let go");
+  return held;
+}
+
 // A failed read is an error of the model, in the words that users get.
 void translate(const std::exception_ptr& error, void*) {
   try {
@@ -103,21 +119,34 @@ void bind_disk(nb::module_& m) {
       .def_ro("predicted", &HostSlots::Counts::predicted)
       .def_ro("read_bytes", &HostSlots::Counts::read_bytes)
       .def_ro("waited_seconds", &HostSlots::Counts::waited_seconds);
+  nb::class_<HeldExpert>(m, "HeldExpert")
+      .def("address",
+           [](const HeldExpert& self) {
+             return reinterpret_cast<std::uintptr_t>(require_held(self).address());
+           })
+      .def("has_come", [](const HeldExpert& self) { return require_held(self).has_come(); })
+      .def("wait",
+           [](HeldExpert& self) {
+             require_held(self);
+             const nb::gil_scoped_release release;
+             self.wait();
+           })
+      .def("let_go", &HeldExpert::let_go);
   nb::class_<HostSlots>(m, "HostSlots")
       .def("__init__", &init_slots, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg(), nb::arg().none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
            nb::keep_alive<1, 8>())
       .def("hold",
            [](HostSlots& self, std::int32_t layer, std::int32_t expert) {
-             require(self.has_expert(layer, expert), "an expert of these slots");
-             const nb::gil_scoped_release release;
-             return reinterpret_cast<std::uintptr_t>(self.hold(layer, expert));
-           })
-      .def("let_go",
-           [](HostSlots& self, std::int32_t layer, std::int32_t expert, std::uintptr_t address) {
-             require(self.has_expert(layer, expert), "an expert of these slots");
-             self.let_go(layer, expert, expert_at(address));
-           })
+             return std::move(*hold(self, layer, expert, true));
+           },
+           nb::keep_alive<0, 1>())
+      .def("try_hold",
+           [](HostSlots& self, std::int32_t layer, std::int32_t expert) {
+             return hold(self, layer, expert, false);
+           },
+           nb::keep_alive<0, 1>())
+      .def("pin", &HostSlots::pin)
       .def("fill", &HostSlots::fill)
       .def("use_share",
            [](HostSlots& self, double share) {

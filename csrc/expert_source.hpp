@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <span>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 namespace tandem {
@@ -24,6 +25,13 @@ class DiskError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// An expert that stays where it is; without an address: there was no room for it.
+struct ExpertHold {
+  std::int32_t layer = -1, expert = -1;
+  const std::uint8_t* address = nullptr;
+  bool is_asked = false;  // for its read
+};
+
 // One use at a time. Between `begin` and `end` an expert that was handed out stays where it is until
 // `next` is called again.
 class ExpertSource {
@@ -39,6 +47,43 @@ class ExpertSource {
   // when all have been. Throws DiskError.
   virtual std::span<const Arrived> next() = 0;
   virtual void end() noexcept = 0;
+
+  // From any thread, beside a use: see HeldExpert.
+  virtual ExpertHold hold(std::int32_t layer, std::int32_t expert, bool waits) = 0;
+  virtual bool has_come(const ExpertHold& hold) = 0;
+  virtual void wait_for(ExpertHold& hold) = 0;
+  virtual void let_go(const ExpertHold& hold) noexcept = 0;
+};
+
+// An expert that stays where it is until this is gone, for copies to a device. Its read has begun.
+class HeldExpert {
+ public:
+  HeldExpert() = default;
+  // With `waits` it waits until there is room, for a thread that lets go of what it holds without
+  // this one; else it holds nothing where there is none.
+  HeldExpert(ExpertSource& source, std::int32_t layer, std::int32_t expert, bool waits)
+      : source_(&source), hold_(source.hold(layer, expert, waits)) {}
+  HeldExpert(HeldExpert&& other) noexcept
+      : source_(other.source_), hold_(std::exchange(other.hold_, {})) {}
+  HeldExpert& operator=(HeldExpert&& other) noexcept {
+    std::swap(source_, other.source_);
+    std::swap(hold_, other.hold_);
+    return *this;
+  }
+  ~HeldExpert() { let_go(); }
+
+  explicit operator bool() const { return hold_.address != nullptr; }
+  const std::uint8_t* address() const { return hold_.address; }
+  bool has_come() const { return source_->has_come(hold_); }
+  void wait() { source_->wait_for(hold_); }  // for its bytes; throws DiskError
+  void let_go() noexcept {
+    if (hold_.address != nullptr) source_->let_go(hold_);
+    hold_ = {};
+  }
+
+ private:
+  ExpertSource* source_ = nullptr;
+  ExpertHold hold_;
 };
 
 }  // namespace tandem

@@ -42,7 +42,7 @@ def load_first_layers(job: Job, *, has_slots: bool) -> Any:
         eviction=job.eviction,
     )  # fmt: skip
     model = load_checkpoint(checkpoint, options, num_layers=job.fit_layers)
-    packed_reading.finish_dense_parts(model, lambda: None)
+    packed_reading.copy_dense_parts(model)
     if has_slots:
         slots_over(model, options)
     else:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <optional>
+#include <utility>
 
 #include "coordinator/words.hpp"
 
@@ -40,13 +41,13 @@ CopyingThread::~CopyingThread() {
 
 void CopyingThread::submit(std::span<const SlotCopy> copies) {
   if (copies.empty()) return;
-  {
+  for (const SlotCopy& copy : copies) {
+    HeldExpert now = held(copy, false);
     const std::lock_guard lock(mutex_);
-    for (const SlotCopy& copy : copies) {
-      const bool is_read = copy.victim != kNobody;
-      if (is_read) to_clear_.push_back(copy.layer * num_experts_ + copy.victim);
-      jobs_.push_back({copy, is_read ? launched_ + 1 : 0});
-    }
+    if (!error_.empty()) return;
+    const bool is_read = copy.victim != kNobody;
+    if (is_read) to_clear_.push_back(copy.layer * num_experts_ + copy.victim);
+    jobs_.push_back({copy, is_read ? launched_ + 1 : 0, std::move(now)});
   }
   changed_.notify_all();
 }
@@ -86,34 +87,53 @@ void CopyingThread::loop() {
   while (true) {
     if (queued_.empty()) changed_.wait(lock, [this] { return is_closing_ || may_begin(); });
     if (is_closing_) return;
-    std::optional<SlotCopy> copy;
+    std::optional<Job> job;
     if (may_begin()) {
-      copy = jobs_.front().copy;
+      job = std::move(jobs_.front());
       jobs_.pop_front();
     }
     is_copying_ = true;
     lock.unlock();
     std::string error;
     try {
-      if (copy)
-        carry_out(*copy);
+      if (job)
+        carry_out(std::move(*job));
       else  // one at a time: what is submitted meanwhile is queued behind the others
         wait_for(engine_->num_queued() - engine_->num_happened() - 1);
     } catch (const std::exception& problem) {
       error = problem.what();
       if (error.empty()) error = "an unknown error";
+      let_all_go();
     }
     lock.lock();
     is_copying_ = !queued_.empty() && error.empty();
     error_ = error;
     changed_.notify_all();
-    if (!error.empty()) return;
+    if (!error.empty()) {
+      jobs_.clear();  // with what they hold
+      return;
+    }
   }
 }
 
-void CopyingThread::carry_out(const SlotCopy& copy) {
+HeldExpert CopyingThread::held(const SlotCopy& copy, bool waits) const {
+  const RoutedLayer& layer = layers_[copy.layer];
+  if (layer.source == nullptr) return {};
+  return {*layer.source, layer.number, copy.expert, waits};
+}
+
+void CopyingThread::carry_out(Job job) {
+  const SlotCopy& copy = job.copy;
   const RoutedLayer& layer = layers_[copy.layer];
   const std::uint8_t* from = layer.expert(copy.expert);
+  if (layer.source != nullptr) {
+    if (!job.held) {
+      wait_for(0);  // lets all go that this thread holds
+      job.held = held(copy, true);
+    }
+    job.held.wait();
+    from = job.held.address();
+  }
   std::uint8_t* to = slots_[copy.slot];
   const double begin = steady_seconds();
   for (std::int64_t at = 0; at < layer.expert_bytes; at += kChunkBytes) {
@@ -124,12 +144,21 @@ void CopyingThread::carry_out(const SlotCopy& copy) {
   const auto address = reinterpret_cast<std::int64_t>(to);
   wait_for(kMostQueued - 1);
   engine_->publish(key, address);
-  queued_.push_back({copy, engine_->num_queued()});
+  queued_.push_back({copy, engine_->num_queued(), std::move(job.held)});
   if (bytes_per_second_ > 0.0) {
     engine_->wait(0);
     keep_pace(layer.expert_bytes, begin);
   }
   wait_for(kMostQueued - 1);
+}
+
+// Behind an error, once nothing is read from there.
+void CopyingThread::let_all_go() noexcept {
+  try {
+    engine_->wait(0);
+  } catch (const std::exception&) {  // the same, or one after it
+  }
+  queued_.clear();
 }
 
 // Waits, and tells of the copies that have ended.

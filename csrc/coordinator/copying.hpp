@@ -1,7 +1,8 @@
 // Copies experts into slots while captured steps run: a thread that alone calls the driver and may
 // block. It keeps the order that makes a slot right:
 //
-//   submit(copy)           the victim's entry is to be cleared; the slot may still be read
+//   submit(copy)           the victim's entry is to be cleared; the slot may still be read. Of experts on
+//        a disk the newcomer is held where it lies, until its copy has happened
 //     -> take_cleared      ahead of the next launch: the entries are cleared on the launch's stream
 //     -> begin_step        that launch's first doorbell: no kernel reads the slot any more
 //     -> the copy, part by part, then its entry in a table of the device, if it has one that can be
@@ -65,19 +66,24 @@ class CopyingThread {
   struct Job {
     SlotCopy copy;
     std::uint64_t launch;  // from which on the slot may be written
+    HeldExpert held;       // of a layer that has a source, if there was room: where it lies
   };
 
   struct Queued {
     SlotCopy copy;
     std::int64_t num_before;  // operations up to its last one
+    HeldExpert held;
   };
 
   void loop();
-  void carry_out(const SlotCopy& copy);
+  HeldExpert held(const SlotCopy& copy, bool waits) const;
+  void carry_out(Job job);
+  void let_all_go() noexcept;
   void wait_for(std::int64_t most_left);
   void keep_pace(std::int64_t bytes, double begin);
   bool may_begin() const { return !jobs_.empty() && jobs_.front().launch <= begun_; }
 
+  std::deque<Queued> queued_;  // of the thread alone; what it holds goes after the engine
   const std::unique_ptr<CopyEngine> engine_;
   const std::vector<RoutedLayer> layers_;
   std::int64_t* const entries_;
@@ -85,7 +91,6 @@ class CopyingThread {
   const std::vector<std::uint8_t*> slots_;
   const double bytes_per_second_;
   double behind_ = 0.0;  // seconds that copies have been too fast
-  std::deque<Queued> queued_;  // of the thread alone
 
   std::mutex mutex_;  // of what follows; held for moments only
   std::condition_variable changed_;

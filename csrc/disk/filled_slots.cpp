@@ -1,6 +1,7 @@
 // Slots that are free after a load are filled while the disk has nothing else to do: a prompt wants
 // nearly all experts, and would wait for them.
 #include <algorithm>
+#include <utility>
 
 #include "disk/host_slots.hpp"
 
@@ -13,6 +14,7 @@ constexpr int kFillingReads = 2;
 }  // namespace
 
 void HostSlots::fill() {
+  if (std::exchange(is_filled_, true)) return;
   for (int i = 0; i < kFillingReads; ++i) fill_next();
 }
 

@@ -1,68 +1,102 @@
 // Experts of host slots that are held in place for copies to a device, by any thread, beside the use
 // of a layer that is under way.
+//
+// What is in no slot is read into a room. The last free room is for those who wait for one: they
+// hold nothing that only goes with it, so they come to an end.
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+
 #include "disk/host_slots.hpp"
 
 namespace tandem {
+namespace {
 
-// The slot that has an expert, or a free one into which it is being read; null: all are in use.
-HostSlots::Slot* HostSlots::slot_to_hold(std::int32_t layer, std::int32_t expert, bool& is_asked) {
-  settle(layer);
-  if (Slot* slot = find(layer, expert, held_)) {
-    ++counts_.hits;
-    is_asked = false;
-    if (!slot->read.has_ended()) readers_.demand(slot->read);
-    return slot;
-  }
-  for (Slot& one : held_)
-    if (one.num_holders == 0 && one.read.has_ended()) {
-      ++counts_.misses;
-      is_asked = true;
-      read_into(one, layer, expert, Cause::kDemand);
-      return &one;
-    }
-  return nullptr;
+constexpr std::chrono::milliseconds kLookEvery{1};
+
+}  // namespace
+
+// A slot that has an expert, or is being read into. Of the transit slots half are left to uses.
+HostSlots::Slot* HostSlots::slot_to_hold(std::int32_t layer, std::int32_t expert) {
+  if (Slot* slot = find(layer, expert, held_)) return slot;
+  const auto num_held = std::count_if(transit_.begin(), transit_.end(),
+                                      [](const Slot& slot) { return slot.num_holders > 0; });
+  const bool has_room = 2 * (num_held + 1) <= static_cast<std::ptrdiff_t>(transit_.size());
+  return has_room ? find(layer, expert, transit_) : nullptr;
 }
 
-const std::uint8_t* HostSlots::hold(std::int32_t layer, std::int32_t expert) {
-  std::unique_lock lock(mutex_);
-  Slot* slot = nullptr;
-  bool is_asked = false;
-  is_let_go_.wait(lock, [&] { return (slot = slot_to_hold(layer, expert, is_asked)) != nullptr; });
+HostSlots::Slot* HostSlots::free_room(bool waits) {
+  Slot* found = nullptr;
+  int num_free = 0;
+  for (Slot& room : held_) {
+    if (room.num_holders > 0 || !room.read.has_ended()) continue;
+    found = &room;
+    ++num_free;
+  }
+  return num_free > (waits ? 0 : 1) ? found : nullptr;
+}
+
+ExpertHold HostSlots::try_hold(std::int32_t layer, std::int32_t expert, bool waits) {
+  settle(layer);
+  Slot* slot = slot_to_hold(layer, expert);
+  const bool is_asked = slot == nullptr;
+  if (is_asked) {
+    slot = free_room(waits);
+    if (slot == nullptr) return {};
+    read_into(*slot, layer, expert, waits ? Cause::kDemand : Cause::kAhead);
+  }
+  ++(is_asked ? counts_.misses : counts_.hits);
   ++slot->num_holders;
   // Not a victim while it is held.
   if (is_resident(*slot)) resident_.state[layer * resident_.num_experts + expert] = kCopying;
-  try {
-    while (true) {
-      const std::uint32_t seen = readers_.ended();
-      if (slot->read.state == DiskRead::State::kDone) break;
-      if (slot->read.has_ended()) require_read(*slot, layer, is_asked);
-      lock.unlock();
-      require_arrival(layers_[layer].path, seen);
-      lock.lock();
-    }
-  } catch (...) {
-    if (!lock.owns_lock()) lock.lock();
-    --slot->num_holders;
-    if (!is_resident(*slot)) slot->layer = -1;
-    is_let_go_.notify_all();
-    throw;
-  }
-  return slot->read.data();
+  return {layer, expert, slot->read.data(), is_asked};
 }
 
-void HostSlots::let_go(std::int32_t layer, std::int32_t expert, const std::uint8_t* address) {
-  const std::lock_guard lock(mutex_);
-  const auto is_meant = [&](const Slot& slot) {
-    return slot.num_holders > 0 && slot.layer == layer && slot.expert == expert &&
-           slot.read.data() == address;
-  };
-  for (std::deque<Slot>* slots : {&slots_.at(layer), &held_})
+ExpertHold HostSlots::hold(std::int32_t layer, std::int32_t expert, bool waits) {
+  std::unique_lock lock(mutex_);
+  ExpertHold found = try_hold(layer, expert, waits);
+  while (waits && found.address == nullptr) {
+    is_let_go_.wait_for(lock, kLookEvery);  // a read that nobody holds any more may end, too
+    found = try_hold(layer, expert, waits);
+  }
+  return found;
+}
+
+HostSlots::Slot& HostSlots::slot_of(const ExpertHold& hold) {
+  for (std::deque<Slot>* slots : {&slots_.at(hold.layer), &held_, &transit_})
     for (Slot& slot : *slots)
-      if (is_meant(slot)) {
-        --slot.num_holders;
-        is_let_go_.notify_all();
-        return;
-      }
+      if (slot.num_holders > 0 && slot.layer == hold.layer && slot.expert == hold.expert &&
+          slot.read.data() == hold.address)
+        return slot;
+  throw std::invalid_argument("an expert that is not held");
+}
+
+bool HostSlots::has_come(const ExpertHold& hold) {
+  const std::lock_guard lock(mutex_);
+  return slot_of(hold).read.has_ended();
+}
+
+void HostSlots::wait_for(ExpertHold& hold) {
+  std::unique_lock lock(mutex_);
+  Slot& slot = slot_of(hold);
+  if (!slot.read.has_ended()) readers_.demand(slot.read);
+  while (true) {
+    const std::uint32_t seen = readers_.ended();
+    if (slot.read.state == DiskRead::State::kDone) return;
+    if (slot.read.has_ended()) require_read(slot, hold.layer, hold.is_asked);
+    lock.unlock();
+    require_arrival(layers_[hold.layer].path, seen);
+    lock.lock();
+  }
+}
+
+void HostSlots::let_go(const ExpertHold& hold) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    Slot& slot = slot_of(hold);
+    if (--slot.num_holders == 0 && slot.is_passed) leave(slot);
+  }
+  is_let_go_.notify_all();
 }
 
 }  // namespace tandem

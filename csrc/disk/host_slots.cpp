@@ -98,7 +98,13 @@ void HostSlots::settle_transit(std::int32_t layer) {
   for (Slot& slot : transit_)
     if (slot.layer >= 0 && slot.read.has_ended() &&
         (slot.layer != layer || slot.read.state == DiskRead::State::kFailed))
-      slot.layer = -1;
+      leave(slot);
+}
+
+// Frees a transit slot, at once or with its last holder.
+void HostSlots::leave(Slot& slot) {
+  slot.is_passed = slot.num_holders > 0;
+  if (!slot.is_passed) slot.layer = -1;
 }
 
 // Gives the eviction what is in use; returns its score of each expert.
@@ -153,6 +159,7 @@ void HostSlots::begin(const ExpertUse& use) {
   for (std::size_t i = 0; i < experts_.size(); ++i) {
     Slot* slot = wanted_[i].slot = find(layer_, experts_[i], transit_);
     if (slot != nullptr && !slot->read.has_ended()) readers_.demand(slot->read);
+    if (slot != nullptr) slot->is_passed = false;
     const bool has_slot = slot != nullptr && is_resident(*slot);
     // What was read ahead asks for a slot too, once it has come.
     if (!has_slot && (slot == nullptr || slot->read.has_ended())) absent.push_back(experts_[i]);
@@ -170,7 +177,7 @@ void HostSlots::begin(const ExpertUse& use) {
 // Gives memory back, or takes it again, until a layer uses its share of slots. After its use.
 void HostSlots::resize(std::int32_t layer) {
   const auto all = static_cast<std::int64_t>(slots_[layer].size());
-  const double share = share_.load(std::memory_order_relaxed);
+  const double share = is_pinned_ ? 1.0 : share_.load(std::memory_order_relaxed);
   const auto wanted = static_cast<std::int64_t>(static_cast<double>(all) * share);
   Ids &unused = unused_[layer], &free = resident_.free[layer];
   const auto used = [&] { return all - static_cast<std::int64_t>(unused.size()); };
@@ -208,7 +215,7 @@ void HostSlots::admit_absent(const Scores& scores, Ids absent) {
   for (const auto& [newcomer, victim] : admit(now, absent)) {
     const auto place = std::find(experts_.begin(), experts_.end(), newcomer);
     Wanted& wanted = wanted_[place - experts_.begin()];
-    if (wanted.slot != nullptr && !has_one_size_) continue;
+    if (wanted.slot != nullptr && (!has_one_size_ || wanted.slot->num_holders > 0)) continue;
     if (victim != kNobody) resident_.remove(layer_, victim);
     Slot& slot = slots_[layer_][resident_.insert(layer_, newcomer)];
     wanted.is_asked = wanted.slot == nullptr;
@@ -257,7 +264,7 @@ void HostSlots::read_into(Slot& slot, std::int32_t layer, std::int32_t expert, C
 HostSlots::Slot* HostSlots::free_transit() {
   for (Slot& slot : transit_) {
     if (slot.layer >= 0 && slot.layer != layer_ && slot.layer != layer_ + 1 && slot.read.has_ended())
-      slot.layer = -1;
+      leave(slot);
     if (slot.layer < 0) return &slot;
   }
   return nullptr;
@@ -315,7 +322,7 @@ void HostSlots::release_handed_out() {
   for (Wanted& one : wanted_) {
     if (!one.is_handed_out || one.is_done) continue;
     one.is_done = true;
-    if (!is_resident(*one.slot)) one.slot->layer = -1;
+    if (!is_resident(*one.slot)) leave(*one.slot);
     one.slot = nullptr;
   }
 }
@@ -378,7 +385,7 @@ void HostSlots::end() noexcept {
   // After an error: a slot that is still being read into is free once the read has ended.
   for (Wanted& one : wanted_) {
     if (one.slot != nullptr && !is_resident(*one.slot) && one.slot->read.has_ended())
-      one.slot->layer = -1;
+      leave(*one.slot);
   }
   wanted_.clear();
   learn();

@@ -52,7 +52,7 @@ class HostSlots final : public ExpertSource {
   // Throws std::runtime_error for files that are not there or too short.
   HostSlots(std::vector<Layer> layers, const Options& options);
 
-  // Reads experts into free slots while nothing else is asked of the disk, layer by layer.
+  // Reads experts into free slots while nothing else is asked of the disk, layer by layer; once.
   void fill();
 
   void begin(const ExpertUse& use) override;
@@ -67,10 +67,13 @@ class HostSlots final : public ExpertSource {
     return layer >= 0 && layer < resident_.num_layers && expert >= 0 &&
            expert < layers_[layer].num_experts;
   }
-  // From any thread: an expert that stays where it is until it is let go, for copies to a device.
-  // Waits for its read; throws DiskError.
-  const std::uint8_t* hold(std::int32_t layer, std::int32_t expert);
-  void let_go(std::int32_t layer, std::int32_t expert, const std::uint8_t* address);
+  ExpertHold hold(std::int32_t layer, std::int32_t expert, bool waits) override;
+  bool has_come(const ExpertHold& hold) override;
+  void wait_for(ExpertHold& hold) override;
+  void let_go(const ExpertHold& hold) noexcept override;
+
+  // Of slots that are pinned for a device: their memory stays, whatever share is used.
+  void pin() { is_pinned_ = true; }
 
   Counts counts() const {
     const std::lock_guard lock(mutex_);
@@ -91,6 +94,7 @@ class HostSlots final : public ExpertSource {
     std::uint8_t* memory = nullptr;
     std::int32_t layer = -1, expert = -1;  // -1: nothing
     std::int32_t num_holders = 0;
+    bool is_passed = false;  // of transit slots: only its holders need it
 
     void trade(Slot& other);
   };
@@ -102,7 +106,11 @@ class HostSlots final : public ExpertSource {
 
   void settle(std::int32_t layer);
   void settle_transit(std::int32_t layer);
-  Slot* slot_to_hold(std::int32_t layer, std::int32_t expert, bool& is_asked);
+  ExpertHold try_hold(std::int32_t layer, std::int32_t expert, bool waits);
+  Slot* slot_to_hold(std::int32_t layer, std::int32_t expert);
+  Slot* free_room(bool waits);
+  Slot& slot_of(const ExpertHold& hold);
+  static void leave(Slot& slot);
   void require_read(Slot& slot, std::int32_t layer, bool& is_asked);
   void require_arrival(const std::string& path, std::uint32_t seen);
   Scores note(const ExpertUse& use);
@@ -137,9 +145,11 @@ class HostSlots final : public ExpertSource {
   bool has_one_size_ = true;  // of all slots: their memory can be traded
   Scores scores_;  // by expert of the present use's layer
   std::vector<Ids> unused_;  // by layer: slots without memory
+  bool is_filled_ = false;  // or is being filled
   std::int32_t filling_ = 0;  // the layer
   ExpertPrediction prediction_;
   std::atomic<double> share_{1.0};
+  std::atomic<bool> is_pinned_{false};
   double patience_;
   Counts counts_;
   mutable std::mutex mutex_;  // of all above; not held while something is waited for

@@ -19,12 +19,15 @@ def slots_of(model: Any) -> HostSlots:
     return slots
 
 
+def memory_for(packed: Path, share: float) -> str:
+    """Return the `expert_memory` that holds a share of a model's experts."""
+    least = slots_of(tandem.load(packed, expert_memory="1GB"))
+    return str(least.transit_bytes + int(share * least.resident_bytes) + 1)
+
+
 def with_share(packed: Path, share: float, **options: Any) -> Any:
     """Load the model with slots for a share of its experts."""
-    least = slots_of(tandem.load(packed, expert_memory="1GB"))
-    experts = least.num_bytes - least.transit_bytes
-    size = least.transit_bytes + int(share * experts) + 1
-    return tandem.load(packed, expert_memory=str(size), **options)
+    return tandem.load(packed, expert_memory=memory_for(packed, share), **options)
 
 
 def put_on_disk(

@@ -284,11 +284,6 @@ def test_memory_for_experts_of_a_model_that_is_not_packed_is_refused(
         tandem.load(fp32, expert_memory="1GB")
 
 
-def test_device_cuda_refuses_slots_in_memory(packed: Path) -> None:
-    with pytest.raises(ConfigError, match="no GPU so far"):
-        tandem.load(packed, device="cuda", expert_memory="1GB")
-
-
 @pytest.mark.parametrize("load", [tandem.load, AutoModelForCausalLM.from_pretrained])
 def test_a_model_that_does_not_fit_gets_slots_by_itself(
     load: Callable[[Path], Any], packed: Path, in_memory: Any, monkeypatch: pytest.MonkeyPatch

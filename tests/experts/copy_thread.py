@@ -138,9 +138,10 @@ class CopyThread(CopyEngine):
         """Copy an expert, and take as long as the bandwidth says."""
         begin, num_bytes = time.perf_counter(), 0
         memory = self.slots.memory(job.copy.slot)
-        for extent in self._store[job.copy.layer].extents(job.copy.expert):
-            memory[extent.offset : extent.offset + len(extent.data)].copy_(extent.data)
-            num_bytes += len(extent.data)
+        with self._store[job.copy.layer].hold(job.copy.expert) as extents:
+            for extent in extents:
+                memory[extent.offset : extent.offset + len(extent.data)].copy_(extent.data)
+                num_bytes += len(extent.data)
         if self._rate is not None:
             time.sleep(max(0.0, num_bytes / self._rate - (time.perf_counter() - begin)))
         self._clock.add_link(time.perf_counter() - begin)

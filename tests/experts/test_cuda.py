@@ -44,10 +44,11 @@ def make_twin(
     num_slots: int,
     settings: PlannerSettings,
     link: Link = FAST,
+    kernels: TorchKernels | None = None,
 ) -> HybridExecutor:
     """Return a hybrid executor on the GPU's code and the twin's streams."""
-    wall = WallClock()
-    device = CudaDevice(streams, TorchKernels(), on_busy=wall.add_gpu, is_watched=wall.is_watched)
+    wall, kernels = WallClock(), kernels or TorchKernels()
+    device = CudaDevice(streams, kernels, on_busy=wall.add_gpu, is_watched=wall.is_watched)
 
     def make_engine(
         store: HostStore, slots: Slots, geometry: Geometry, clock: Clock

@@ -108,7 +108,7 @@ def test_the_cpu_alone_refuses_it(words: list[str]) -> None:
         parsed("cpu", words)
 
 
-@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("device", ["cpu", "emulated", "cuda"])
 @pytest.mark.parametrize("name", EVICTIONS.names())
 def test_experts_on_a_disk_are_kept_by_an_eviction_or_it_is_refused(device: str, name: str) -> None:
     words = ["--expert-memory", "1GB", "--eviction", name]

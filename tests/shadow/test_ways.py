@@ -23,6 +23,8 @@ from tandem.generate.token_output import TokenOutput
 from tandem.hf import assembly
 from tandem.hf.dense_place import move_dense_parts
 from tests.decode.test_mtp import WithMtp
+from tests.decode.whole_pool import gpu_pool
+from tests.disk.loading import memory_for, slots_of
 from tests.generate.test_speculation import Scripted, speculating
 from tests.gpu.models import compare_logits
 from tests.hf.tiny import byte_tokenizer, save_tiny_checkpoint
@@ -34,10 +36,13 @@ from tests.shadow.device import shadow_gpu
 from tests.shadow.models import (
     MOST_DIVERGENCE,
     TEXT,
+    assert_same,
     closed_after,
+    cpu_says,
     gpu_options,
     loaded,
     quick_loads,
+    said,
 )
 
 pytest.importorskip("triton")
@@ -86,6 +91,19 @@ def test_a_checkpoint_of_any_kind_is_loaded(
             assert divergence <= MOST_DIVERGENCE
             assert is_same
             assert {"few_rows", "many_rows"} & set(gpu.launched)
+
+
+def test_experts_on_a_disk_come_to_the_gpu_out_of_pinned_slots(tmp_path: Path) -> None:
+    checkpoint = packed(tmp_path)
+    expected, memory = cpu_says(checkpoint), memory_for(checkpoint, 0.4)
+    with shadow_gpu() as gpu, quick_loads():
+        with loaded(checkpoint, tmp_path, expert_memory=memory) as model:
+            slots = slots_of(model)
+            assert_same(said(model, gpu_pool(model, PROMPTS, 40)), expected)
+            assert gpu.registered_bytes == slots.num_bytes
+            assert slots.statistics().read_bytes > 0
+            assert {"graph", "publish", "combine"} <= set(gpu.launched)
+        assert gpu.registered_bytes == 0
 
 
 @pytest.mark.parametrize("device_map", [{"": 0}, "cuda", None])

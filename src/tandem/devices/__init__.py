@@ -15,6 +15,8 @@ class DeviceKind:
     """The module whose `device_parts` makes its parts for a loaded model; none for the CPU."""
     holds_dense_parts = False
     """Whether all of the model but its experts lies in the device's memory too."""
+    is_in_host_memory = False
+    """Whether its memory is the host's."""
     has_graphs = False
     """Whether a decode step may be one graph; else all steps are planned."""
 
@@ -66,6 +68,7 @@ class Emulated(DeviceKind):
     """A simulated GPU, whose memory is the host's."""
 
     help = "a simulated GPU on the CPU"
+    is_in_host_memory = True
     machine = "tandem.hf.machine.emulated"
 
 

@@ -116,11 +116,6 @@ class OffloadOptions:
             parse_bandwidth(self.link_bandwidth, name="link_bandwidth")
         STARTS.factory(self.start_content)
         parse_gpu_memory(self.gpu_memory)
-        if self.expert_memory_bytes is not None and self.device == "cuda":
-            raise ConfigError(
-                f"expert_memory is {self.expert_memory!r} on device cuda, and slots in memory over "
-                "a disk serve no GPU so far; leave one of both out"
-            )
         self.planner_settings()
         if self.expert_memory_bytes is not None:
             self.require_host_eviction()

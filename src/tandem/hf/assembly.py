@@ -6,6 +6,7 @@ here.
 
 import importlib
 import weakref
+from collections.abc import Callable
 
 from tandem.core.errors import UnsupportedModelError
 from tandem.devices import kind_of
@@ -37,8 +38,16 @@ from tandem.hf.runtime import Runtime, require_runtime
 from tandem.policy.cost import HardwareProfile
 
 
-def assemble(model: PreTrainedModel, runtime: Runtime, options: OffloadConfig) -> None:
-    """Make a model's experts run as the options say, from now on; raises `TandemError`."""
+def assemble(
+    model: PreTrainedModel,
+    runtime: Runtime,
+    options: OffloadConfig,
+    read_experts: Callable[[], None] = lambda: None,
+) -> None:
+    """Make a model's experts run as the options say, from now on; raises `TandemError`.
+
+    `read_experts` brings them to where they are run from, once the dense parts have what they need.
+    """
     runtime.end_executor()
     runtime.choose(options)
     take_stored_layers(model, place_on(runtime.device, runtime.threads))
@@ -48,6 +57,7 @@ def assemble(model: PreTrainedModel, runtime: Runtime, options: OffloadConfig) -
         _bring_dense_parts(model, runtime, options)
     share_threads(model, runtime.threads)
     give_fp32_logits(model)
+    read_experts()
     if options.device == "cpu":
         runtime.use(runtime.cpu_executor())
     else:

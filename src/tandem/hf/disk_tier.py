@@ -10,8 +10,10 @@ from tandem.checkpoint.mapped_files import places_of
 from tandem.checkpoint.packed import EXPERT_SUMS_KEY, INDEX_FILE, packed_name
 from tandem.core.errors import CapacityError, ConfigError, ModelError, TandemWarning
 from tandem.core.units import format_bytes
+from tandem.devices import kind_of
 from tandem.experts.cache.host_slots import ExpertPlace, HostSlots
 from tandem.experts.cache.memory_watch import MemoryWatch
+from tandem.experts.cache.sizing import DeviceMemory, budget_bytes, parse_gpu_memory
 from tandem.experts.store.host_memory import available_bytes
 from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
 from tandem.foreign_types import PreTrainedModel
@@ -44,7 +46,8 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig, *, beside_bytes: 
                 "(fp32), or in no file that is mapped; leave it out, or pack them in another dtype"
             )
         return False
-    free, memory = max(0, available_bytes() - beside_bytes), options.expert_memory_bytes
+    free = max(0, _free_bytes(options, runtime.store.num_bytes) - beside_bytes)
+    memory = options.expert_memory_bytes
     reserved = max(_RESERVED_BYTES, int(_RESERVED_SHARE * free))
     if memory is None:
         memory = max(0, free - reserved)
@@ -77,6 +80,15 @@ def fill_slots(model: PreTrainedModel) -> None:
     """Begin to read experts into a model's slots, if it has any, while the disk is idle."""
     if (slots := require_runtime(model).host_slots) is not None:
         slots.fill()
+
+
+def _free_bytes(options: OffloadConfig, experts_bytes: int) -> int:
+    """Return the host's memory that is free, without what a device in it is about to take."""
+    free = available_bytes()
+    if not kind_of(options.device).is_in_host_memory:
+        return free
+    budget = budget_bytes(parse_gpu_memory(options.gpu_memory), DeviceMemory(free, free))
+    return free - min(experts_bytes, budget)
 
 
 def _places(layers: Sequence[PackedLayer]) -> list[ExpertPlace] | None:

@@ -37,55 +37,46 @@ def read_packed(
     checkpoint: Checkpoint,
     model: PreTrainedModel,
     options: OffloadConfig,
-    assemble: Callable[[], None],
+    assemble: Callable[[Callable[[], None]], None],
 ) -> None:
     """Read a checkpoint's files ahead if they fit into memory; `assemble` packs the dense parts.
 
-    Where they do not fit, or `expert_memory` is given, experts stay on the disk, with slots in
-    memory. Warns of what does not fit; on a device its pages come from the disk when they are used.
+    It calls what it is given then, and lets the experts run afterwards. Where they do not fit, or
+    `expert_memory` is given, they stay on the disk, with slots in memory. Warns of what does not
+    fit.
     """
     files = checkpoint.weight_files
     dense = [file for file in files if file.name == DENSE_FILE]
     experts = [file for file in files if file.name != DENSE_FILE]
     total, available = _num_bytes(files), available_bytes()
-    is_limited = options.expert_memory_bytes is not None
-    if is_limited or total > available:
-        if not _read_into_slots(model, options, dense, assemble) and not is_limited:
-            _warn_of_mapped(checkpoint, total, available)
-        return
-    with _progress(total) as bar:
-        read_ahead(dense, bar.update)
-        if finish_dense_parts(model, assemble) and total > _TIGHT_SHARE * available:
+    is_on_disk = options.expert_memory_bytes is not None or total > available
+
+    def read_experts() -> None:
+        is_let_go = copy_dense_parts(model)
+        if not is_on_disk:
+            if is_let_go and total > _TIGHT_SHARE * available:
+                let_go(dense)
+            read_ahead(experts, bar.update)
+        elif has_slots or slots_over(model, options):
+            fill_slots(model)
+            copy_out_of_files(model)  # dense weights that are not packed
             let_go(dense)
-        read_ahead(experts, bar.update)
-    map_ahead(_mapped_tensors(model))
+        else:
+            _warn_of_mapped(checkpoint, total, available)
 
-
-def _read_into_slots(
-    model: PreTrainedModel,
-    options: OffloadConfig,
-    dense: list[Path],
-    assemble: Callable[[], None],
-) -> bool:
-    """Bring the dense parts into memory, and give the experts slots; False: they stay mapped.
-
-    On the CPU the slots come first: the disk fills them while linear layers are packed.
-    """
-    is_here = options.device == "cpu"
-    has_slots = is_here and slots_over(
-        model, options, beside_bytes=packed_dense_bytes(model, options.dense_dtype)
-    )
-    with _progress(_num_bytes(dense)) as bar:
+    # On the CPU slots come first: the disk fills them while linear layers are packed.
+    has_slots = is_on_disk and options.device == "cpu" and _slots_beside_dense(model, options)
+    with _progress(_num_bytes(dense) if is_on_disk else total) as bar:
         read_ahead(dense, bar.update)
-    fill_slots(model)
-    finish_dense_parts(model, assemble)
-    if not is_here and options.device != "cuda":
-        has_slots = slots_over(model, options)
         fill_slots(model)
-    if has_slots:
-        copy_out_of_files(model)  # dense weights that are not packed
-        let_go(dense)
-    return has_slots
+        assemble(read_experts)
+    if not is_on_disk:
+        map_ahead(_mapped_tensors(model))
+
+
+def _slots_beside_dense(model: PreTrainedModel, options: OffloadConfig) -> bool:
+    beside = packed_dense_bytes(model, options.dense_dtype)
+    return slots_over(model, options, beside_bytes=beside)
 
 
 def _warn_of_mapped(checkpoint: Checkpoint, total: int, available: int) -> None:
@@ -122,7 +113,7 @@ def map_packed(model: PreTrainedModel, options: OffloadConfig) -> None:
     """
     tensors = _mapped_tensors(model)
     total, available = sum(tensor.nbytes for tensor in tensors), available_bytes()
-    if options.device != "cuda" and (options.expert_memory_bytes is not None or total > available):
+    if options.expert_memory_bytes is not None or total > available:
         copy_out_of_files(model)
         slots_over(model, options)
         fill_slots(model)
@@ -142,9 +133,8 @@ def _mapped_tensors(model: PreTrainedModel) -> list[Tensor]:
     return [*stored, *(p for p in model.parameters() if p.device.type == "cpu")]
 
 
-def finish_dense_parts(model: PreTrainedModel, assemble: Callable[[], None]) -> bool:
-    """Let the dense parts be packed; return whether their file is not needed any more."""
-    assemble()
+def copy_dense_parts(model: PreTrainedModel) -> bool:
+    """Copy dense parts out of their file if some are packed; return whether that is so."""
     if not any(packed_layers(model)):
         return False
     copy_out_of_files(model)

@@ -6,6 +6,7 @@ layers), for each expert tensor (move it into the host store) and after (bind mo
 
 import warnings
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -244,11 +245,12 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         self._targets, self._from_source = {}, set()
         place = place_on(runtime.device, runtime.threads)
         self._writer.dense.put_in(model, runtime.threads, place)
-        assemble(model, runtime, self.quantization_config)
-        if self.pre_quantized:
-            if not self._job.is_read_afterwards:
-                map_packed(model, self.quantization_config)
-        else:  # what has not been packed
+        if self.pre_quantized and not self._job.is_read_afterwards:
+            read = partial(map_packed, model, self.quantization_config)
+            assemble(model, runtime, self.quantization_config, read)
+        else:
+            assemble(model, runtime, self.quantization_config)
+        if not self.pre_quantized:  # what has not been packed
             copy_out_of_files(model)
         return model
 

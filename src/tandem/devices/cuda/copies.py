@@ -10,19 +10,25 @@ What `copy_engine` promises is kept on the GPU's time, not on the host's:
 So for the host a copy *lands* when it is queued: from then on a batch may be launched that reads
 it. The planner hears of it when its event has passed, as `arrivals`.
 
-What is queued on a stream cannot be called back. So copies ahead are held on the host until the
-link has little left to do, and only then queued, several in one call; those that are held can be
+What is queued on a stream cannot be called back. So copies ahead are kept on the host until the
+link has little left to do, and only then queued, several in one call; those that are kept can be
 cancelled. A batch that claims one has it queued at once. Copies are whole experts, of megabytes
 each, from pinned memory; nothing here waits but `drain` and `close`.
+
+Experts of a disk are held in host slots until their event has passed. Copies ahead are kept until
+their bytes have come, too; those that are needed wait for the disk.
 """
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 from typing import NamedTuple
 
 from tandem.devices.cuda.streams import CudaStreams, Event, HostCopy, Stream
 from tandem.experts.cache.clock import WallClock
 from tandem.experts.cache.slots import Claim, Slots, SlotUse
+from tandem.experts.store.held_expert import HeldExpert
 from tandem.experts.store.host_store import HostStore
 from tandem.policy.plan import Copy, Geometry
 
@@ -71,12 +77,21 @@ class Link(NamedTuple):
         return max(_FEWEST_AHEAD, int(AHEAD_SECONDS * self.rate / num_bytes))
 
 
-class _Job(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Job:
     """A copy that has been submitted."""
 
     copy: Copy
     generation: int
     is_ahead: bool
+    held: HeldExpert | None = None
+    """The expert, once there was room to hold it, until its bytes are in the slot."""
+
+    def let_go(self) -> None:
+        """Let the host have the expert's memory."""
+        if self.held is not None:
+            self.held.let_go()
+            self.held = None
 
 
 class _UnderWay(NamedTuple):
@@ -111,7 +126,7 @@ class CudaCopyEngine:
         self._stream_ahead = Stream.AHEAD if link.wanted is None else Stream.FETCH
         self._most_ahead = link.most_ahead(max(layer.image_bytes for layer in store))
         self._num_ahead = 0  # of those under way
-        self._held: deque[_Job] = deque()
+        self._kept: deque[_Job] = deque()
         self._under_way: dict[Stream, deque[_UnderWay]] = {
             Stream.FETCH: deque(),
             Stream.AHEAD: deque(),
@@ -119,18 +134,31 @@ class CudaCopyEngine:
         events.clear()
 
     def submit(self, copy: Copy, *, is_needed: bool) -> None:
-        """Queue a copy; one for later is held until `flush`."""
+        """Queue a copy; one for later is kept until `flush`."""
         generation = self.slots.plan_copy(copy.slot, self._geometry.key(copy.layer, copy.expert))
         if is_needed:
             self._queue([_Job(copy, generation, is_ahead=False)], Stream.FETCH)
         else:
-            self._held.append(_Job(copy, generation, is_ahead=True))
+            self._kept.append(_Job(copy, generation, is_ahead=True))
 
     def flush(self) -> None:
-        """Queue what is held, as far as the link is about to run out of work."""
-        count = min(len(self._held), self._most_ahead - self._num_ahead)
-        if count > 0:
-            self._queue([self._held.popleft() for _ in range(count)], self._stream_ahead)
+        """Queue what is kept, as far as the link is about to run out of work."""
+        first = islice(self._kept, max(0, self._most_ahead - self._num_ahead))
+        come = [job for job in first if self._has_come(job)]
+        if come:
+            self._take(come, self._stream_ahead)
+
+    def _has_come(self, job: _Job) -> bool:
+        """Tell whether an expert is in memory; from now on it is on its way if there is room."""
+        if job.held is None:
+            job.held = self._store[job.copy.layer].try_hold(job.copy.expert)
+        return job.held is not None and job.held.has_come()
+
+    def _take(self, jobs: Sequence[_Job], stream: Stream) -> None:
+        """Queue copies that are kept."""
+        for job in jobs:
+            self._kept.remove(job)
+        self._queue(jobs, stream)
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
         """Claim slots; the compute stream will wait for those whose bytes are still coming."""
@@ -141,10 +169,12 @@ class CudaCopyEngine:
         arrived = []
         for queue in self._under_way.values():
             while queue and queue[0].done.query():
-                (copy, _, is_ahead), done = queue.popleft()
+                job, done = queue.popleft()
+                job.let_go()
+                copy = job.copy
                 if self._events.written.get(copy.slot) is done:
                     del self._events.written[copy.slot]
-                self._num_ahead -= is_ahead
+                self._num_ahead -= job.is_ahead
                 # Two streams share the link: it is busy for what its bytes take, not for their sum.
                 self._clock.add_link(self._store[copy.layer].image_bytes / self._link.rate)
                 arrived.append((copy.layer, copy.expert, self._clock.now))
@@ -152,42 +182,79 @@ class CudaCopyEngine:
         return arrived
 
     def cancel(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Give up copies of a layer that are held; what is queued on a stream is copied."""
+        """Give up copies of a layer that are kept; what is queued on a stream is copied."""
         cancelled = [
-            job for job in self._held if job.copy.layer == layer and job.copy.expert in experts
+            job for job in self._kept if job.copy.layer == layer and job.copy.expert in experts
         ]
         for job in cancelled:
-            self._held.remove(job)
+            self._kept.remove(job)
+            job.let_go()
             self.slots.void(job.copy.slot, job.generation)
         return [job.copy.expert for job in cancelled]
 
     def drain(self) -> None:
         """Queue and wait for every copy."""
-        if self._held:
-            self._queue(list(self._held), self._stream_ahead)
-            self._held.clear()
+        self._take(list(self._kept), self._stream_ahead)
         for queue in self._under_way.values():
             if queue:
                 queue[-1].done.synchronize()
+        self._let_all_go()
 
     def close(self) -> None:
         """Wait until nothing reads or writes the slots any more: their memory may go."""
-        self._held.clear()
-        self._streams.synchronize()
+        try:
+            self._streams.synchronize()
+        finally:
+            self._let_all_go()
+            self._kept.clear()
         self._events.clear()
 
+    def _let_all_go(self) -> None:
+        for job in chain(self._kept, *([at.job for at in q] for q in self._under_way.values())):
+            job.let_go()
+
     def _queue(self, jobs: Sequence[_Job], stream: Stream) -> None:
-        """Queue copies on a stream, behind all that reads or writes their slots; they land."""
+        """Queue copies on a stream, as many at once as their experts can be held."""
+        held: list[_Job] = []
+        for job in jobs:
+            self._has_come(job)  # all that there is room for are on their way
+        for job in jobs:
+            if job.held is None:
+                self._copy(held, stream)
+                held = []
+                job.held = self._held_in_turn(job.copy)
+            job.held.wait()
+            held.append(job)
+        self._copy(held, stream)
+
+    def _held_in_turn(self, copy: Copy) -> HeldExpert:
+        """Hold an expert in the place of others, once these have been copied."""
+        layer, held = self._store[copy.layer], None
+        for job, done in chain(*self._under_way.values()):
+            if job.held is not None:
+                done.synchronize()
+                job.let_go()
+                held = layer.try_hold(copy.expert)
+            if held is not None:
+                return held
+        return layer.hold(copy.expert)
+
+    def _copy(self, jobs: Sequence[_Job], stream: Stream) -> None:
+        """Queue copies of what is in memory, behind all that uses their slots; they land."""
+        if not jobs:
+            return
         events, streams, slots = self._events, self._streams, self.slots
         copies, num_bytes = list[HostCopy](), 0
-        for copy, generation, _ in jobs:
-            assert slots.can_write(copy.slot, generation), f"slot {copy.slot} is in use"
+        for job in jobs:
+            copy = job.copy
+            assert slots.can_write(copy.slot, job.generation), f"slot {copy.slot} is in use"
+            assert job.held is not None
             for before in (events.read.pop(copy.slot, None), events.written.get(copy.slot)):
                 if before is not None:
                     streams.wait(stream, before)
             host, memory = self._store[copy.layer], slots.memory(copy.slot)
             num_bytes += host.image_bytes
-            for offset, data in host.extents(copy.expert):
+            for offset, data in job.held.extents:
                 copies.append(HostCopy(memory[offset : offset + len(data)], data))
         streams.copy(stream, copies)
         if self._link.wanted is not None:
@@ -200,13 +267,10 @@ class CudaCopyEngine:
             slots.land(job.copy.slot, job.generation)
 
     def _bring(self, claims: Sequence[Claim]) -> None:
-        """Queue claimed copies that are held, and let the compute stream wait for all claimed."""
-        if self._held:
-            wanted = [job for job in self._held if (job.copy.slot, job.generation) in claims]
-            for job in wanted:
-                self._held.remove(job)
-            if wanted:
-                self._queue(wanted, Stream.FETCH)
+        """Queue claimed copies that are kept, and let the compute stream wait for all claimed."""
+        wanted = [job for job in self._kept if (job.copy.slot, job.generation) in claims]
+        if wanted:
+            self._take(wanted, Stream.FETCH)
         for slot, _ in claims:
             written = self._events.written.get(slot)
             if written is not None:

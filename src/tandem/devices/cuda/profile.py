@@ -32,7 +32,13 @@ from tandem.experts.cache.copy_engine import copy_image
 from tandem.experts.execution.batch import CallSide, ExpertBatch
 from tandem.experts.execution.layer_call import LayerCall
 from tandem.experts.execution.routing import Routing
-from tandem.experts.measuring.profiler import REPETITIONS, MeasuredExperts, beside, seconds_each
+from tandem.experts.measuring.profiler import (
+    REPETITIONS,
+    MeasuredExperts,
+    beside,
+    experts_in_memory,
+    seconds_each,
+)
 from tandem.kernels.formats.weight_format import aligned
 from tandem.policy.cost import FETCHES_A_LAUNCH, SEGMENTS, HardwareProfile, HostCosts
 
@@ -109,15 +115,14 @@ class _Bench:
         self._held = device.allocate(count * slot_bytes).view(count, slot_bytes).unbind()
         self._turns = itertools.cycle(self._held)
         self._token = experts.hidden(1, device.streams.device)
-        self._copies = itertools.cycle(
-            [
-                (layer, expert)
-                for expert in range(geometry.num_experts)
-                for layer in range(len(store))
-            ]
-        )
+        known = experts_in_memory(store)
+        self._first = known[0]  # of the first layer
+        pairs = [
+            (place, layer, e) for layer, some in enumerate(known) for place, e in enumerate(some)
+        ]
+        self._copies = itertools.cycle([(layer, expert) for _, layer, expert in sorted(pairs)])
         for place, image in enumerate(self._held):
-            copy_image(store, 0, place % geometry.num_experts, image)
+            copy_image(store, 0, self._first[place % len(self._first)], image)
 
     def gpu_table(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Return the seconds of one more expert, by token count."""
@@ -146,10 +151,10 @@ class _Bench:
 
     def _batch(self, num_experts: int, num_tokens: int, where: torch.device) -> ExpertBatch:
         """Return a batch in which every expert has every token."""
-        host = self._store[0]
-        index = torch.arange(num_experts, device="cpu").expand(num_tokens, num_experts).contiguous()
+        host, chosen = self._store[0], self._first[:num_experts]
+        index = torch.tensor([list(chosen)] * num_tokens, device="cpu")
         routing = Routing(index, host.arrivals.num_experts)
-        call = LayerCall(host, self._experts.functions, routing, range(num_experts))
+        call = LayerCall(host, self._experts.functions, routing, chosen)
         hidden = self._experts.hidden(num_tokens, where)
         rows = torch.empty(num_tokens * num_experts, self._experts.hidden_size, device=where)
         return call.batch(0, num_experts, CallSide(hidden, rows))

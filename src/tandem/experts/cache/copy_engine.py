@@ -114,6 +114,6 @@ class VirtualCopyEngine(CopyEngine):
 
 def copy_image(store: HostStore, layer: int, expert: int, memory: Tensor) -> None:
     """Copy one expert whole; to a GPU, on the current stream and without waiting."""
-    with store[layer].held(expert) as extents:
+    with store[layer].hold(expert) as extents:
         for offset, data in extents:
             memory[offset : offset + len(data)].copy_(data, non_blocking=True)

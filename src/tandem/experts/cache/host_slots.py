@@ -16,6 +16,7 @@ from tandem.core.units import format_bytes
 from tandem.experts.cache.policy_tables import next_use_tables, prediction_tables
 from tandem.experts.store.layer_slots import LayerSlots
 from tandem.experts.store.packed_layer import PackedLayer
+from tandem.experts.store.pinning import Pin, pin_slots
 from tandem.kernels import _native
 from tandem.kernels.memory import allocate_buffers
 from tandem.policy.plan import Geometry
@@ -126,6 +127,14 @@ class HostSlots:
     def fill(self) -> None:
         """Begin to read experts into free slots while nothing else is asked of the disk."""
         self.native.fill()
+
+    def pin(self, pin: Pin) -> None:
+        """Pin the slots' memory as far as that goes; it is not given back while they live.
+
+        Pages that a device reads by their addresses must not be replaced by others.
+        """
+        if pin_slots([self._transit, *self._memory], pin).num_bytes > 0:
+            self.native.pin()
 
     def statistics(self) -> SlotStatistics:
         """Return what has been read and found since the load."""

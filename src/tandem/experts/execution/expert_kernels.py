@@ -119,8 +119,8 @@ class ExpertKernels:
             self._run_at([first + expert * stride for expert in batch.experts], batch)
         else:
             for one in batch.by_expert():
-                with layer.slots.held_address(one.experts[0]) as address:
-                    self._run_at([address], one)
+                with layer.hold(one.experts[0]) as (extent,):
+                    self._run_at([extent.data.data_ptr()], one)
 
     def _run_at(self, addresses: Sequence[int], batch: ExpertBatch) -> None:
         """Compute packed experts that lie at addresses, with an activation in torch."""

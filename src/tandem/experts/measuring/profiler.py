@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
@@ -21,6 +21,7 @@ from tandem.experts.execution.routing import Routing
 from tandem.experts.execution.row_memory import RowMemory
 from tandem.experts.store.host_memory import total_bytes
 from tandem.experts.store.host_store import HostStore
+from tandem.experts.store.packed_layer import PackedLayer
 from tandem.kernels.cpu import detect_cpu
 from tandem.policy.cost import HardwareProfile, ShapeCosts, interpolate
 from tandem.policy.plan import Geometry
@@ -53,6 +54,17 @@ class MeasuredExperts:
     def hidden(self, num_tokens: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """Return a random state of the model: (num_tokens, hidden_size)."""
         return torch.randn(num_tokens, self.hidden_size, device=device).to(self.dtype)
+
+
+def experts_in_memory(store: HostStore) -> list[Sequence[int]]:
+    """Return each layer's experts that no disk is waited for; all, where these are too few."""
+    found: list[Sequence[int]] = []
+    for layer in store:
+        every = range(layer.arrivals.num_experts)
+        slots = layer.slots if isinstance(layer, PackedLayer) else None
+        held = every if slots is None else slots.resident()
+        found.append(held if len(held) >= min(EXPERTS_AT_ONCE, len(every)) else every)
+    return found
 
 
 def measure_profile(
@@ -177,21 +189,23 @@ class _Bench:
 
     def __init__(self, experts: MeasuredExperts) -> None:
         self._experts, self._store = experts, experts.store
-        self._turns = self._next_experts()
+        self._known = experts_in_memory(self._store)
+        self._turns = itertools.cycle(
+            [
+                (layer, place)
+                for layer, known in enumerate(self._known)
+                for place in range(len(known))
+            ]
+        )
         self._rows = RowMemory()
-
-    def _next_experts(self) -> Iterator[tuple[int, int]]:
-        num_experts = self._experts.geometry.num_experts
-        pairs = itertools.product(range(len(self._store)), range(num_experts))
-        yield from itertools.cycle(list(pairs))
 
     def _batch_seconds(self, num_experts: int, num_tokens: int) -> float:
         """Time one batch of experts with so many tokens each."""
         layer, first = next(self._turns)
         for _ in range(num_experts - 1):
             next(self._turns)
-        total = self._experts.geometry.num_experts
-        experts = [(first + i) % total for i in range(num_experts)]
+        total, known = self._experts.geometry.num_experts, self._known[layer]
+        experts = [known[(first + i) % len(known)] for i in range(num_experts)]
         index = torch.tensor([experts] * num_tokens, device="cpu")
         hidden = self._experts.hidden(num_tokens)
         routing = Routing(index, total)
@@ -247,7 +261,7 @@ class _Bench:
         )
 
     def _copy_seconds(self, memory: torch.Tensor) -> float:
-        layer, expert = next(self._turns)
+        layer, place = next(self._turns)
         begin = time.perf_counter()
-        copy_image(self._store, layer, expert, memory)
+        copy_image(self._store, layer, self._known[layer][place], memory)
         return time.perf_counter() - begin

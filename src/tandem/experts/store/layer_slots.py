@@ -1,13 +1,11 @@
 """Where a layer whose experts lie on the disk is read from: slots in memory, or the disk now."""
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from tandem.experts.store.held_expert import Extent, HeldExpert
 from tandem.kernels import _native
 
 
@@ -20,21 +18,22 @@ class LayerSlots:
     """The layer's, among those that have slots."""
     expert_bytes: int
 
-    @contextmanager
-    def held(self, expert: int) -> Iterator[Tensor]:
-        """Return an expert's bytes, which stay inside; raises as `held_address`."""
-        with self.held_address(expert) as address:
-            memory = (ctypes.c_uint8 * self.expert_bytes).from_address(address)
-            yield torch.frombuffer(memory, dtype=torch.uint8)
+    def hold(self, expert: int) -> HeldExpert:
+        """Hold an expert where it is, or where it is read to; waits until there is room.
 
-    @contextmanager
-    def held_address(self, expert: int) -> Iterator[int]:
-        """Return where an expert's bytes are and stay inside; waits for the disk if they must come.
-
-        Raises `ModelError` if they cannot be read. A thread holds one at a time.
+        For a thread that holds no other, or lets go of the others without this one.
         """
-        address = self.native.hold(self.number, expert)
-        try:
-            yield address
-        finally:
-            self.native.let_go(self.number, expert, address)
+        return self._at(self.native.hold(self.number, expert))
+
+    def try_hold(self, expert: int) -> HeldExpert | None:
+        """Do the same without a wait; None: there is no room now."""
+        held = self.native.try_hold(self.number, expert)
+        return None if held is None else self._at(held)
+
+    def resident(self) -> list[int]:
+        """Return the layer's experts that are in memory, ascending."""
+        return self.native.resident(self.number)
+
+    def _at(self, held: _native.HeldExpert) -> HeldExpert:
+        memory = (ctypes.c_uint8 * self.expert_bytes).from_address(held.address())
+        return HeldExpert([Extent(0, torch.frombuffer(memory, dtype=torch.uint8))], held)

@@ -6,15 +6,14 @@ of an expert's inputs is kept in `input_order`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from tandem.core.errors import ModelError
 from tandem.experts.store.arrivals import Arrivals
+from tandem.experts.store.held_expert import Extent, HeldExpert
 from tandem.experts.store.layer_slots import LayerSlots
-from tandem.experts.store.plain_layer import Extent
 from tandem.kernels.formats.blocks import CodedMatrix
 from tandem.kernels.formats.expert import (
     ExpertLayout,
@@ -211,14 +210,13 @@ class PackedLayer:
         """Return what a slot must receive to hold an expert: a packed one is its own image."""
         return [Extent(0, self.buffers[expert])]
 
-    @contextmanager
-    def held(self, expert: int) -> Iterator[list[Extent]]:
-        """Return `extents` that stay inside, wherever the expert is; raises `ModelError`."""
-        if self.slots is None:
-            yield self.extents(expert)
-            return
-        with self.slots.held(expert) as data:
-            yield [Extent(0, data)]
+    def hold(self, expert: int) -> HeldExpert:
+        """Return an expert's bytes, wherever it is; see `LayerSlots.hold`."""
+        return HeldExpert(self.extents(expert)) if self.slots is None else self.slots.hold(expert)
+
+    def try_hold(self, expert: int) -> HeldExpert | None:
+        """Do the same without a wait; None: there is no room in memory now."""
+        return self.hold(expert) if self.slots is None else self.slots.try_hold(expert)
 
     def weights_in(self, image: Tensor) -> ExpertWeights:
         """Return the values of the expert that a slot holds. Slow: unpacks."""

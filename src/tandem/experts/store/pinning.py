@@ -6,12 +6,13 @@ One rule for what is pinned where. A layer in memory of its own is pinned where 
 a mapped file (a packed checkpoint) is copied into memory of its own first, if so much of it is
 free: pages of a file cannot be pinned on every system, and where they can the system copies them
 too. So is a layer that the driver refuses where it lies, because its pages are not its alone. The
-first layer that cannot be pinned either way is the last one tried.
+first layer that cannot be pinned either way is the last one tried. Of experts on a disk the host
+slots are pinned, layer by layer; their memory stays with them then.
 """
 
 import mmap
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -70,13 +71,29 @@ def pin_store(
         if pinned < _stored_bytes(layer):
             why = _no_more_pinned()
             break
-    if why is not None:
+    return _told(Pinned(done, total, moved, why))
+
+
+def pin_slots(slabs: Sequence[Tensor], pin: Pin) -> Pinned:
+    """Pin the memory of host slots in order until some cannot be, and say loudly what is left."""
+    done = 0
+    for slab in slabs:
+        if slab.nbytes > 0 and not pin(slab):
+            break
+        done += slab.nbytes
+    total = sum(slab.nbytes for slab in slabs)
+    return _told(Pinned(done, total, why_not_all=None if done == total else _no_more_pinned()))
+
+
+def _told(pinned: Pinned) -> Pinned:
+    if pinned.why_not_all is not None:
         warnings.warn(
-            f"only {format_bytes(done)} of {format_bytes(total)} of experts could be pinned, and "
-            f"copies of the others are slower: {why}",
-            stacklevel=2,
+            f"only {format_bytes(pinned.num_bytes)} of {format_bytes(pinned.total_bytes)} of "
+            "experts could be pinned, and copies of the others are slower: "
+            f"{pinned.why_not_all}",
+            stacklevel=3,
         )
-    return Pinned(done, total, moved, why)
+    return pinned
 
 
 def _no_more_pinned() -> str:

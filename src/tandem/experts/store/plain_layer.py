@@ -1,24 +1,16 @@
 """A layer's experts as plain torch tensors (bf16, fp16, fp32): what the torch reference reads."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tandem.core.errors import ModelError
 from tandem.experts.store.arrivals import Arrivals, is_finite
+from tandem.experts.store.held_expert import Extent, HeldExpert
 from tandem.kernels.formats.weight_format import SECTION_ALIGNMENT_BYTES, aligned
 from tandem.kernels.reference import ExpertWeights
-
-
-class Extent(NamedTuple):
-    """Bytes of an expert in host memory that belong at `offset` of a slot."""
-
-    offset: int
-    data: Tensor  # uint8, contiguous
 
 
 class PlainLayer:
@@ -89,10 +81,11 @@ class PlainLayer:
             for name, tensor in self._tensors.items()
         ]
 
-    @contextmanager
-    def held(self, expert: int) -> Iterator[list[Extent]]:
-        """Return `extents`: they always stay."""
-        yield self.extents(expert)
+    def hold(self, expert: int) -> HeldExpert:
+        """Return an expert's bytes, which always stay."""
+        return HeldExpert(self.extents(expert))
+
+    try_hold = hold
 
     def weights_in(self, image: Tensor) -> ExpertWeights:
         """Return views of the tensors that a slot holds."""

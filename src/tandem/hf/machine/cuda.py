@@ -81,7 +81,10 @@ def device_parts(
     if gpu is not None:  # a twin runs steps in torch
         _compile_steps(observed, streams)
     try:
-        pin_store(observed.store, device.pin, is_mapped=find_mapped())
+        if observed.host_slots is not None:
+            observed.host_slots.pin(device.pin)
+        else:
+            pin_store(observed.store, device.pin, is_mapped=find_mapped())
         if options.profile is not None:
             profile = load_profile(options.profile)
         else:

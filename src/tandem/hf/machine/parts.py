@@ -7,6 +7,7 @@ from tandem.core.errors import UnsupportedModelError
 from tandem.core.units import parse_bandwidth
 from tandem.experts.cache.clock import Clock
 from tandem.experts.cache.expert_cache import EngineMaker, ExpertCache, Machine
+from tandem.experts.cache.host_slots import HostSlots
 from tandem.experts.cache.sizing import MemoryShare
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.captured_steps import CapturedSteps, captured_layers
@@ -40,6 +41,8 @@ class ObservedModel:
     threads: CpuThreads
     geometry: Geometry
     call: ExpertsCall
+    host_slots: HostSlots | None
+    """What holds a part of the experts in memory; None: all are."""
     runs_in_order: bool
     """Whether a token goes through all layers of the store, once each and in their order."""
 
@@ -123,6 +126,7 @@ def observe(model: PreTrainedModel, runtime: Runtime) -> ObservedModel:
     order = [call.layer for call in observer.calls]
     return ObservedModel(
         model, store, runtime.bound, runtime.options, runtime.threads, geometry, observer.calls[0],
+        runtime.host_slots,
         runs_in_order=order == list(range(len(store))),
     )  # fmt: skip
 

@@ -1,0 +1,52 @@
+"""An expert's bytes in host memory, which stay where they are while they are read or copied."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tandem.kernels import _native
+
+
+class Extent(NamedTuple):
+    """Bytes of an expert in host memory that belong at `offset` of a slot."""
+
+    offset: int
+    data: Tensor  # uint8, contiguous
+
+
+class HeldExpert:
+    """An expert that stays until `let_go`; `with` waits for its bytes first.
+
+    Without a host slot it lies in memory for good.
+    """
+
+    __slots__ = ("_slot", "extents")
+
+    def __init__(self, extents: list[Extent], slot: _native.HeldExpert | None = None) -> None:
+        """Hold what is at `extents`; from a disk it may still be on its way."""
+        self.extents, self._slot = extents, slot
+
+    def has_come(self) -> bool:
+        """Tell whether `wait` returns at once."""
+        return self._slot is None or self._slot.has_come()
+
+    def wait(self) -> None:
+        """Wait for the bytes; raises `ModelError` if they cannot be read."""
+        if self._slot is not None:
+            self._slot.wait()
+
+    def let_go(self) -> None:
+        """Give the slot back to the others; twice is no error."""
+        if self._slot is not None:
+            self._slot.let_go()
+
+    def __enter__(self) -> list[Extent]:
+        try:
+            self.wait()
+        except BaseException:
+            self.let_go()
+            raise
+        return self.extents
+
+    def __exit__(self, *error: object) -> None:
+        self.let_go()

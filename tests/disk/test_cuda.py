@@ -1,0 +1,156 @@
+"""Device `cuda` over memory over a disk, on its CPU twins: the bits of all experts in memory."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tandem
+from tandem.devices.cuda import copies
+from tandem.experts.cache.host_slots import HostSlots
+from tandem.experts.execution.executor import CpuExecutor
+from tandem.experts.execution.hybrid_executor import HybridExecutor
+from tandem.experts.store.host_store import HostStore
+from tandem.kernels.dense import CpuThreads
+from tandem.policy.settings import PlannerSettings
+from tests.architectures import build_tiny_model
+from tests.disk.loading import put_on_disk, slots_of, with_share
+from tests.disk.test_architectures import KINDS, outputs_of
+from tests.disk.twin_gpu import NativeKernels, twin_gpu
+from tests.experts.captured import TwinMachine, random_step
+from tests.experts.lazy_streams import LazyStreams
+from tests.experts.machines import FUNCTIONS, GEOMETRY, make_store, route
+from tests.experts.test_coordinator import check
+from tests.experts.test_cuda import SETTINGS, make_twin
+from tests.inside import runtime_in
+
+NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
+SHARES = [0.0, 0.4]
+
+
+def run(executor: HybridExecutor, streams: LazyStreams, in_memory: HostStore) -> bool:
+    """Run a prompt and steps; tell whether all results have the bits of the CPU's."""
+    alone = CpuExecutor(in_memory, CpuThreads(num_threads=1))
+    generator, pairs = torch.Generator().manual_seed(7), []
+    for step in range(12):
+        num_tokens = 12 if step == 0 else 3
+        executor.begin_step(list(range(num_tokens)), is_prefill=step == 0)
+        for layer in range(GEOMETRY.num_layers):
+            call = route(num_tokens, generator)
+            found = executor.execute(layer, *call, FUNCTIONS)
+            pairs.append((found, alone.execute(layer, *call, FUNCTIONS)))
+    streams.synchronize()
+    return all(torch.equal(found, expected) for found, expected in pairs)
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: f"{s.assignment}-{s.eviction}")
+def test_planned_copies_come_out_of_host_slots(
+    settings: PlannerSettings, share: float, tmp_path: Path
+) -> None:
+    for seed in range(3):
+        store, streams = make_store(), LazyStreams(seed)
+        slots = put_on_disk(store, tmp_path / "experts", share)
+        executor = make_twin(store, streams, 6, settings, kernels=NativeKernels())
+        assert run(executor, streams, make_store())
+        executor.close()
+        assert slots.statistics().read_bytes > 0
+
+
+def test_a_copy_that_is_not_held_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above could otherwise pass for want of other reads into the same memory."""
+    copy = copies.CudaCopyEngine._copy
+
+    def letting_go(self: Any, jobs: Any, stream: Any) -> None:
+        copy(self, jobs, stream)
+        for job in jobs:
+            job.let_go()
+
+    monkeypatch.setattr(copies.CudaCopyEngine, "_copy", letting_go)
+    found = set()
+    for seed in range(10):
+        store, streams = make_store(), LazyStreams(seed)
+        put_on_disk(store, tmp_path / "experts", 0.0)
+        executor = make_twin(store, streams, 6, SETTINGS[1], kernels=NativeKernels())
+        found.add(run(executor, streams, make_store()))
+    assert False in found
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_the_coordinators_copies_come_out_of_host_slots(share: float, tmp_path: Path) -> None:
+    store, in_memory, draw = make_store(), make_store(), random.Random(3)
+    slots = put_on_disk(store, tmp_path / "experts", share)
+    machine = TwinMachine(store, 2, num_slots=NUM_EXPERTS, most_delay=100)
+    generator = torch.Generator().manual_seed(0)
+    for key in draw.sample(range(NUM_EXPERTS), NUM_EXPERTS):
+        machine.copy(*divmod(key, GEOMETRY.num_experts), key)
+        check(machine, in_memory, random_step(2, generator))
+    machine.coordinator.drain_copies()
+    assert machine.coordinator.copy_error() == ""
+    for key, slot in enumerate(machine.slots):
+        layer, expert = divmod(key, GEOMETRY.num_experts)
+        (extent,) = in_memory[layer].extents(expert)
+        assert torch.equal(slot[: len(extent.data)], extent.data)
+    assert slots.statistics().read_bytes > 0
+    machine.close()
+
+
+def test_a_thread_may_hold_all_but_one_room_and_goes_on(tmp_path: Path) -> None:
+    store = make_store()
+    put_on_disk(store, tmp_path / "experts", 0.0)
+    held = [store[0].try_hold(expert) for expert in range(4)]
+    assert [one is None for one in held] == [False, False, False, True]
+    with store[1].hold(7) as (extent,):  # the last one
+        assert torch.equal(extent.data, make_store()[1].extents(7)[0].data)
+    for one in held[:3]:
+        assert one is not None
+        one.let_go()
+    assert store[0].try_hold(3) is not None
+
+
+def gpu_options(profile: str, directory: Path) -> dict[str, Any]:
+    return {
+        "device": "cuda", "gpu_memory": "32MB", "profile": profile, "threads": 1,
+        "cache_dir": str(directory / "cache"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_model_has_the_bits_of_memory(name: str, profile: str, tmp_path: Path) -> None:
+    build_tiny_model(name).save_pretrained(tmp_path / "plain")
+    packed = tandem.save(tandem.load(tmp_path / "plain", expert_dtype="int8"), tmp_path / "packed")
+    expected = outputs_of(tandem.load(packed))
+    with twin_gpu(LazyStreams(is_eager=True)) as streams:
+        model = with_share(packed, 0.4, **gpu_options(profile, tmp_path))
+        slots, executor = slots_of(model), runtime_in(model).executor
+        assert isinstance(executor, HybridExecutor)
+        assert streams.pinned_bytes == slots.num_bytes
+        for num_slots in (NUM_EXPERTS, 3, 0):
+            executor.resize(num_slots)
+            for found, right in zip(outputs_of(model), expected, strict=True):
+                assert torch.equal(found, right)
+        assert slots.statistics().misses > 0
+        runtime_in(model).close()
+        assert streams.pinned_bytes == 0
+
+
+@pytest.mark.parametrize("may_pin", [True, False])
+def test_pinned_slots_keep_their_memory(may_pin: bool, tmp_path: Path) -> None:
+    """A device would go on reading the pages that were given back."""
+    store, streams = make_store(), LazyStreams()
+    streams.may_pin = may_pin
+    slots: HostSlots = put_on_disk(store, tmp_path / "experts", 1.0)
+    if may_pin:
+        slots.pin(streams.pin)
+    else:
+        with pytest.warns(UserWarning, match=r"only 0 .* could be pinned.*ulimit -l"):
+            slots.pin(streams.pin)
+    slots.native.use_share(0.0)
+    executor = CpuExecutor(store, CpuThreads(num_threads=1))
+    for seed in range(2):
+        executor.execute(0, *route(40, torch.Generator().manual_seed(seed)), FUNCTIONS)
+    assert len(slots.native.resident(0)) == (GEOMETRY.num_experts if may_pin else 0)
