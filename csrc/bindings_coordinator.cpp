@@ -5,7 +5,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <tuple>
 
@@ -246,7 +245,8 @@ nb::list take_decided(StepCoordinator& self) {
 }
 
 void bind_steps(nb::module_& m) {
-  nb::exception<StepLost>(m, "StepLostError", PyExc_RuntimeError);
+  const auto lost = nb::exception<StepLost>(m, "StepLostError", PyExc_RuntimeError);
+  nb::exception<StepSlow>(m, "StepSlowError", lost);
   nb::class_<DriverLink>(m, "DriverLink")
       .def("__init__", [](DriverLink* self, const std::string& library, std::uint64_t table) {
         new (self) DriverLink{std::make_shared<Driver>(library), table};

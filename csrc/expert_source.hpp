@@ -17,12 +17,19 @@ struct ExpertUse {
   std::span<const std::int32_t> tokens;  // of each of them
   std::span<const std::int32_t> last;    // experts of the call's last token
   std::int64_t num_tokens;
+  double patience = 0.0;  // seconds that `next` waits; 0: as long as the source does for any use
 };
 
 // Says in one sentence what could not be read, and what to do.
 class DiskError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
+};
+
+// A use with a patience of its own has had to wait for longer; the read goes on.
+class DiskSlow : public DiskError {
+ public:
+  using DiskError::DiskError;
 };
 
 // An expert that stays where it is; without an address: there was no room for it.
@@ -44,7 +51,7 @@ class ExpertSource {
   virtual ~ExpertSource() = default;
   virtual void begin(const ExpertUse& use) = 0;
   // Experts that have come and were not handed out, at first those in memory; waits for one. None
-  // when all have been. Throws DiskError.
+  // when all have been. Throws DiskError, or DiskSlow.
   virtual std::span<const Arrived> next() = 0;
   virtual void end() noexcept = 0;
 

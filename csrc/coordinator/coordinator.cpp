@@ -17,6 +17,21 @@ constexpr int kSpins = 64;  // between two looks at the clock
 constexpr auto kWatchEvery = std::chrono::milliseconds(20);
 constexpr double kLongestLook = 0.1;  // seconds
 constexpr auto kLookEvery = std::chrono::microseconds(50);
+constexpr double kDiskPatience = 0.5;  // seconds that a device waits for a read
+
+// A use of a source, which ends behind all that is done about a layer.
+class SourceUse {
+ public:
+  explicit SourceUse(ExpertSource* source) : source_(source) {}
+  ~SourceUse() {
+    if (source_ != nullptr) source_->end();
+  }
+  SourceUse(const SourceUse&) = delete;
+  SourceUse& operator=(const SourceUse&) = delete;
+
+ private:
+  ExpertSource* source_;
+};
 
 std::string in_words(double patience) {
   std::string text = std::to_string(patience);
@@ -125,11 +140,11 @@ void Coordinator::finish_step(double patience) {
     seen = progress;
     last = now;
     if (!has_died_ && waited <= patience) continue;
-    const std::string reason =
-        has_died_ ? "the thread that answers the device has ended (" + death_ + ")"
-                  : what_is_missing(first_open(), patience);
+    const std::string reason = has_died_ ? death_ : what_is_missing(first_open(), patience);
+    const bool is_slow = has_died_ && is_slow_;
     is_lost_.store(true);
     letting_go_ = std::thread([this] { let_go(); });
+    if (is_slow) throw StepSlow(reason);
     throw StepLost(reason);
   }
 }
@@ -196,16 +211,24 @@ void Coordinator::loop() {
     const std::uint64_t step = wanted_step_;
     lock.unlock();
     std::string death;
+    bool is_slow = false;
     try {
       answer_step();
-    } catch (const std::exception& error) {
+    } catch (const DiskSlow& error) {
       death = error.what();
-      if (death.empty()) death = "an unknown error";
+      is_slow = true;
+    } catch (const DiskError& error) {
+      death = error.what();
+    } catch (const std::exception& error) {
+      const std::string why = error.what();
+      death = "the thread that answers the device has ended (" +
+              (why.empty() ? std::string("an unknown error") : why) + ")";
     }
     lock.lock();
     is_idle_ = true;
     if (!is_lost_.load() && death.empty()) finished_step_ = step;
     has_died_ = !death.empty();
+    is_slow_ = is_slow;
     death_ = death;
     changed_.notify_all();
     if (has_died_) {
@@ -246,30 +269,77 @@ bool Coordinator::wait_for_doorbell(std::int64_t layer) {
 void Coordinator::answer(std::int64_t layer) {
   const double rung = steady_seconds();
   const RoutedLayer& host = layers_[layer];
-  const MailboxLayout& layout = box_->layout();
   if (hook_) hook_(layer);
   if (answers_[layer].load() != kTaken) return;
-  const std::int32_t *choice = box_->choice(layer), *is_hit = box_->is_hit(layer);
-  addresses_.assign(layout.pairs(), nullptr);
-  bool has_misses = false;
-  for (std::int64_t i = 0; i < layout.pairs(); ++i) {
-    if (is_hit[i] != 0) continue;
-    has_misses = true;
-    if (choice[i] >= 0 && choice[i] < host.num_experts)
-      addresses_[i] = host.expert(choice[i]);
-    else  // published by mistake: nothing is read outside
-      std::fill_n(box_->results() + i * layout.hidden_size, layout.hidden_size, 0.0f);
-  }
-  std::int64_t num_computed = 0;
-  if (has_misses)
-    num_computed = experts_.run(host.layout, host.activation,
-                                {layout.num_rows, layout.top_k, addresses_.data(), layout.type,
-                                 box_->hidden(), box_->results()});
+  const bool has_misses = find_misses(layer, host.num_experts);
+  const bool is_asked = host.source != nullptr && !asked_.empty();
+  const SourceUse at_end(is_asked ? host.source : nullptr);
+  const std::int64_t num_computed = is_asked ? compute_coming(host) : compute(host);
   std::uint8_t taken = kTaken;
   if (!answers_[layer].compare_exchange_strong(taken, kClosed)) return;
   if (has_misses) store_release(box_->done(layer), 1u);
   note(layer, num_computed, rung);
   progress_.fetch_add(1);
+}
+
+// Tells whether a layer has misses; notes which experts they want.
+bool Coordinator::find_misses(std::int64_t layer, std::int64_t num_experts) {
+  const MailboxLayout& layout = box_->layout();
+  const std::int32_t *choice = box_->choice(layer), *is_hit = box_->is_hit(layer);
+  missed_.assign(layout.pairs(), -1);
+  bool has_misses = false;
+  for (std::int64_t i = 0; i < layout.pairs(); ++i) {
+    if (is_hit[i] != 0) continue;
+    has_misses = true;
+    if (choice[i] >= 0 && choice[i] < num_experts)
+      missed_[i] = choice[i];
+    else  // published by mistake: nothing is read outside
+      std::fill_n(box_->results() + i * layout.hidden_size, layout.hidden_size, 0.0f);
+  }
+  asked_.clear();
+  for (const std::int32_t expert : missed_)
+    if (expert >= 0) asked_.push_back(expert);
+  std::sort(asked_.begin(), asked_.end());
+  asked_.erase(std::unique(asked_.begin(), asked_.end()), asked_.end());
+  return has_misses;
+}
+
+std::int64_t Coordinator::compute(const RoutedLayer& host) {
+  if (asked_.empty()) return 0;
+  addresses_.assign(missed_.size(), nullptr);
+  for (std::size_t i = 0; i < missed_.size(); ++i)
+    if (missed_[i] >= 0) addresses_[i] = host.expert(missed_[i]);
+  const std::int64_t num_computed = compute_rows(host);
+  begun_ = experts_.begun();
+  return num_computed;
+}
+
+// Of a layer whose experts come from a disk, as they come. The caller ends the use.
+std::int64_t Coordinator::compute_coming(const RoutedLayer& host) {
+  tokens_.clear();
+  for (const std::int32_t expert : asked_)
+    tokens_.push_back(static_cast<std::int32_t>(std::count(missed_.begin(), missed_.end(), expert)));
+  host.source->begin(
+      {host.number, asked_, tokens_, {}, box_->layout().num_rows, kDiskPatience});
+  std::int64_t num_computed = 0;
+  for (auto arrived = host.source->next(); !arrived.empty(); arrived = host.source->next()) {
+    addresses_.assign(missed_.size(), nullptr);
+    for (const auto& [place, address] : arrived)
+      for (std::size_t i = 0; i < missed_.size(); ++i)
+        if (missed_[i] == asked_[place]) addresses_[i] = address;
+    const bool is_first = num_computed == 0;
+    num_computed += compute_rows(host);
+    if (is_first) begun_ = experts_.begun();
+  }
+  return num_computed;
+}
+
+// Computes the rows whose expert has an address.
+std::int64_t Coordinator::compute_rows(const RoutedLayer& host) {
+  const MailboxLayout& layout = box_->layout();
+  return experts_.run(host.layout, host.activation,
+                      {layout.num_rows, layout.top_k, addresses_.data(), layout.type,
+                       box_->hidden(), box_->results()});
 }
 
 void Coordinator::note(std::int64_t layer, std::int64_t num_computed, double rung) {
@@ -283,7 +353,7 @@ void Coordinator::note(std::int64_t layer, std::int64_t num_computed, double run
   record.weights.assign(weights, weights + pairs);
   record.num_computed = num_computed;
   record.rung = rung;
-  record.begun = num_computed > 0 ? experts_.begun() : rung;
+  record.begun = num_computed > 0 ? begun_ : rung;
   record.ended = num_computed > 0 ? experts_.ended() : rung;
   record.answered = steady_seconds();
   if (after_) after_->note(record);

@@ -2,6 +2,9 @@
 // the misses that each layer publishes, writes their results and lets the device go on. What may
 // cost time (decisions, learning, records) it does behind each answer, while the device computes.
 //
+// Of experts on a disk those in memory are computed first, the others as they come. A read that
+// takes too long loses the step (StepSlow): the caller may do it again without the device's graph.
+//
 // The thread never calls a driver, and takes no lock that another thread holds while it waits for
 // the device. The caller that waits for the step's end (`finish_step`) is the watchdog: where the
 // thread does not answer in time, the watchdog answers for it, with an error, so that the device
@@ -51,6 +54,12 @@ class StepLost : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// A step that waited too long for a disk: the same step may be done again.
+class StepSlow : public StepLost {
+ public:
+  using StepLost::StepLost;
+};
+
 // What is done about each layer behind its answer, on the answering thread. It may throw.
 class AfterAnswer {
  public:
@@ -85,9 +94,9 @@ class Coordinator {
   // Throws StepLost if the thread is still at a step that was lost, after `patience` seconds.
   void begin_step(std::int64_t mailbox, double patience);
 
-  // Returns when every layer has been answered and noted. Throws StepLost when nothing has happened
-  // for `patience` seconds; the device is then let go through the rest of the step, by a thread of
-  // its own, however late it comes.
+  // Returns when every layer has been answered and noted. Throws StepSlow, or StepLost when nothing
+  // has happened for `patience` seconds; the device is then let go through the rest of the step, by
+  // a thread of its own, however late it comes.
   void finish_step(double patience);
 
   // Gives up a step that the device will not go on with: nothing waits in it. Returns whether the
@@ -110,6 +119,10 @@ class Coordinator {
   void answer_step();
   bool wait_for_doorbell(std::int64_t layer);
   void answer(std::int64_t layer);
+  bool find_misses(std::int64_t layer, std::int64_t num_experts);
+  std::int64_t compute(const RoutedLayer& host);
+  std::int64_t compute_coming(const RoutedLayer& host);
+  std::int64_t compute_rows(const RoutedLayer& host);
   void note(std::int64_t layer, std::int64_t num_computed, double rung);
   void wait_until_idle(double patience);
   void let_go();
@@ -124,7 +137,11 @@ class Coordinator {
   std::deque<Owned> mailboxes_;
   std::unique_ptr<AfterAnswer> after_;
   std::function<void(std::int64_t)> hook_;
-  std::vector<const std::uint8_t*> addresses_;  // of the layer that is answered
+  // Of the layer that is answered, by row: the missed expert, -1: none, and where it lies.
+  std::vector<std::int32_t> missed_;
+  std::vector<const std::uint8_t*> addresses_;
+  std::vector<std::int32_t> asked_, tokens_;  // its experts that are asked for
+  double begun_ = 0.0;                        // when its first expert was computed
   std::vector<LayerRecord> records_;  // of all layers: their memory is used again
   std::size_t num_records_ = 0;
 
@@ -138,7 +155,7 @@ class Coordinator {
   std::mutex mutex_;  // of what follows; held for moments only
   std::condition_variable changed_;
   std::uint64_t wanted_step_ = 0, finished_step_ = 0;
-  bool is_closing_ = false, is_idle_ = true, has_died_ = false;
+  bool is_closing_ = false, is_idle_ = true, has_died_ = false, is_slow_ = false;
   std::string death_;
   std::thread thread_;
 };

@@ -80,12 +80,13 @@ void HostSlots::wait_for(ExpertHold& hold) {
   std::unique_lock lock(mutex_);
   Slot& slot = slot_of(hold);
   if (!slot.read.has_ended()) readers_.demand(slot.read);
+  const Moment last = end_of(patience_);
   while (true) {
     const std::uint32_t seen = readers_.ended();
     if (slot.read.state == DiskRead::State::kDone) return;
     if (slot.read.has_ended()) require_read(slot, hold.layer, hold.is_asked);
     lock.unlock();
-    require_arrival(layers_[hold.layer].path, seen);
+    if (!arrives(seen, last)) give_up(hold.layer);
     lock.lock();
   }
 }

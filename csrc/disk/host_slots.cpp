@@ -154,6 +154,7 @@ void HostSlots::begin(const ExpertUse& use) {
   experts_.assign(use.experts.begin(), use.experts.end());
   scores_ = note(use);
   layer_ = use.layer;
+  use_patience_ = use.patience;
   wanted_.assign(experts_.size(), {});
   Ids absent;
   for (std::size_t i = 0; i < experts_.size(); ++i) {
@@ -331,6 +332,7 @@ std::span<const HostSlots::Arrived> HostSlots::next() {
   std::unique_lock lock(mutex_);
   release_handed_out();
   arrived_.clear();
+  const Moment last = end_of(use_patience_ > 0.0 ? use_patience_ : patience_);
   while (true) {
     use_transit_slots();
     const std::uint32_t seen = readers_.ended();
@@ -351,24 +353,35 @@ std::span<const HostSlots::Arrived> HostSlots::next() {
     if (is_all || !arrived_.empty()) return arrived_;
     learn();
     lock.unlock();
-    require_arrival(layers_[layer_].path, seen);
+    if (!arrives(seen, last)) {
+      if (use_patience_ > 0.0) throw DiskSlow(layers_[layer_].path + " gave an expert too late");
+      give_up(layer_);
+    }
     lock.lock();
   }
 }
 
-// Waits until a read has ended since `seen`. Throws DiskError if the disk is silent.
-void HostSlots::require_arrival(const std::string& path, std::uint32_t seen) {
-  const auto begin = std::chrono::steady_clock::now();
-  const bool has_come = readers_.wait(seen, patience_);
+HostSlots::Moment HostSlots::end_of(double patience) const {
+  const std::chrono::duration<double> seconds(patience);
+  return std::chrono::steady_clock::now() +
+         std::chrono::duration_cast<std::chrono::steady_clock::duration>(seconds);
+}
+
+// Waits until a read has ended since `seen`; false: none has by then.
+bool HostSlots::arrives(std::uint32_t seen, Moment last) {
+  const Moment begin = std::chrono::steady_clock::now();
+  const std::chrono::duration<double> left = last - begin;
+  const bool has_come = left.count() > 0.0 && readers_.wait(seen, left.count());
   const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin;
-  {
-    const std::lock_guard lock(mutex_);
-    counts_.waited_seconds += waited.count();
-  }
-  if (!has_come)
-    throw DiskError(path + " gave no expert for " +
-                    std::to_string(static_cast<std::int64_t>(patience_)) +
-                    " seconds; check the disk, and ask again");
+  const std::lock_guard lock(mutex_);
+  counts_.waited_seconds += waited.count();
+  return has_come;
+}
+
+void HostSlots::give_up(std::int32_t layer) const {
+  throw DiskError(layers_[layer].path + " gave no expert for " +
+                  std::to_string(static_cast<std::int64_t>(patience_)) +
+                  " seconds; check the disk, and ask again");
 }
 
 // Of a failed read: an error if the one who waits has asked for it. One that was ahead, or of a request

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -112,7 +113,10 @@ class HostSlots final : public ExpertSource {
   Slot& slot_of(const ExpertHold& hold);
   static void leave(Slot& slot);
   void require_read(Slot& slot, std::int32_t layer, bool& is_asked);
-  void require_arrival(const std::string& path, std::uint32_t seen);
+  using Moment = std::chrono::steady_clock::time_point;
+  Moment end_of(double patience) const;
+  bool arrives(std::uint32_t seen, Moment last);
+  [[noreturn]] void give_up(std::int32_t layer) const;
   Scores note(const ExpertUse& use);
   Slot* find(std::int32_t layer, std::int32_t expert, std::deque<Slot>& others);
   bool is_resident(const Slot& slot) const;
@@ -139,6 +143,7 @@ class HostSlots final : public ExpertSource {
   std::int32_t layer_ = -1;  // of the present use, or the last one
   bool is_prompt_ = false, has_learned_ = true;
   std::int32_t batch_ = 1;  // tokens of a decode step
+  double use_patience_ = 0.0;  // of the present use
   Ids experts_, above_, ahead_;  // in use; of the layer above; to read ahead, the first one last
   std::vector<Wanted> wanted_;  // by place
   std::vector<Arrived> arrived_;

@@ -6,6 +6,7 @@ the real one, and experts move by calls of a driver without a GPU.
 
 import ctypes
 import dataclasses
+import errno
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,6 +43,7 @@ from tandem.kernels.reference import expert_ffn
 from tandem.trace import RoutingTrace, TraceMeta
 from tests.decode.twin_capture import TwinCapture
 from tests.decode.whole_pool import WholePool, cuda_pool, logits_of
+from tests.disk.loading import slots_of, with_share
 from tests.experts.driver_library import DriverLibrary
 from tests.experts.lazy_streams import LazyStreams
 from tests.experts.machines import make_machine
@@ -117,10 +119,13 @@ class NotedSteps(HandedSteps):
 
 @pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    name, dtype = getattr(request, "param", ("mixtral", "float32"))
+    name, dtype, *share = getattr(request, "param", ("mixtral", "float32"))
     directory = save_tiny_checkpoint(tmp_path_factory.mktemp("models") / name, name)
     # Both processors compute these experts alike.
-    return tandem.load(directory, dtype=dtype, expert_dtype="mxfp4")
+    model = tandem.load(directory, dtype=dtype, expert_dtype="mxfp4")
+    if not share:
+        return model
+    return with_share(tandem.save(model, directory / "packed"), *share, dtype=dtype)
 
 
 @pytest.fixture(scope="module")
@@ -325,6 +330,46 @@ def test_a_step_that_the_gpu_gave_up_is_never_used(
     for ours, theirs in zip(logits_of(rows, 1, TOKENS), expected, strict=True):
         assert_alike(ours, theirs)
     check_slots(executor)
+
+
+@pytest.mark.parametrize(
+    "model", [("mixtral", "float32", 0.0), ("qwen3_5_moe", "float32", 0.0)], indirect=True
+)
+def test_a_step_that_waits_too_long_for_a_disk_is_planned_instead(
+    model: Any, executor: HybridExecutor
+) -> None:
+    expected, slots = expected_of(model, prompts(1)), slots_of(model)
+    rows = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
+    executor.resize(executor.cache.geometry.top_k)  # the first layer alone needs all of them
+    found = [rows.prefill().clone()]
+    for place, token in enumerate(TOKENS):
+        is_slow = place == len(TOKENS) - 2
+        if is_slow:
+            assert rows.step.is_replaying, rows.step.why_not
+            slots.native.fail(0, 1, 2.0)
+        found.append(rows.decode([token]).clone())
+        slots.native.fail(0, 0, 0.0)
+        assert steps_of(executor)._is_entered != is_slow
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_alike(ours, theirs)
+    check_slots(executor)
+
+
+@pytest.mark.parametrize("model", [("mixtral", "float32", 0.3)], indirect=True)
+def test_a_failed_read_in_a_step_is_a_sentence_and_the_next_is_right(
+    model: Any, executor: HybridExecutor
+) -> None:
+    expected, slots = expected_of(model, prompts(1)), slots_of(model)
+    executor.resize(executor.cache.geometry.top_k)
+    rows = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
+    logits_of(rows, 1, TOKENS)
+    slots.native.fail(errno.EIO, 1, 0.0)
+    with pytest.raises(ExecutionError, match=r"Input/output error.* is lost, the model can"):
+        [rows.decode([token]) for token in range(40, 80)]
+    slots.native.fail(0, 0, 0.0)
+    rows = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
+    for ours, theirs in zip(logits_of(rows, 1, TOKENS), expected, strict=True):
+        assert_alike(ours, theirs)
 
 
 def test_what_cannot_be_captured_goes_the_way_of_segments_and_says_so(

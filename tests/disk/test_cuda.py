@@ -1,5 +1,6 @@
 """Device `cuda` over memory over a disk, on its CPU twins: the bits of all experts in memory."""
 
+import errno
 import random
 from pathlib import Path
 from typing import Any
@@ -8,21 +9,24 @@ import pytest
 import torch
 
 import tandem
+import tests.threaded  # noqa: F401  makes the device known
 from tandem.devices.cuda import copies
 from tandem.experts.cache.host_slots import HostSlots
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.store.host_store import HostStore
+from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 from tandem.policy.settings import PlannerSettings
 from tests.architectures import build_tiny_model
 from tests.disk.loading import put_on_disk, slots_of, with_share
 from tests.disk.test_architectures import KINDS, outputs_of
+from tests.disk.test_slots import CUT, DAMAGED
 from tests.disk.twin_gpu import NativeKernels, twin_gpu
 from tests.experts.captured import TwinMachine, random_step
 from tests.experts.lazy_streams import LazyStreams
 from tests.experts.machines import FUNCTIONS, GEOMETRY, make_store, route
-from tests.experts.test_coordinator import check
+from tests.experts.test_coordinator import check, expected
 from tests.experts.test_cuda import SETTINGS, make_twin
 from tests.inside import runtime_in
 
@@ -154,3 +158,86 @@ def test_pinned_slots_keep_their_memory(may_pin: bool, tmp_path: Path) -> None:
     for seed in range(2):
         executor.execute(0, *route(40, torch.Generator().manual_seed(seed)), FUNCTIONS)
     assert len(slots.native.resident(0)) == (GEOMETRY.num_experts if may_pin else 0)
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("num_rows", [1, 2, 8])
+def test_captured_steps_wait_for_the_disk(num_rows: int, share: float, tmp_path: Path) -> None:
+    store, in_memory = make_store(), make_store()
+    slots = put_on_disk(store, tmp_path / "experts", share)
+    slots.native.fail(0, 3, 0.01)  # some come later
+    machine = TwinMachine(store, num_rows, num_slots=4, most_delay=50)
+    for slot, key in enumerate((0, 5, 9, 12)):
+        machine.copy(*divmod(key, GEOMETRY.num_experts), slot)
+    generator = torch.Generator().manual_seed(num_rows)
+    for padding in (0.0, 0.0, 0.3, 0.0):
+        check(machine, in_memory, random_step(num_rows, generator, padding=padding))
+    records = machine.coordinator.records()
+    assert [record[4] > 0 for record in records] == [True] * GEOMETRY.num_layers
+    assert slots.statistics().misses > 0
+    machine.close()
+
+
+def test_a_read_that_takes_too_long_gives_a_captured_step_up(tmp_path: Path) -> None:
+    store, in_memory = make_store(), make_store()
+    slots = put_on_disk(store, tmp_path / "experts", 0.0)
+    machine, generator = TwinMachine(store, 1), torch.Generator().manual_seed(0)
+    slots.native.fail(0, 1, 3.0)
+    step = random_step(1, generator)
+    with pytest.raises(_native.StepSlowError, match="gave an expert too late"):
+        machine.run(step)
+    slots.native.fail(0, 0, 0.0)
+    for found, right in zip(expected(store, step), expected(in_memory, step), strict=True):
+        assert torch.equal(found, right)
+    for _ in range(3):
+        check(machine, in_memory, random_step(1, generator))
+    machine.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(CUT, "ends before"), (DAMAGED, "other bytes"), (errno.EIO, "Input/output error")],
+)
+def test_a_failed_read_loses_a_captured_step_in_a_sentence(
+    error: int, said: str, tmp_path: Path
+) -> None:
+    store, in_memory = make_store(), make_store()
+    slots = put_on_disk(store, tmp_path / "experts", 0.4)
+    machine, generator = TwinMachine(store, 1), torch.Generator().manual_seed(0)
+    slots.native.fail(error, 1, 0.0)
+    with pytest.raises(_native.StepLostError, match=said):
+        machine.run(random_step(1, generator))
+    slots.native.fail(0, 0, 0.0)
+    for _ in range(3):
+        check(machine, in_memory, random_step(1, generator))
+    machine.close()
+
+
+def test_a_failed_read_of_a_copy_is_said_and_its_step_is_right(tmp_path: Path) -> None:
+    store, in_memory = make_store(), make_store()
+    slots = put_on_disk(store, tmp_path / "experts", 0.0)
+    machine = TwinMachine(store, 1, num_slots=1)
+    slots.native.fail(errno.EIO, 1, 0.0)
+    machine.copy(0, 1, 0)
+    machine.coordinator.drain_copies()
+    assert "Input/output error" in machine.coordinator.copy_error()
+    slots.native.fail(0, 0, 0.0)
+    check(machine, in_memory, random_step(1, torch.Generator()))
+    machine.close()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_captured_steps_of_several_sequences_have_the_tokens_of_memory(
+    name: str, profile: str, tmp_path: Path
+) -> None:
+    build_tiny_model(name).save_pretrained(tmp_path / "plain")
+    packed = tandem.save(tandem.load(tmp_path / "plain", expert_dtype="int8"), tmp_path / "packed")
+    prompts = [[40 + i] * (3 + 20 * i) for i in range(3)]
+    options = {"device": "threaded", "gpu_memory": "300KB", "profile": profile}
+    model = with_share(packed, 0.4, **options)
+    found, expected = (
+        tandem.Generator(m).generate(prompts, max_new_tokens=12)
+        for m in (model, tandem.load(packed))
+    )
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert slots_of(model).statistics().misses > 0

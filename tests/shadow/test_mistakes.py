@@ -229,8 +229,8 @@ def test_a_graph_that_reads_what_was_given_back_is_found(gpu: ShadowGpu) -> None
         patch.setattr(
             graphs.CapturedStep,
             "__init__",
-            lambda self, segments, result, around, _: right(
-                self, segments, result, around, torch.Tensor
+            lambda self, segments, result, around, _, *more: right(
+                self, segments, result, around, torch.Tensor, *more
             ),
         )
         with pytest.raises(ShadowFaultError, match="memory that was given back"):

@@ -23,6 +23,7 @@ from tandem.devices.cuda.captures import Capture, Graph, on_capture_stream
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.executor import Executor, unheard
 from tandem.hf.opaque_calls import EXPERTS, Meeting, intercepted, opaque
+from tandem.kernels import _native
 from tandem.recording.recorded_graph import Fusing, RecordedGraph
 from tandem.recording.recorder import NotRecordableError, Recorder
 from tandem.recording.replay import ReplayedStep
@@ -31,6 +32,7 @@ from tandem.recording.replay import ReplayedStep
 # change.
 TOLERANCES = {torch.float32: 1e-2, torch.bfloat16: 0.1, torch.float16: 0.05}
 
+_DRY_RUNS = 3
 
 # Of an executor: layer, hidden, choice, weights and the model's functions.
 ExpertsArguments = tuple[int, Tensor, Tensor, Tensor, ExpertFunctions]
@@ -43,6 +45,9 @@ class GraphBreak(NamedTuple):
     args: ExpertsArguments
     result: Tensor
 
+
+Save = Callable[[], Callable[[], None]]
+"""Notes what a step changes and returns what puts it back."""
 
 # Returns a router's choice (n_tokens, top_k) with padding for the rows that have no token.
 Pad = Callable[[Tensor], Tensor]
@@ -176,14 +181,17 @@ class CapturedStep:
         result: Tensor,
         around: Callable[[], AbstractContextManager[None]],
         captured: Callable[[], Tensor],
+        plain: Callable[[], Tensor],
+        save: Save,
     ) -> None:
         """Take segments with what comes after each, and the tensor that the last one writes.
 
         Every run is inside `around`. `captured` is kept: it holds tensors that the segments read,
-        such as weights in fp32, and a graph itself keeps no memory but its own.
+        such as weights in fp32, and a graph itself keeps no memory but its own. Where a run waits
+        too long for a disk, `plain` does the step instead, after what `save` has returned.
         """
         self._segments, self._result, self._around = segments, result, around
-        self._captured = captured
+        self._captured, self._plain, self._save = captured, plain, save
 
     @property
     def num_segments(self) -> int:
@@ -192,11 +200,16 @@ class CapturedStep:
 
     def run(self) -> Tensor:
         """Queue the step once more; return its result, valid until the next call."""
-        with self._around():
-            for graph, call in self._segments:
-                graph.replay()
-                if call is not None:
-                    call.result.copy_(call.function(*call.args))
+        go_back = self._save()
+        try:
+            with self._around():
+                for graph, call in self._segments:
+                    graph.replay()
+                    if call is not None:
+                        call.result.copy_(call.function(*call.args))
+        except _native.StepSlowError:
+            go_back()
+            return self._plain()
         return self._result
 
 
@@ -210,7 +223,7 @@ def new_graphed_step(
     executor: Executor | None = None,
     make_room: Callable[[], bool] = lambda: False,
     deferring: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-    save: Callable[[], Callable[[], None]] = lambda: lambda: None,
+    save: Save = lambda: lambda: None,
     record_first: Callable[[], Callable[[], Tensor]] | None = None,
     is_like_trusted: bool = False,
     why_not: str | None = None,
@@ -233,7 +246,9 @@ def new_graphed_step(
         capture = partial(_captured, make_capture=make_capture, layers=layers, pad=pad)
         segments, result, captured = _shortest(step, record_first, capture)
         around = deferring if layers is None else layers.around
-        return CapturedStep(segments, result, around, captured)
+        may_repeat = executor is not None and executor.reads_disk
+        saves: Save = save if may_repeat else lambda: lambda: None
+        return CapturedStep(segments, result, around, captured, plain, saves)
 
     def capture_one_way() -> CapturedStep:
         layers = find_layers()
@@ -288,6 +303,22 @@ def _shortest(
     return capture(step)
 
 
+def _run_dry(
+    step: Callable[[], Tensor], capture: Capture, layers: GraphLayers | None, pad: Pad
+) -> None:
+    """Run a step as it will be captured, again where it waited too long for a disk."""
+    for left in reversed(range(_DRY_RUNS)):
+        around = contextlib.nullcontext() if layers is None else layers.around()
+        dry_run = intercepted(_DryRun(capture, layers, pad))
+        try:
+            with around, dry_run, capture.waits(allowed=False):
+                step()
+            return
+        except _native.StepSlowError:
+            if not left:
+                raise
+
+
 def _captured(
     step: Callable[[], Tensor],
     make_capture: Callable[[], Capture],
@@ -299,10 +330,7 @@ def _captured(
     It runs once before, which makes what is made lazily: masks, compiled kernels, workspaces.
     """
     capture = make_capture()
-    dry_run = intercepted(_DryRun(capture, layers, pad))
-    around = contextlib.nullcontext() if layers is None else layers.around()
-    with around, dry_run, capture.waits(allowed=False):
-        step()
+    _run_dry(step, capture, layers, pad)
     breaker = _GraphBreaker(capture, layers, pad)
     with on_capture_stream(capture), intercepted(breaker):
         try:

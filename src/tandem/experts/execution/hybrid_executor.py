@@ -32,6 +32,7 @@ from tandem.experts.execution.layer_call import LayerCall
 from tandem.experts.execution.routing import Routing
 from tandem.experts.store.host_store import HostLayer
 from tandem.experts.tracing.events import LayerExecuted
+from tandem.kernels import _native
 from tandem.policy.plan import Copy, Hint, LayerLoad, LayerPlan
 
 
@@ -91,7 +92,10 @@ class HybridExecutor(Executor):
 
     @contextlib.contextmanager
     def captured_step(self, begin: Callable[[], None]) -> Iterator[None]:
-        """Begin a captured step; inside, a graph that hands its layers over is launched."""
+        """Begin a captured step; inside, a graph that hands its layers over is launched.
+
+        Raises `StepSlowError` for one that waited too long for a disk: it may be done again.
+        """
         assert self.captured is not None
         with self._turn:
             self._announced, self._last_layer = None, len(self.store)
@@ -107,6 +111,10 @@ class HybridExecutor(Executor):
         try:
             yield
         except (DeviceLostError, torch.OutOfMemoryError):
+            raise
+        except _native.StepSlowError:
+            assert self.captured is not None
+            self.captured.abort()
             raise
         except RuntimeError as error:
             self._recover(shrink=False)
