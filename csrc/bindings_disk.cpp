@@ -117,6 +117,7 @@ void bind_disk(nb::module_& m) {
       .def_ro("misses", &HostSlots::Counts::misses)
       .def_ro("ahead", &HostSlots::Counts::ahead)
       .def_ro("predicted", &HostSlots::Counts::predicted)
+      .def_ro("kept", &HostSlots::Counts::kept)
       .def_ro("read_bytes", &HostSlots::Counts::read_bytes)
       .def_ro("waited_seconds", &HostSlots::Counts::waited_seconds);
   nb::class_<HeldExpert>(m, "HeldExpert")
@@ -130,6 +131,11 @@ void bind_disk(nb::module_& m) {
              require_held(self);
              const nb::gil_scoped_release release;
              self.wait();
+           })
+      .def("keep",
+           [](HeldExpert& self) {
+             require_held(self);
+             self.keep();
            })
       .def("let_go", &HeldExpert::let_go);
   nb::class_<HostSlots>(m, "HostSlots")
@@ -146,6 +152,18 @@ void bind_disk(nb::module_& m) {
              return hold(self, layer, expert, false);
            },
            nb::keep_alive<0, 1>())
+      .def("take_back",
+           [](HostSlots& self, std::int32_t layer, std::int32_t expert) -> std::optional<HeldExpert> {
+             require(self.has_expert(layer, expert), "an expert of these slots");
+             HeldExpert held(self, self.take_back(layer, expert));
+             return held ? std::optional(std::move(held)) : std::nullopt;
+           },
+           nb::keep_alive<0, 1>())
+      .def("note_on_device",
+           [](HostSlots& self, const nb::bytes& states) {
+             require(self.takes_states(states.size()), "a state for each expert");
+             self.note_on_device(static_cast<const std::uint8_t*>(states.data()));
+           })
       .def("pin", &HostSlots::pin)
       .def("fill", &HostSlots::fill)
       .def("use_share",

@@ -60,6 +60,11 @@ class ExpertSource {
   virtual bool has_come(const ExpertHold& hold) = 0;
   virtual void wait_for(ExpertHold& hold) = 0;
   virtual void let_go(const ExpertHold& hold) noexcept = 0;
+
+  // Room for an expert that leaves a device, if it is worth keeping: none of its bytes have come.
+  // `keep` takes it once they have; what is only let go of is forgotten.
+  virtual ExpertHold take_back(std::int32_t layer, std::int32_t expert) = 0;
+  virtual void keep(const ExpertHold& hold) noexcept = 0;
 };
 
 // An expert that stays where it is until this is gone, for copies to a device. Its read has begun.
@@ -69,7 +74,8 @@ class HeldExpert {
   // With `waits` it waits until there is room, for a thread that lets go of what it holds without
   // this one; else it holds nothing where there is none.
   HeldExpert(ExpertSource& source, std::int32_t layer, std::int32_t expert, bool waits)
-      : source_(&source), hold_(source.hold(layer, expert, waits)) {}
+      : HeldExpert(source, source.hold(layer, expert, waits)) {}
+  HeldExpert(ExpertSource& source, const ExpertHold& hold) : source_(&source), hold_(hold) {}
   HeldExpert(HeldExpert&& other) noexcept
       : source_(other.source_), hold_(std::exchange(other.hold_, {})) {}
   HeldExpert& operator=(HeldExpert&& other) noexcept {
@@ -81,8 +87,14 @@ class HeldExpert {
 
   explicit operator bool() const { return hold_.address != nullptr; }
   const std::uint8_t* address() const { return hold_.address; }
+  // Of what is taken back: where its bytes go.
+  std::uint8_t* room() const { return const_cast<std::uint8_t*>(hold_.address); }
   bool has_come() const { return source_->has_come(hold_); }
   void wait() { source_->wait_for(hold_); }  // for its bytes; throws DiskError
+  void keep() noexcept {  // of what is taken back: its bytes have come
+    source_->keep(hold_);
+    let_go();
+  }
   void let_go() noexcept {
     if (hold_.address != nullptr) source_->let_go(hold_);
     hold_ = {};

@@ -15,6 +15,9 @@ class CopyEngine {
   // Queues a copy of a part of an expert.
   virtual void copy(std::uint8_t* to, const std::uint8_t* from, std::int64_t bytes) = 0;
 
+  // Queues a copy of a part of an expert from a device.
+  virtual void copy_back(std::uint8_t* to, const std::uint8_t* from, std::int64_t bytes) = 0;
+
   // Queues: a device that has a table of its own learns that the expert lies here, if it can be
   // told while a step runs. The host's table says so once all of it has happened.
   virtual void publish(std::int64_t key, std::int64_t address) = 0;
@@ -36,6 +39,9 @@ class HostCopyEngine : public CopyEngine {
   void copy(std::uint8_t* to, const std::uint8_t* from, std::int64_t bytes) override {
     if (before_) before_();
     std::memcpy(to, from, static_cast<std::size_t>(bytes));
+  }
+  void copy_back(std::uint8_t* to, const std::uint8_t* from, std::int64_t bytes) override {
+    copy(to, from, bytes);
   }
   void publish(std::int64_t, std::int64_t) override {
     if (before_) before_();

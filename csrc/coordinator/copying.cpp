@@ -134,6 +134,7 @@ void CopyingThread::carry_out(Job job) {
     job.held.wait();
     from = job.held.address();
   }
+  HeldExpert back = take_back(copy);
   std::uint8_t* to = slots_[copy.slot];
   const double begin = steady_seconds();
   for (std::int64_t at = 0; at < layer.expert_bytes; at += kChunkBytes) {
@@ -144,12 +145,25 @@ void CopyingThread::carry_out(Job job) {
   const auto address = reinterpret_cast<std::int64_t>(to);
   wait_for(kMostQueued - 1);
   engine_->publish(key, address);
-  queued_.push_back({copy, engine_->num_queued(), std::move(job.held)});
+  queued_.push_back({copy, engine_->num_queued(), std::move(job.held), std::move(back)});
   if (bytes_per_second_ > 0.0) {
     engine_->wait(0);
     keep_pace(layer.expert_bytes, begin);
   }
   wait_for(kMostQueued - 1);
+}
+
+// Queues the copy of a slot's old content into a host slot that keeps it; empty: none does.
+HeldExpert CopyingThread::take_back(const SlotCopy& copy) {
+  const RoutedLayer& layer = layers_[copy.layer];
+  if (layer.source == nullptr || copy.victim == kNobody) return {};
+  HeldExpert back(*layer.source, layer.source->take_back(layer.number, copy.victim));
+  const std::uint8_t* from = slots_[copy.slot];
+  for (std::int64_t at = 0; back && at < layer.expert_bytes; at += kChunkBytes) {
+    wait_for(kMostQueued - 1);
+    engine_->copy_back(back.room() + at, from + at, std::min(kChunkBytes, layer.expert_bytes - at));
+  }
+  return back;
 }
 
 // Behind an error, once nothing is read from there.
@@ -166,6 +180,7 @@ void CopyingThread::wait_for(std::int64_t most_left) {
   engine_->wait(most_left);
   while (!queued_.empty() && queued_.front().num_before <= engine_->num_happened()) {
     const SlotCopy copy = queued_.front().copy;
+    if (queued_.front().back) queued_.front().back.keep();
     queued_.pop_front();
     store_release(entries_ + copy.layer * num_experts_ + copy.expert,
                   reinterpret_cast<std::int64_t>(slots_[copy.slot]));

@@ -5,6 +5,7 @@
 //        a disk the newcomer is held where it lies, until its copy has happened
 //     -> take_cleared      ahead of the next launch: the entries are cleared on the launch's stream
 //     -> begin_step        that launch's first doorbell: no kernel reads the slot any more
+//     -> of experts on a disk the victim goes back into a host slot, if it is worth that
 //     -> the copy, part by part, then its entry in a table of the device, if it has one that can be
 //        written while a step runs, on one stream; once they are seen to have happened its entry in
 //        the host's table, which is copied to the device ahead of each launch: a late entry is a
@@ -72,11 +73,12 @@ class CopyingThread {
   struct Queued {
     SlotCopy copy;
     std::int64_t num_before;  // operations up to its last one
-    HeldExpert held;
+    HeldExpert held, back;    // what is copied, and room for what was in the slot
   };
 
   void loop();
   HeldExpert held(const SlotCopy& copy, bool waits) const;
+  HeldExpert take_back(const SlotCopy& copy);
   void carry_out(Job job);
   void let_all_go() noexcept;
   void wait_for(std::int64_t most_left);

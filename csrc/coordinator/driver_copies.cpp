@@ -30,6 +30,7 @@ Driver::Driver(const std::string& library) : library_(dlopen(library.c_str(), RT
   find(event_record, "cuEventRecord");
   find(event_synchronize, "cuEventSynchronize");
   find(copy_to_device, "cuMemcpyHtoDAsync");
+  find(copy_to_host, "cuMemcpyDtoHAsync");
   find(write_value, "cuStreamWriteValue64", false);
   int (*get_current)(Handle*) = nullptr;
   find(get_current, "cuCtxGetCurrent");
@@ -80,6 +81,14 @@ void DriverCopyEngine::copy(std::uint8_t* to, const std::uint8_t* from, std::int
   driver_->require(driver_->copy_to_device(reinterpret_cast<Driver::Address>(to), from,
                                            static_cast<std::size_t>(bytes), stream_),
                    "cuMemcpyHtoDAsync");
+  note_queued();
+}
+
+void DriverCopyEngine::copy_back(std::uint8_t* to, const std::uint8_t* from, std::int64_t bytes) {
+  enter();
+  driver_->require(driver_->copy_to_host(to, reinterpret_cast<Driver::Address>(from),
+                                         static_cast<std::size_t>(bytes), stream_),
+                   "cuMemcpyDtoHAsync");
   note_queued();
 }
 

@@ -32,6 +32,7 @@ class Driver {
   int (*event_record)(Handle, Handle stream);
   int (*event_synchronize)(Handle);
   int (*copy_to_device)(Address, const void*, std::size_t, Handle stream);
+  int (*copy_to_host)(void*, Address, std::size_t, Handle stream);
   int (*write_value)(Handle stream, Address, std::uint64_t, unsigned flags);  // may be null
 
   Handle context() const { return context_; }
@@ -57,6 +58,7 @@ class DriverCopyEngine : public CopyEngine {
   DriverCopyEngine& operator=(const DriverCopyEngine&) = delete;
 
   void copy(std::uint8_t* to, const std::uint8_t* from, std::int64_t bytes) override;
+  void copy_back(std::uint8_t* to, const std::uint8_t* from, std::int64_t bytes) override;
   void publish(std::int64_t key, std::int64_t address) override;
   void wait(std::int64_t most_left) override;
   std::int64_t num_queued() const override { return num_queued_; }

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
+#include <utility>
 
 #include "disk/host_slots.hpp"
 
@@ -95,9 +96,54 @@ void HostSlots::let_go(const ExpertHold& hold) noexcept {
   {
     const std::lock_guard lock(mutex_);
     Slot& slot = slot_of(hold);
-    if (--slot.num_holders == 0 && slot.is_passed) leave(slot);
+    if (--slot.num_holders == 0 && (slot.is_passed || slot.is_coming_back)) leave(slot);
+    slot.is_coming_back = false;
   }
   is_let_go_.notify_all();
+}
+
+// How an expert that leaves the device gets a slot here; nothing: it does not.
+Admitted HostSlots::admitted_back(std::int32_t layer, std::int32_t expert) const {
+  if (resident_.slot_of[layer * resident_.num_experts + expert] >= 0) return {};
+  Scores scores = scores_of(layer);
+  const SuccessorTable* table = layers_[layer].table;
+  scores[expert] = table == nullptr ? last_use_[layer][expert] : table->values()[expert];
+  const LoneLayer now{{},
+                      resident_.state.data() + layer * resident_.num_experts,
+                      scores.data(),
+                      resident_.members[layer],
+                      static_cast<std::int64_t>(resident_.free[layer].size()),
+                      0.0, 0.0, 0.0, 0.0};
+  return admit(now, {expert});
+}
+
+ExpertHold HostSlots::take_back(std::int32_t layer, std::int32_t expert) {
+  const std::lock_guard lock(mutex_);
+  settle(layer);
+  if (!has_one_size_ || find(layer, expert, held_) != nullptr) return {};
+  if (admitted_back(layer, expert).empty()) return {};
+  Slot* room = free_room(false);
+  if (room == nullptr) return {};
+  describe(*room, layer, expert);
+  room->is_coming_back = true;
+  room->num_holders = 1;
+  return {layer, expert, room->read.data(), false};
+}
+
+// It takes the place of the one with the lowest score, if it still may.
+void HostSlots::keep(const ExpertHold& hold) noexcept {
+  const std::lock_guard lock(mutex_);
+  Slot& room = slot_of(hold);
+  room.is_coming_back = false;
+  room.read.state = DiskRead::State::kDone;
+  settle(hold.layer);
+  for (const auto& [expert, victim] : admitted_back(hold.layer, hold.expert)) {
+    if (victim != kNobody) resident_.remove(hold.layer, victim);
+    Slot& slot = slots_[hold.layer][resident_.insert(hold.layer, expert)];
+    slot.trade(room);
+    slot.num_holders = std::exchange(room.num_holders, 0);
+    ++counts_.kept;
+  }
 }
 
 }  // namespace tandem

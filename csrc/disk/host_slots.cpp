@@ -11,12 +11,6 @@
 namespace tandem {
 namespace {
 
-// A use of more tokens is a prompt's: it reads nearly all experts of each layer, and the next layer's
-// are read ahead.
-constexpr std::int64_t kMostStepTokens = 32;
-// As tandem.policy.eviction.next_use: a prompt counts as at most so many steps of one token.
-constexpr std::int64_t kPromptTokens = 16;
-
 constexpr std::int64_t whole_pages(std::int64_t bytes) {
   return (bytes + kDiskPage - 1) / kDiskPage * kDiskPage;
 }
@@ -53,6 +47,7 @@ HostSlots::HostSlots(std::vector<Layer> layers, const Options& options)
                std::vector<std::int32_t>(num_layers * most_experts, -1),
                std::vector<Ids>(num_layers),
                std::vector<Ids>(num_layers)};
+  on_device_.assign(num_layers * most_experts, kEmpty);
   last_use_.assign(num_layers, Scores(most_experts, 0));
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     for (std::int64_t s = 0; s < layers_[i].num_slots; ++s)
@@ -107,38 +102,12 @@ void HostSlots::leave(Slot& slot) {
   if (!slot.is_passed) slot.layer = -1;
 }
 
-// Gives the eviction what is in use; returns its score of each expert.
-Scores HostSlots::note(const ExpertUse& use) {
-  if (use.layer <= layer_) {
-    ++step_;
-    above_.clear();
-  }
-  is_prompt_ = use.num_tokens > kMostStepTokens;
-  SuccessorTable* table = layers_[use.layer].table;
-  const Ids in_use(is_prompt_ ? use.last.begin() : use.experts.begin(),
-                   is_prompt_ ? use.last.end() : use.experts.end());
-  if (table == nullptr) {
-    for (const std::int32_t expert : use.experts) last_use_[use.layer][expert] = step_;
-    return last_use_[use.layer];
-  }
-  std::int64_t divisor = 1;
-  if (is_prompt_)
-    divisor = std::max<std::int64_t>(batch_, use.num_tokens / kPromptTokens);
-  else
-    batch_ = static_cast<std::int32_t>(std::max<std::int64_t>(1, use.num_tokens));
-  table->note(experts_, Ids(use.tokens.begin(), use.tokens.end()),
-              static_cast<std::int32_t>(divisor), in_use, above_);
-  above_ = in_use;
-  has_learned_ = false;
-  return table->values();
-}
-
 // The slot of an expert: its layer's, or one of these.
 HostSlots::Slot* HostSlots::find(std::int32_t layer, std::int32_t expert, std::deque<Slot>& others) {
   const std::int32_t slot = resident_.slot_of[layer * resident_.num_experts + expert];
   if (slot >= 0) return &slots_[layer][slot];
   for (Slot& one : others)
-    if (one.layer == layer && one.expert == expert) return &one;
+    if (one.layer == layer && one.expert == expert && !one.is_coming_back) return &one;
   return nullptr;
 }
 
@@ -152,7 +121,8 @@ void HostSlots::begin(const ExpertUse& use) {
   settle(use.layer);
   settle_transit(use.layer);
   experts_.assign(use.experts.begin(), use.experts.end());
-  scores_ = note(use);
+  note(use);
+  scores_ = scores_of(use.layer);
   layer_ = use.layer;
   use_patience_ = use.patience;
   wanted_.assign(experts_.size(), {});
@@ -243,7 +213,8 @@ void HostSlots::Slot::trade(Slot& other) {
   read.state.store(other.read.state);
 }
 
-void HostSlots::read_into(Slot& slot, std::int32_t layer, std::int32_t expert, Cause cause) {
+// Says what a slot's bytes are, and where they lie in the file.
+void HostSlots::describe(Slot& slot, std::int32_t layer, std::int32_t expert) {
   const Layer& of = layers_[layer];
   const std::int64_t at = of.first + expert * of.stride, from = at / kDiskPage * kDiskPage;
   slot.layer = layer;
@@ -257,9 +228,13 @@ void HostSlots::read_into(Slot& slot, std::int32_t layer, std::int32_t expert, C
   read.bytes = whole_pages(at - from + read.wanted);
   read.to = slot.memory;
   read.sum = of.sums.empty() ? nullptr : &of.sums[expert];
-  read.is_filling = cause == Cause::kFilling;
-  counts_.read_bytes += read.bytes;
-  readers_.ask(read, cause == Cause::kDemand);
+}
+
+void HostSlots::read_into(Slot& slot, std::int32_t layer, std::int32_t expert, Cause cause) {
+  describe(slot, layer, expert);
+  slot.read.is_filling = cause == Cause::kFilling;
+  counts_.read_bytes += slot.read.bytes;
+  readers_.ask(slot.read, cause == Cause::kDemand);
 }
 
 HostSlots::Slot* HostSlots::free_transit() {
@@ -313,8 +288,9 @@ void HostSlots::order_ahead() {
   if (!is_prompt_ || next >= layers_.size()) return;
   ahead_.resize(layers_[next].num_experts);
   std::iota(ahead_.rbegin(), ahead_.rend(), 0);
-  const SuccessorTable* table = layers_[next].table;
-  const Scores scores = table == nullptr ? last_use_[next] : table->values();
+  const std::uint8_t* states = on_device_.data() + next * resident_.num_experts;
+  std::erase_if(ahead_, [&](std::int32_t expert) { return states[expert] == kReady; });
+  const Scores scores = scores_of(static_cast<std::int32_t>(next));
   std::stable_sort(ahead_.begin(), ahead_.end(),
                    [&](std::int32_t a, std::int32_t b) { return scores[a] < scores[b]; });
 }
@@ -405,12 +381,6 @@ void HostSlots::end() noexcept {
   settle(layer_);
   resize(layer_);
   read_predicted();
-}
-
-void HostSlots::learn() {
-  if (!has_learned_) layers_[layer_].table->learn();
-  has_learned_ = true;
-  prediction_.learn();
 }
 
 }  // namespace tandem

@@ -47,6 +47,7 @@ class HostSlots final : public ExpertSource {
   struct Counts {
     std::int64_t hits = 0, misses = 0, ahead = 0, read_bytes = 0;  // ahead: of the hits
     std::int64_t predicted = 0;  // reads for decode steps that nobody had asked for
+    std::int64_t kept = 0;  // experts that came back from a device
     double waited_seconds = 0.0;
   };
 
@@ -72,6 +73,13 @@ class HostSlots final : public ExpertSource {
   bool has_come(const ExpertHold& hold) override;
   void wait_for(ExpertHold& hold) override;
   void let_go(const ExpertHold& hold) noexcept override;
+  ExpertHold take_back(std::int32_t layer, std::int32_t expert) override;
+  void keep(const ExpertHold& hold) noexcept override;
+
+  // From any thread: the state of every expert on a device above, by layer and expert, as many as the
+  // largest layer has. What is ready there is the first to leave here.
+  bool takes_states(std::size_t count) const { return count == resident_.state.size(); }
+  void note_on_device(const std::uint8_t* states);
 
   // Of slots that are pinned for a device: their memory stays, whatever share is used.
   void pin() { is_pinned_ = true; }
@@ -96,6 +104,7 @@ class HostSlots final : public ExpertSource {
     std::int32_t layer = -1, expert = -1;  // -1: nothing
     std::int32_t num_holders = 0;
     bool is_passed = false;  // of transit slots: only its holders need it
+    bool is_coming_back = false;  // of rooms: its bytes come from a device
 
     void trade(Slot& other);
   };
@@ -117,7 +126,10 @@ class HostSlots final : public ExpertSource {
   Moment end_of(double patience) const;
   bool arrives(std::uint32_t seen, Moment last);
   [[noreturn]] void give_up(std::int32_t layer) const;
-  Scores note(const ExpertUse& use);
+  void note(const ExpertUse& use);
+  Scores scores_of(std::int32_t layer) const;
+  Admitted admitted_back(std::int32_t layer, std::int32_t expert) const;
+  void describe(Slot& slot, std::int32_t layer, std::int32_t expert);
   Slot* find(std::int32_t layer, std::int32_t expert, std::deque<Slot>& others);
   bool is_resident(const Slot& slot) const;
   void resize(std::int32_t layer);
@@ -138,6 +150,7 @@ class HostSlots final : public ExpertSource {
   Resident resident_;
   std::vector<std::deque<Slot>> slots_;  // by layer
   std::deque<Slot> transit_, held_;
+  std::vector<std::uint8_t> on_device_;  // states as in `resident_`
   std::vector<Scores> last_use_;  // by layer and expert: number of the step, without a table
   std::uint32_t step_ = 1;  // 0: never
   std::int32_t layer_ = -1;  // of the present use, or the last one

@@ -346,7 +346,7 @@ def test_a_step_that_waits_too_long_for_a_disk_is_planned_instead(
         is_slow = place == len(TOKENS) - 2
         if is_slow:
             assert rows.step.is_replaying, rows.step.why_not
-            slots.native.fail(0, 1, 2.0)
+            slots.native.fail(0, 1, 1.5)
         found.append(rows.decode([token]).clone())
         slots.native.fail(0, 0, 0.0)
         assert steps_of(executor)._is_entered != is_slow

@@ -17,6 +17,8 @@ from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
+from tandem.policy.eviction import IN_HOST_SLOTS
+from tandem.policy.residency import READY
 from tandem.policy.settings import PlannerSettings
 from tests.architectures import build_tiny_model
 from tests.disk.loading import put_on_disk, slots_of, with_share
@@ -24,8 +26,9 @@ from tests.disk.test_architectures import KINDS, outputs_of
 from tests.disk.test_slots import CUT, DAMAGED
 from tests.disk.twin_gpu import NativeKernels, twin_gpu
 from tests.experts.captured import TwinMachine, random_step
+from tests.experts.driver_library import DriverLibrary
 from tests.experts.lazy_streams import LazyStreams
-from tests.experts.machines import FUNCTIONS, GEOMETRY, make_store, route
+from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_store, route
 from tests.experts.test_coordinator import check, expected
 from tests.experts.test_cuda import SETTINGS, make_twin
 from tests.inside import runtime_in
@@ -61,6 +64,19 @@ def test_planned_copies_come_out_of_host_slots(
         assert run(executor, streams, make_store())
         executor.close()
         assert slots.statistics().read_bytes > 0
+        require_right(store, slots)
+        if settings.assignment == "gpu-only":  # slots in memory are free
+            assert (slots.native.counts().kept > 0) == (share > 0)
+
+
+def require_right(store: HostStore, slots: HostSlots) -> None:
+    """Compare all experts that memory has with those of another store."""
+    for layer, (host, right) in enumerate(zip(store, make_store(), strict=True)):
+        for expert in slots.native.resident(layer):
+            before = slots.statistics().read_bytes
+            with host.hold(expert) as (extent,):
+                assert torch.equal(extent.data, right.extents(expert)[0].data)
+            assert slots.statistics().read_bytes == before
 
 
 def test_a_copy_that_is_not_held_is_noticed(
@@ -241,3 +257,54 @@ def test_captured_steps_of_several_sequences_have_the_tokens_of_memory(
     )
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert slots_of(model).statistics().misses > 0
+
+
+@pytest.mark.parametrize("eviction", IN_HOST_SLOTS)
+def test_what_a_device_has_is_the_first_to_leave_memory(eviction: str, tmp_path: Path) -> None:
+    store = make_store()
+    slots = put_on_disk(store, tmp_path / "experts", 0.5, eviction=eviction)
+    executor = CpuExecutor(store, CpuThreads(num_threads=1))
+
+    def use(*experts: int) -> set[int]:
+        index = torch.tensor([[*experts]])
+        weights, hidden = torch.ones(index.shape), torch.ones(1, HIDDEN)
+        executor.execute(0, hidden, index, weights, FUNCTIONS)
+        return {*slots.native.resident(0)}
+
+    for _ in range(3):
+        assert use(0, 1, 2) == {0, 1, 2}
+    assert use(3, 1, 2) == {0, 1, 2, 3}
+    states = bytearray(NUM_EXPERTS)
+    states[2] = READY
+    slots.native.note_on_device(bytes(states))
+    assert {*slots.native.resident(0)} == {0, 1, 2, 3}
+    assert use(4, 1, 3) == {0, 1, 3, 4}
+
+
+@pytest.mark.parametrize("has_driver", [False, True])
+def test_what_leaves_a_device_comes_back_into_memory(has_driver: bool, tmp_path: Path) -> None:
+    store, in_memory = make_store(), make_store()
+    slots = put_on_disk(store, tmp_path / "experts", 0.5)
+    library = DriverLibrary(tmp_path) if has_driver else None
+    if library is not None:
+        library.reset(delay=100)
+    path = None if library is None else library.path
+    machine = TwinMachine(store, 1, num_slots=1, library=path)
+    generator = torch.Generator().manual_seed(0)
+    machine.copy(0, 1, 0)
+    machine.coordinator.drain_copies()
+    for expert in range(4, 8):  # whose reads take the memory through which the copy went
+        with store[1].hold(expert):
+            pass
+    slots.native.note_on_device(bytes([READY] * NUM_EXPERTS))
+    machine.copy(0, 2, 0, victim=1)
+    step = random_step(1, generator)
+    step[0].chosen[:] = torch.tensor([0, 3, 5])
+    check(machine, in_memory, step)
+    machine.coordinator.drain_copies()
+    assert machine.coordinator.copy_error() == ""
+    assert slots.native.counts().kept == 1
+    assert 1 in slots.native.resident(0)
+    require_right(store, slots)
+    machine.close()
+    assert library is None or library.num_left == 0

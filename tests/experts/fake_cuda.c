@@ -159,6 +159,10 @@ static int copy_to_device(uint64_t to, const void* from, size_t bytes, Stream* s
   return queue(stream, (Operation){.to = (void*)to, .from = from, .bytes = bytes});
 }
 
+static int copy_to_host(void* to, uint64_t from, size_t bytes, Stream* stream) {
+  return queue(stream, (Operation){.to = to, .from = (const void*)from, .bytes = bytes});
+}
+
 static int write_value(Stream* stream, uint64_t to, uint64_t value, unsigned flags) {
   if (write_code || flags) return write_code ? write_code : 1;
   return queue(stream, (Operation){.to = (void*)to, .value = value});
@@ -179,6 +183,7 @@ static const struct {
     {"cuEventRecord", event_record},
     {"cuEventSynchronize", event_synchronize},
     {"cuMemcpyHtoDAsync", copy_to_device},
+    {"cuMemcpyDtoHAsync", copy_to_host},
     {"cuStreamWriteValue64", write_value},
 };
 

@@ -16,7 +16,8 @@ cancelled. A batch that claims one has it queued at once. Copies are whole exper
 each, from pinned memory; nothing here waits but `drain` and `close`.
 
 Experts of a disk are held in host slots until their event has passed. Copies ahead are kept until
-their bytes have come, too; those that are needed wait for the disk.
+their bytes have come, too; those that are needed wait for the disk. What leaves a slot of the
+device is copied back ahead of the newcomer where host memory wants it.
 """
 
 from collections import deque
@@ -27,7 +28,7 @@ from typing import NamedTuple
 
 from tandem.devices.cuda.streams import CudaStreams, Event, HostCopy, Stream
 from tandem.experts.cache.clock import WallClock
-from tandem.experts.cache.slots import Claim, Slots, SlotUse
+from tandem.experts.cache.slots import NOTHING, Claim, Slots, SlotUse
 from tandem.experts.store.held_expert import HeldExpert
 from tandem.experts.store.host_store import HostStore
 from tandem.policy.plan import Copy, Geometry
@@ -84,14 +85,25 @@ class _Job:
     copy: Copy
     generation: int
     is_ahead: bool
+    leaves: int
+    """The key of what is in the slot, or `NOTHING`."""
     held: HeldExpert | None = None
     """The expert, once there was room to hold it, until its bytes are in the slot."""
+    back: HeldExpert | None = None
+    """Room in host memory for what was in the slot."""
 
     def let_go(self) -> None:
         """Let the host have the expert's memory."""
         if self.held is not None:
             self.held.let_go()
             self.held = None
+
+    def end(self) -> None:
+        """Do the same once the copy has ended; what was in the slot is back."""
+        self.let_go()
+        if self.back is not None:
+            self.back.keep()
+            self.back = None
 
 
 class _UnderWay(NamedTuple):
@@ -135,11 +147,13 @@ class CudaCopyEngine:
 
     def submit(self, copy: Copy, *, is_needed: bool) -> None:
         """Queue a copy; one for later is kept until `flush`."""
+        leaves = self.slots.key_in(copy.slot)
         generation = self.slots.plan_copy(copy.slot, self._geometry.key(copy.layer, copy.expert))
+        job = _Job(copy, generation, is_ahead=not is_needed, leaves=leaves)
         if is_needed:
-            self._queue([_Job(copy, generation, is_ahead=False)], Stream.FETCH)
+            self._queue([job], Stream.FETCH)
         else:
-            self._kept.append(_Job(copy, generation, is_ahead=True))
+            self._kept.append(job)
 
     def flush(self) -> None:
         """Queue what is kept, as far as the link is about to run out of work."""
@@ -170,7 +184,7 @@ class CudaCopyEngine:
         for queue in self._under_way.values():
             while queue and queue[0].done.query():
                 job, done = queue.popleft()
-                job.let_go()
+                job.end()
                 copy = job.copy
                 if self._events.written.get(copy.slot) is done:
                     del self._events.written[copy.slot]
@@ -198,7 +212,8 @@ class CudaCopyEngine:
         for queue in self._under_way.values():
             if queue:
                 queue[-1].done.synchronize()
-        self._let_all_go()
+                for job, _ in queue:
+                    job.end()
 
     def close(self) -> None:
         """Wait until nothing reads or writes the slots any more: their memory may go."""
@@ -233,7 +248,7 @@ class CudaCopyEngine:
         for job, done in chain(*self._under_way.values()):
             if job.held is not None:
                 done.synchronize()
-                job.let_go()
+                job.end()
                 held = layer.try_hold(copy.expert)
             if held is not None:
                 return held
@@ -244,7 +259,7 @@ class CudaCopyEngine:
         if not jobs:
             return
         events, streams, slots = self._events, self._streams, self.slots
-        copies, num_bytes = list[HostCopy](), 0
+        copies, back, num_bytes = list[HostCopy](), list[HostCopy](), 0
         for job in jobs:
             copy = job.copy
             assert slots.can_write(copy.slot, job.generation), f"slot {copy.slot} is in use"
@@ -254,8 +269,13 @@ class CudaCopyEngine:
                     streams.wait(stream, before)
             host, memory = self._store[copy.layer], slots.memory(copy.slot)
             num_bytes += host.image_bytes
+            job.back = self._taken_back(job.leaves)
+            for offset, data in [] if job.back is None else job.back.extents:
+                back.append(HostCopy(data, memory[offset : offset + len(data)]))
             for offset, data in job.held.extents:
                 copies.append(HostCopy(memory[offset : offset + len(data)], data))
+        if back:
+            streams.copy(stream, back)
         streams.copy(stream, copies)
         if self._link.wanted is not None:
             streams.pause(stream, self._link.pause_seconds(num_bytes))
@@ -265,6 +285,13 @@ class CudaCopyEngine:
             self._under_way[stream].append(_UnderWay(job, done))
             self._num_ahead += job.is_ahead
             slots.land(job.copy.slot, job.generation)
+
+    def _taken_back(self, key: int) -> HeldExpert | None:
+        """Return room in host memory for an expert that leaves its slot, if it is worth that."""
+        if key == NOTHING:
+            return None
+        layer, expert = self._geometry.expert_id(key)
+        return self._store[layer].take_back(expert)
 
     def _bring(self, claims: Sequence[Claim]) -> None:
         """Queue claimed copies that are kept, and let the compute stream wait for all claimed."""

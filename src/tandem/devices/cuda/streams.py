@@ -38,7 +38,7 @@ class Stream(Enum):
 
 
 class HostCopy(NamedTuple):
-    """Bytes on the host and where they go: both (n,) uint8."""
+    """Bytes on the host or on the device, and where they go on the other: both (n,) uint8."""
 
     target: Tensor
     source: Tensor
@@ -78,7 +78,7 @@ class CudaStreams:
             work()
 
     def copy(self, stream: Stream, copies: Sequence[HostCopy]) -> None:
-        """Queue copies from the host on a stream, in any order; the host goes on.
+        """Queue copies from or to the host on a stream, in any order; the host goes on.
 
         One call of the driver does it where that is worth it and the memory is pinned.
         """

@@ -149,6 +149,12 @@ class ExpertCache:
         if copies and not is_needed:
             self.engine.flush()
 
+    def tell_host(self) -> None:
+        """Let slots in host memory know what the device has: that is the first to leave them."""
+        slots = self.store.slots
+        if slots is not None:
+            slots.note_on_device(bytes(self.planner.residency.state))
+
     def take_arrivals(self) -> None:
         """Tell the planner which copies have ended."""
         for layer, expert, seconds in self.engine.arrivals():

@@ -73,6 +73,7 @@ class CapturedSteps:
     def begin_on(self, box: int, num_tokens: int) -> None:
         """Begin a step of so many tokens on one of the coordinator's mailboxes."""
         self._enter()
+        self._cache.tell_host()
         self.coordinator.clear_entries()
         self.coordinator.set_dense_seconds(self._cache.planner.costs.dense(num_tokens))
         self.coordinator.begin_step(box, PATIENCE_SECONDS)

@@ -23,7 +23,6 @@ from tandem.experts.execution.routed_layers import can_read, can_run_steps, nati
 from tandem.experts.execution.routing import Routing
 from tandem.experts.execution.row_memory import RowMemory
 from tandem.experts.store.host_store import HostLayer, HostStore
-from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.tracing.events import LayerExecuted, Listener
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
@@ -75,8 +74,7 @@ class Executor(ABC):
     @property
     def reads_disk(self) -> bool:
         """Whether experts may be waited for, so that a captured step is given up and done again."""
-        layers = [layer for layer in self.store if isinstance(layer, PackedLayer)]
-        return any(layer.slots is not None for layer in layers)
+        return self.store.slots is not None
 
     @property
     def needs_hooks(self) -> bool:

@@ -192,6 +192,7 @@ class HybridExecutor(Executor):
         token_ids, is_prefill = self._announced or ((), False)
         self._announced = None
         cache = self.cache
+        cache.tell_host()
         ahead = cache.planner.begin_step(
             num_tokens, cache.clock.now, token_ids=token_ids, is_prefill=is_prefill
         )

@@ -35,6 +35,11 @@ class HeldExpert:
         if self._slot is not None:
             self._slot.wait()
 
+    def keep(self) -> None:
+        """Let host memory have an expert that was taken back: its bytes have come."""
+        if self._slot is not None:
+            self._slot.keep()
+
     def let_go(self) -> None:
         """Give the slot back to the others; twice is no error."""
         if self._slot is not None:

@@ -11,6 +11,7 @@ import torch
 from tandem.experts.store.arrivals import Arrivals
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.store.plain_layer import PlainLayer
+from tandem.kernels import _native
 from tandem.kernels.formats.weight_format import ExpertFormat
 
 HostLayer = PackedLayer | PlainLayer
@@ -59,6 +60,12 @@ class HostStore:
 
     def __getitem__(self, layer: int) -> HostLayer:
         return self._layers[layer]
+
+    @property
+    def slots(self) -> _native.HostSlots | None:
+        """The slots in memory of experts that lie on a disk; None: all are in memory."""
+        first = self._layers[0] if self._layers else None
+        return first.slots.native if isinstance(first, PackedLayer) and first.slots else None
 
     def expected_bytes(self, source_dtype: torch.dtype) -> int:
         """Return the bytes that all announced experts will take, before they arrive."""

@@ -30,6 +30,14 @@ class LayerSlots:
         held = self.native.try_hold(self.number, expert)
         return None if held is None else self._at(held)
 
+    def take_back(self, expert: int) -> HeldExpert | None:
+        """Return room for the bytes of an expert that leaves a device; None: it is not worth that.
+
+        `keep` it once they have come; what is only let go of is forgotten.
+        """
+        held = self.native.take_back(self.number, expert)
+        return None if held is None else self._at(held)
+
     def resident(self) -> list[int]:
         """Return the layer's experts that are in memory, ascending."""
         return self.native.resident(self.number)

@@ -218,6 +218,10 @@ class PackedLayer:
         """Do the same without a wait; None: there is no room in memory now."""
         return self.hold(expert) if self.slots is None else self.slots.try_hold(expert)
 
+    def take_back(self, expert: int) -> HeldExpert | None:
+        """Return room for an expert that leaves a device; see `LayerSlots.take_back`."""
+        return None if self.slots is None else self.slots.take_back(expert)
+
     def weights_in(self, image: Tensor) -> ExpertWeights:
         """Return the values of the expert that a slot holds. Slow: unpacks."""
         return unpack_expert(self.layout, image[: self.layout.num_bytes])

@@ -87,6 +87,9 @@ class PlainLayer:
 
     try_hold = hold
 
+    def take_back(self, expert: int) -> None:
+        """Return None: the expert is in memory."""
+
     def weights_in(self, image: Tensor) -> ExpertWeights:
         """Return views of the tensors that a slot holds."""
         offsets = self._offsets()

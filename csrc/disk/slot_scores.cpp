@@ -1,0 +1,63 @@
+// By what host slots decide who stays: the eviction's scores, and what a device has.
+#include <algorithm>
+
+#include "disk/host_slots.hpp"
+
+namespace tandem {
+namespace {
+
+// A use of more tokens is a prompt's: it reads nearly all experts of each layer, and the next layer's
+// are read ahead.
+constexpr std::int64_t kMostStepTokens = 32;
+// As tandem.policy.eviction.next_use: a prompt counts as at most so many steps of one token.
+constexpr std::int64_t kPromptTokens = 16;
+
+}  // namespace
+
+// Gives the eviction what is in use.
+void HostSlots::note(const ExpertUse& use) {
+  if (use.layer <= layer_) {
+    ++step_;
+    above_.clear();
+  }
+  is_prompt_ = use.num_tokens > kMostStepTokens;
+  SuccessorTable* table = layers_[use.layer].table;
+  const Ids in_use(is_prompt_ ? use.last.begin() : use.experts.begin(),
+                   is_prompt_ ? use.last.end() : use.experts.end());
+  if (table == nullptr) {
+    for (const std::int32_t expert : use.experts) last_use_[use.layer][expert] = step_;
+    return;
+  }
+  std::int64_t divisor = 1;
+  if (is_prompt_)
+    divisor = std::max<std::int64_t>(batch_, use.num_tokens / kPromptTokens);
+  else
+    batch_ = static_cast<std::int32_t>(std::max<std::int64_t>(1, use.num_tokens));
+  table->note(experts_, Ids(use.tokens.begin(), use.tokens.end()),
+              static_cast<std::int32_t>(divisor), in_use, above_);
+  above_ = in_use;
+  has_learned_ = false;
+}
+
+// The eviction's score of each expert; the lowest for those that a device has, too.
+Scores HostSlots::scores_of(std::int32_t layer) const {
+  const SuccessorTable* table = layers_[layer].table;
+  Scores found = table == nullptr ? last_use_[layer] : table->values();
+  const std::uint8_t* states = on_device_.data() + layer * resident_.num_experts;
+  for (std::int32_t expert = 0; expert < layers_[layer].num_experts; ++expert)
+    if (states[expert] == kReady) found[expert] = 0;
+  return found;
+}
+
+void HostSlots::note_on_device(const std::uint8_t* states) {
+  const std::lock_guard lock(mutex_);
+  on_device_.assign(states, states + resident_.state.size());
+}
+
+void HostSlots::learn() {
+  if (!has_learned_) layers_[layer_].table->learn();
+  has_learned_ = true;
+  prediction_.learn();
+}
+
+}  // namespace tandem
