@@ -21,7 +21,7 @@ from tandem.policy.eviction import IN_HOST_SLOTS
 from tandem.policy.residency import READY
 from tandem.policy.settings import PlannerSettings
 from tests.architectures import build_tiny_model
-from tests.disk.loading import put_on_disk, slots_of, with_share
+from tests.disk.loading import memory_for, put_on_disk, slots_of, with_share
 from tests.disk.test_architectures import KINDS, outputs_of
 from tests.disk.test_slots import CUT, DAMAGED
 from tests.disk.twin_gpu import NativeKernels, twin_gpu
@@ -156,6 +156,26 @@ def test_a_model_has_the_bits_of_memory(name: str, profile: str, tmp_path: Path)
         assert slots.statistics().misses > 0
         runtime_in(model).close()
         assert streams.pinned_bytes == 0
+
+
+def test_a_model_that_does_not_fit_gets_slots_by_itself(
+    profile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_tiny_model("qwen3_next").save_pretrained(tmp_path / "plain")
+    packed = tandem.save(tandem.load(tmp_path / "plain", expert_dtype="int8"), tmp_path / "packed")
+    expected = outputs_of(tandem.load(packed))
+    memory = int(memory_for(packed, 0.4))
+    for module in ("packed_reading", "disk_tier"):
+        monkeypatch.setattr(f"tandem.hf.{module}.available_bytes", lambda: memory)
+    monkeypatch.setattr("tandem.hf.disk_tier._RESERVED_BYTES", 0)
+    monkeypatch.setattr("tandem.hf.disk_tier._RESERVED_SHARE", 0.0)
+    with twin_gpu(LazyStreams(is_eager=True)) as streams:
+        with pytest.warns(UserWarning, match="stay in memory"):
+            model = tandem.load(packed, **gpu_options(profile, tmp_path))
+        assert streams.pinned_bytes == slots_of(model).num_bytes
+        for found, right in zip(outputs_of(model), expected, strict=True):
+            assert torch.equal(found, right)
+        runtime_in(model).close()
 
 
 @pytest.mark.parametrize("may_pin", [True, False])

@@ -298,6 +298,17 @@ def test_a_model_that_does_not_fit_gets_slots_by_itself(
         assert torch.equal(model(ids(60)).logits, in_memory(ids(60)).logits)
 
 
+def test_a_device_in_the_hosts_memory_leaves_slots_the_rest(
+    packed: Path, profile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("packed_reading", "disk_tier"):
+        monkeypatch.setattr(f"tandem.hf.{module}.available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr("tandem.hf.disk_tier._RESERVED_BYTES", 0)
+    with pytest.warns(UserWarning, match="stay in memory"):
+        model = tandem.load(packed, device="emulated", gpu_memory="300KB", profile=profile)
+    assert 0 < slots_of(model).num_bytes <= 700_000
+
+
 def test_what_fits_is_as_it_was(packed: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
