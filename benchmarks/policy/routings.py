@@ -90,17 +90,17 @@ def permuted(trace: RoutingTrace, seed: int = 0) -> RoutingTrace:
     return dataclasses.replace(trace, experts=experts)
 
 
-def merged(trace: RoutingTrace, keep: int = 2) -> RoutingTrace:
-    """Return a model of four times the experts: of four layers each, the `keep` of most weight."""
+def merged(trace: RoutingTrace, keep: int = 2, num_merged: int = MERGED_LAYERS) -> RoutingTrace:
+    """Return a model whose layers have several's experts: of each the `keep` of most weight."""
     assert trace.weights is not None
-    layers = trace.meta.n_moe_layers // MERGED_LAYERS
+    layers = trace.meta.n_moe_layers // num_merged
     order = np.argsort(-trace.weights.astype(np.float32), axis=-1, kind="stable")[..., :keep]
     best = np.take_along_axis(trace.experts, order, axis=-1).astype(np.int64)
-    best = best[:, : layers * MERGED_LAYERS].reshape(-1, layers, MERGED_LAYERS, keep)
-    best = best + trace.meta.n_experts * np.arange(MERGED_LAYERS)[:, None]
-    experts = best.reshape(-1, layers, MERGED_LAYERS * keep)
+    best = best[:, : layers * num_merged].reshape(-1, layers, num_merged, keep)
+    best = best + trace.meta.n_experts * np.arange(num_merged)[:, None]
+    experts = best.reshape(-1, layers, num_merged * keep)
     name = f"{trace.meta.model}, merged"
-    return made(name, experts, MERGED_LAYERS * trace.meta.n_experts, np.diff(trace.seq_offsets))
+    return made(name, experts, num_merged * trace.meta.n_experts, np.diff(trace.seq_offsets))
 
 
 def taken(trace: RoutingTrace, pieces: list[Ints]) -> RoutingTrace:

@@ -1,5 +1,6 @@
 """`tandem simulate` from the outside: the last line, the lists, and one sentence per mistake."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 
 from tandem.cli.main import main
+from tandem.hardware.profiles import load_profile, save_profile
+from tandem.policy.cost import DiskCosts
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 TRACE = str(TRACES / "gpt-oss-20b.npz")
@@ -75,6 +78,24 @@ def test_the_hosts_work_counts_unless_it_is_left_out(
     assert speeds["segments"] < speeds["graph"] < speeds["none"]
 
 
+def test_experts_on_a_disk(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    profile = load_profile("desktop-12gb")
+    disk = DiskCosts(reads="direct", piece_bytes=4096, depths=(1, 4), bytes_per_second=(1e9, 2e9))
+    file = tmp_path / "here.json"
+    save_profile(dataclasses.replace(profile, disk=disk), file)
+    words = ["simulate", TRACE, "--limit", "40", "--json"]
+    half = [*words, "--disk", "2GB/s"]
+    assert main(half) == 0
+    found = last_json(capsys)
+    assert main([*words, "--disk", "profile", "--hardware", str(file)]) == 0
+    assert last_json(capsys)["decode_tokens_per_second"] == found["decode_tokens_per_second"]
+    assert (found["host_experts"], found["slots"]) == (0.5, 16 * 24)
+    assert main([*half, "--expert-memory", "8GB"]) == 0
+    more = last_json(capsys)
+    assert 0.6 < more["host_experts"] < 0.8  # type: ignore[operator]  # of 10.7 GB
+    assert more["bytes_read"] < found["bytes_read"]  # type: ignore[operator]
+
+
 def test_compare_prints_a_table_and_draws(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -124,6 +145,12 @@ def test_a_limit_without_any_decode_step_is_said(
         ([TRACE, TRACE, "--compare"], "--compare got 2 traces; expected one"),
         ([TRACE, "--picture", "c.svg"], "--picture draws what --compare finds; give --compare too"),
         (["/"], "/: found a folder; expected a routing trace"),
+        ([TRACE, "--disk", "fast"], "disk is 'fast'; expected a rate such as 16GB/s"),
+        ([TRACE, "--disk", "profile"], "desktop-12gb has none; give a rate"),
+        ([TRACE, "--disk", "2GB/s", "--prefetch", "2"], "--prefetch: with --disk the CPU"),
+        ([TRACE, "--disk", "2GB/s", "--expert-memory", "1MB"], "are the least"),
+        ([TRACE, "--disk", "2GB/s", "--host-experts", "2"], "share is 2.0; expected a fraction"),
+        ([TRACE, "--host-experts", "0.4"], "--host-experts: that is memory over a disk"),
     ],
 )
 def test_mistakes_are_one_sentence_and_exit_code_2(

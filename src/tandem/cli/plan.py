@@ -15,6 +15,7 @@ from tandem.cli.keeping import cache_dir
 from tandem.cli.model_choice import ModelChoice, add_model, find_model, import_transformers
 from tandem.cli.progress import waiting
 from tandem.core.config import add_flags, from_flags, option, require_range
+from tandem.core.errors import CapacityError
 from tandem.core.units import format_bytes
 from tandem.devices.options import OffloadOptions, offload_options
 
@@ -151,7 +152,12 @@ def _from_disk(
         return None
     room = plan.expert_room_bytes if given is None else given
     disk = measure_disk(files, plan.sizes.expert_image_bytes) if room > 0 else None
-    return None if disk is None else forecast_from_disk(plan.sizes, plan.speed, disk, room)
+    if disk is None:
+        return None
+    try:
+        return forecast_from_disk(plan.sizes, plan.speed, disk, room)
+    except CapacityError:  # not even the slots that layers share
+        return None
 
 
 def _sizes_with(
@@ -226,7 +232,8 @@ def _disk_line(found: "DiskForecast") -> str:
         f"from the disk: {found.resident_share:.0%} of the experts fit, the others are read at "
         f"{found.disk.most_bytes_per_second / 1e9:.2f} GB/s ({found.disk.reads}): first token of "
         f"{found.prompt_tokens} after {found.prefill_seconds:.2f} s, then "
-        f"{1 / found.decode_seconds:.1f} tok/s at best, were each expert as likely as any other"
+        f"{1 / found.decode_seconds:.1f} tok/s, {found.hit_rate:.0%} of the experts from memory "
+        "(simulated with typical routing)"
     )
 
 

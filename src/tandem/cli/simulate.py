@@ -4,19 +4,23 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.cli.progress import shows_progress
+from tandem.cli.simulate_disk import DiskOptions, print_disk_summary, simulate_disk
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from tandem.policy.settings import PlannerSettings
-    from tandem.sim.simulation import Conditions, Report
+    from tandem.sim.simulation import Conditions, Progress, Report
+    from tandem.trace import RoutingTrace
 
 LISTS = "list"
+# What says something of experts on a disk, too.
+_OF_DISKS = ("hardware", "shape", "eviction", "batch", "prompt", "limit", "hold_out", "json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     parser.add_argument("traces", nargs="*", metavar="TRACE", help="routing traces (.npz)")
     add_flags(parser, SimulateOptions)
+    add_flags(parser, DiskOptions)
 
 
 def run(flags: argparse.Namespace) -> int:
@@ -84,18 +89,36 @@ def run(flags: argparse.Namespace) -> int:
     options = from_flags(SimulateOptions, flags)
     if _print_lists(options):
         return 0
+    disk = from_flags(DiskOptions, flags)
+    if disk.disk is not None:
+        _require_of_disks(flags)
     if not flags.traces:
         raise ConfigError("no trace given; expected at least one routing trace (.npz)")
     if options.compare:
         return _compare(flags.traces, options)
     if options.picture is not None:
         raise ConfigError("--picture draws what --compare finds; give --compare too")
-    results = _simulate_all(flags.traces, options)
+    results = _simulate_all(flags.traces, options, disk)
     for path, result in results.items():
-        _print_summary(path, result, is_verbose=options.verbose)
+        if disk.disk is not None:
+            print_disk_summary(path, result)
+        else:
+            _print_summary(path, result, is_verbose=options.verbose)
     if options.json:
         print(json.dumps(_merge(results)))
     return 0
+
+
+def _require_of_disks(flags: argparse.Namespace) -> None:
+    """Raise `ConfigError` for flags that say nothing of experts on a disk."""
+    names = (field.name for field in fields(SimulateOptions))
+    others = [n for n in names if n not in _OF_DISKS and vars(flags).get(n) is not None]
+    if others:
+        shown = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+        raise ConfigError(
+            f"{shown}: with --disk the CPU computes all experts, and what memory has no slot for "
+            "is read; leave it out"
+        )
 
 
 def _print_lists(options: SimulateOptions) -> bool:
@@ -167,7 +190,9 @@ def _conditions(options: SimulateOptions) -> "Conditions":
     )
 
 
-def _simulate_all(paths: Sequence[str], options: SimulateOptions) -> dict[str, "Report"]:
+def _simulate_all(
+    paths: Sequence[str], options: SimulateOptions, disk: DiskOptions
+) -> dict[str, "Report"]:
     from contextlib import ExitStack
 
     from tandem.sim.simulation import simulate
@@ -180,12 +205,16 @@ def _simulate_all(paths: Sequence[str], options: SimulateOptions) -> dict[str, "
         dump_to = None
         if options.dump:
             dump_to = stack.enter_context(Path(options.dump).open("w", encoding="utf-8"))
+
+        def simulated(trace: "RoutingTrace", progress: "Progress") -> "Report":
+            if disk.disk is not None:
+                return simulate_disk(trace, conditions, options.eviction, disk, progress)
+            return simulate(trace, settings, conditions, dump_to=dump_to, progress=progress)
+
         for path, trace in traces.items():
             total = min(conditions.limit, trace.num_tokens)
             bar = stack.enter_context(_progress_bar(total, Path(path).stem))
-            results[path] = simulate(
-                trace, settings, conditions, dump_to=dump_to, progress=bar.update
-            )
+            results[path] = simulated(trace, bar.update)
     return results
 
 
@@ -240,7 +269,7 @@ def _merge(results: dict[str, "Report"]) -> "Report":
         return next(iter(results.values()))
     merged = _mean(list(results.values()))
     assert isinstance(merged, dict)
-    for name in ("tokens", "steps", "bytes_fetched"):
+    for name in {"tokens", "steps", "bytes_fetched", "bytes_read"}.intersection(merged):
         merged[name] = sum(result[name] for result in results.values())
     return {**merged, "traces": results}
 

@@ -1,15 +1,22 @@
-"""How fast a model is whose experts do not all fit into memory: a bound, from bytes and rates.
+"""How fast a model is whose experts do not all fit into memory: its slots on the virtual clock.
 
-The others are read from the disk while those in memory are computed. Every expert is taken to be as
-likely as any other, so that the share in memory is the hit rate: routing that prefers some experts,
-as models' does, hits more often.
+As `tandem simulate --disk` has it, with `typical_routing`: the others are read from the disk while
+those in memory are computed. A prompt is taken to want each expert alike.
 """
 
 from dataclasses import dataclass
 
+from tandem.experts.cache.host_slots import share_of
+from tandem.experts.cache.policy_tables import native_eviction
+from tandem.forecast.gpu_forecast import geometry_of
 from tandem.forecast.sizes import ModelSizes
 from tandem.forecast.speed_forecast import SpeedForecast
-from tandem.policy.cost import DiskCosts
+from tandem.forecast.typical_routing import typical_routing
+from tandem.policy.cost import DiskCosts, ShapeCosts
+from tandem.sim.disk import DiskConditions, replay_over_disk, whole_pages
+
+_EVICTION = "successor"
+_SEQUENCES, _PROMPT_TOKENS, _DECODE_STEPS = 3, 256, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +25,9 @@ class DiskForecast:
 
     disk: DiskCosts
     resident_share: float
-    """Of the experts, by bytes: what memory holds of them."""
+    """Of each layer's experts: what memory has slots for."""
+    hit_rate: float
+    """Of the experts that decode steps use, those that are in memory."""
     prompt_tokens: int
     prefill_seconds: float
     decode_seconds: float
@@ -27,20 +36,56 @@ class DiskForecast:
 def forecast_from_disk(
     sizes: ModelSizes, in_memory: SpeedForecast, disk: DiskCosts, room_bytes: int
 ) -> DiskForecast:
-    """Return the speed with `room_bytes` for experts, from that with all of them in memory."""
-    resident = min(1.0, max(0.0, room_bytes / sizes.experts_bytes))
-    absent, rate = 1.0 - resident, disk.most_bytes_per_second
-    step_bytes = sizes.top_k * sizes.num_moe_layers * sizes.expert_image_bytes
-    # A step reads all of its weights once, at the memory's speed whatever they are.
-    of_experts = step_bytes / (step_bytes + sizes.total_dense_bytes) * in_memory.decode_seconds
-    dense = in_memory.decode_seconds - of_experts
-    each_token = sizes.top_k * sizes.num_moe_layers / sizes.num_experts
+    """Return the speed with `room_bytes` for experts, from that with all of them in memory.
+
+    Raises `CapacityError` for next to no room.
+    """
+    costs, rate = costs_in_memory(sizes, in_memory), disk.most_bytes_per_second
+    layers = sizes.num_moe_layers
+    slots = [whole_pages(sizes.expert_image_bytes)] * layers
+    conditions = DiskConditions(
+        costs=costs,
+        bytes_per_second=rate,
+        share=share_of(room_bytes, slots, [costs.num_experts] * layers),
+        prompt=_PROMPT_TOKENS,
+    )
+    trace = typical_routing(
+        geometry_of(sizes), num_sequences=_SEQUENCES, num_tokens=_PROMPT_TOKENS + _DECODE_STEPS
+    )
+    tally = replay_over_disk(trace, conditions, native_eviction(_EVICTION))
+    each_token = costs.top_k / costs.num_experts
     active = 1.0 - (1.0 - each_token) ** in_memory.prompt_tokens
-    prompt_bytes = active * sizes.experts_bytes
+    prompt_bytes = active * (1.0 - conditions.share) * sizes.experts_bytes
     return DiskForecast(
         disk=disk,
-        resident_share=resident,
+        resident_share=conditions.share,
+        hit_rate=tally.hit_rate,
         prompt_tokens=in_memory.prompt_tokens,
-        prefill_seconds=max(absent * prompt_bytes / rate, in_memory.prefill_seconds),
-        decode_seconds=dense + max(absent * step_bytes / rate, resident * of_experts),
+        prefill_seconds=max(prompt_bytes / rate, in_memory.prefill_seconds),
+        decode_seconds=tally.decode_seconds / tally.decode_tokens,
+    )
+
+
+def costs_in_memory(sizes: ModelSizes, in_memory: SpeedForecast) -> ShapeCosts:
+    """Return what one token's expert takes, and the rest of a layer.
+
+    A step reads all of its weights once, at the memory's speed whatever they are.
+    """
+    geometry = geometry_of(sizes)
+    num_uses = geometry.top_k * geometry.num_layers
+    step_bytes = num_uses * sizes.expert_image_bytes
+    of_experts = step_bytes / (step_bytes + sizes.total_dense_bytes) * in_memory.decode_seconds
+    each = of_experts / num_uses
+    return ShapeCosts(
+        shape=str(sizes.config.model_type),
+        num_moe_layers=geometry.num_layers,
+        num_experts=geometry.num_experts,
+        top_k=geometry.top_k,
+        expert_bytes=sizes.expert_image_bytes,
+        tokens=(1,),
+        cpu_seconds=(each,),
+        gpu_seconds=(each,),
+        dense_seconds=((in_memory.decode_seconds - of_experts) / geometry.num_layers,),
+        cpu_first_expert_seconds=0.0,
+        link_seconds_per_expert=0.0,
     )

@@ -241,6 +241,7 @@ def as_json(plan: Plan, lines: list[str]) -> dict[str, object]:
 def _disk_json(found: DiskForecast) -> dict[str, object]:
     return {
         "resident_share": found.resident_share,
+        "hit_rate": found.hit_rate,
         "reads": found.disk.reads,
         "disk_bytes_per_second": found.disk.most_bytes_per_second,
         "time_to_first_token_seconds": found.prefill_seconds,

@@ -151,7 +151,7 @@ def make_planner(
     residency = Residency(geometry, sizes, staging)
     eviction = like.eviction if like else None
     if eviction is None:
-        make = _with_tables(settings.policies.evictions.factory(settings.eviction), tables)
+        make = with_tables(settings.policies.evictions.factory(settings.eviction), tables)
         eviction = make(geometry, **dict(settings.eviction_options))
     eviction.resized(sizes)
     own = range(residency.num_slots, num_slots)
@@ -178,7 +178,7 @@ def make_planner(
         ),
         eviction=eviction,
         prediction=prediction
-        or _with_tables(policies.predictions.factory(settings.prediction), tables)(geometry),
+        or with_tables(policies.predictions.factory(settings.prediction), tables)(geometry),
         prefetch=policies.prefetches.factory(settings.prefetch)(count=settings.prefetch_count),
         ring=ring,
         max_fetches=settings.max_fetches,
@@ -245,7 +245,7 @@ def _single_token_layers(
     )
 
 
-def _with_tables(make: Callable[..., P], tables: Tables | None) -> Callable[..., P]:
+def with_tables(make: Callable[..., P], tables: Tables | None) -> Callable[..., P]:
     """Return a policy's maker that gives it these tables, if it learns in any."""
     learns = isinstance(make, type) and issubclass(make, LearnsInTables)
     return partial(make, tables=tables) if learns and tables is not None else make

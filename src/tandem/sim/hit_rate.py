@@ -36,6 +36,48 @@ def demand_loads(trace: RoutingTrace, batch: int, limit: int) -> Iterator[list[L
             return
 
 
+class DemandCache:
+    """The experts that an eviction policy keeps; what it lets in is there at the next step."""
+
+    def __init__(self, geometry: Geometry, set_sizes: Sequence[int], eviction: Eviction) -> None:
+        """Start empty."""
+        self._num_experts = geometry.num_experts
+        self._residency = Residency(geometry, set_sizes, 0)
+        self._admission = Admission(self._residency, eviction)
+        self._eviction = eviction
+        eviction.resized(set_sizes)
+
+    def begin_step(self, *, is_prefill: bool = False) -> None:
+        """Note that a new step starts."""
+        self._eviction.begin_step(is_prefill=is_prefill)
+
+    def use(self, load: LayerLoad) -> tuple[list[int], list[tuple[int, int]]]:
+        """Use a layer's experts; return those that were absent, and (newcomer, victim) keys."""
+        self._eviction.touch(load)
+        first = load.layer * self._num_experts
+        slot_of = self._residency.slot_of
+        absent = [expert for expert in load.experts if slot_of[first + expert] == NOWHERE]
+        return absent, self._admit(load, [first + expert for expert in absent])
+
+    def _admit(self, load: LayerLoad, misses: Sequence[int]) -> list[tuple[int, int]]:
+        residency, eviction = self._residency, self._eviction
+        newcomers = eviction.candidates(load.layer, misses, residency.slot_of)
+        if not newcomers:
+            return []
+        set_id, first = residency.set_of(load.layer), load.layer * self._num_experts
+        in_use = {first + expert for expert in load.experts}
+        changes = []
+        for key, victim in self._admission.pairs(set_id, newcomers, in_use):
+            if victim != NOWHERE:
+                residency.remove(victim)
+            residency.insert(key, set_id)
+            eviction.inserted(key)
+            changes.append((key, victim))
+        for key, _ in changes:
+            residency.finish(key)
+        return changes
+
+
 def hit_rate(
     steps: Iterator[list[LayerLoad]],
     geometry: Geometry,
@@ -44,50 +86,18 @@ def hit_rate(
     watch: Demand | None = None,
 ) -> float:
     """Return the share of active experts that are resident under an eviction policy."""
-    residency = Residency(geometry, set_sizes, 0)
-    admission = Admission(residency, eviction)
-    eviction.resized(set_sizes)
+    cache = DemandCache(geometry, set_sizes, eviction)
     hits = demands = 0
     for loads in steps:
-        eviction.begin_step(is_prefill=False)
+        cache.begin_step()
         for load in loads:
-            eviction.touch(load)
-            first = load.layer * geometry.num_experts
-            keys = [first + expert for expert in load.experts]
-            slot_of = residency.slot_of
-            misses = [key for key in keys if slot_of[key] == NOWHERE]
-            hits += len(keys) - len(misses)
-            demands += len(keys)
-            changes = _admit(residency, admission, eviction, load.layer, keys, misses)
+            absent, changes = cache.use(load)
+            hits += len(load.experts) - len(absent)
+            demands += len(load.experts)
             if watch is not None:
-                missed = {key - first for key in misses}
-                held = [e for e in load.experts if e not in missed]
+                held = [expert for expert in load.experts if expert not in absent]
                 watch(load, held, changes, eviction.rule(load.layer))
     return hits / demands if demands else 0.0
-
-
-def _admit(
-    residency: Residency,
-    admission: Admission,
-    eviction: Eviction,
-    layer: int,
-    keys: Sequence[int],
-    misses: Sequence[int],
-) -> list[tuple[int, int]]:
-    newcomers = eviction.candidates(layer, misses, residency.slot_of)
-    if not newcomers:
-        return []
-    changes = []
-    set_id = residency.set_of(layer)
-    for key, victim in admission.pairs(set_id, newcomers, set(keys)):
-        if victim != NOWHERE:
-            residency.remove(victim)
-        residency.insert(key, set_id)
-        eviction.inserted(key)
-        changes.append((key, victim))
-    for key, _ in changes:
-        residency.finish(key)
-    return changes
 
 
 def belady_hit_rate(

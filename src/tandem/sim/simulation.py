@@ -54,12 +54,14 @@ class Conditions:
         return step_path(self.profile, self.host_path, why)
 
     def costs(self, trace: RoutingTrace, settings: PlannerSettings) -> ShapeCosts:
+        """Return the costs of the trace's model with the host's own work."""
+        return self.profile.charged(self.plain_costs(trace), self.path(settings).host_path)
+
+    def plain_costs(self, trace: RoutingTrace) -> ShapeCosts:
         """Return the costs of the trace's model, or of the shape that was asked for."""
         if self.shape is not None:
-            shape = self.profile.shape(self.shape)
-        else:
-            shape = shape_for(self.profile, trace.meta.model, trace.meta.geometry)
-        return self.profile.charged(shape, self.path(settings).host_path)
+            return self.profile.shape(self.shape)
+        return shape_for(self.profile, trace.meta.model, trace.meta.geometry)
 
     def num_slots(self, trace: RoutingTrace) -> int:
         """Return the expert slots on the GPU, ring and staging included."""

@@ -84,8 +84,8 @@ class HostSlots:
             for layer, place in zip(layers, places, strict=True)
         ]
         counts = [layer.arrivals.num_experts for layer in layers]
-        num_transit = min(_TRANSIT_SLOTS, *counts) + _HELD_SLOTS
-        self.share = _share(memory_bytes, sizes, counts, num_transit)
+        num_transit = _num_transit(counts)
+        self.share = share_of(memory_bytes, sizes, counts)
         """Of each layer's experts that memory holds."""
         self.num_slots = [int(count * self.share) for count in counts]
         self.slot_bytes = max(sizes)
@@ -142,16 +142,22 @@ class HostSlots:
         return SlotStatistics(counts.hits, counts.misses, counts.read_bytes, counts.waited_seconds)
 
 
-def _share(
-    memory_bytes: int, sizes: Sequence[int], counts: Sequence[int], num_transit: int
-) -> float:
-    """Return the share of all experts that fits beside the slots that layers share."""
-    room = memory_bytes - num_transit * max(sizes)
+def _num_transit(counts: Sequence[int]) -> int:
+    return min(_TRANSIT_SLOTS, *counts) + _HELD_SLOTS
+
+
+def share_of(memory_bytes: int, sizes: Sequence[int], counts: Sequence[int]) -> float:
+    """Return the share of all experts that memory holds beside the slots that layers share.
+
+    `sizes` and `counts` are of the layers' slots and experts. Raises `CapacityError` if not even
+    the shared ones fit.
+    """
+    shared = _num_transit(counts) * max(sizes)
+    room = memory_bytes - shared
     if room < 0:
         raise CapacityError(
             f"{format_bytes(memory_bytes)} of memory are there for experts on the disk, and "
-            f"{format_bytes(num_transit * max(sizes))} are the least; free memory, or give "
-            "more as expert_memory"
+            f"{format_bytes(shared)} are the least; free memory, or give more as expert_memory"
         )
     return min(1.0, room / sum(size * count for size, count in zip(sizes, counts, strict=True)))
 

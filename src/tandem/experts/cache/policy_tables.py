@@ -1,14 +1,16 @@
 """The policies' tables in native code, for planning live: the same answers, much sooner."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
+from tandem.core.registry import Registry
 from tandem.kernels import _native
-from tandem.policy.eviction import next_use, rule_choice
+from tandem.policy.eviction import EVICTIONS, Eviction, next_use, rule_choice
 from tandem.policy.lanes import ONE
 from tandem.policy.plan import Geometry, LayerLoad
 from tandem.policy.planner import Planner
 from tandem.policy.prediction import regression_predictor
+from tandem.policy.settings import with_tables
 from tandem.policy.tables import DecideSingleToken, SingleTokenDecision, SingleTokenTerms, Tables
 
 
@@ -93,6 +95,13 @@ def prediction_tables(geometry: Geometry) -> _native.ForesightTables:
 
 
 NATIVE_TABLES = Tables(_next_use_tables, _PredictionTables, _decide_single_token)
+
+
+def native_eviction(
+    name: str, evictions: Registry[Eviction] = EVICTIONS
+) -> Callable[..., Eviction]:
+    """Return what makes an eviction that learns as runs do, if it learns."""
+    return with_tables(evictions.factory(name), NATIVE_TABLES)
 
 
 def native_step_policy(planner: Planner) -> _native.StepPolicy | None:

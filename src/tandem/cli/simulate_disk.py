@@ -1,0 +1,116 @@
+"""`tandem simulate --disk`: experts in slots in memory, the others on a disk."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tandem.core.config import option
+from tandem.core.errors import ConfigError
+from tandem.core.units import format_bytes, parse_bandwidth, parse_bytes
+
+if TYPE_CHECKING:
+    from tandem.policy.cost import HardwareProfile, ShapeCosts
+    from tandem.sim.simulation import Conditions, Progress, Report
+    from tandem.trace import RoutingTrace
+
+_OF_PROFILE = "profile"
+_USUAL_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskOptions:
+    """Where experts are that memory does not hold, and how many it holds."""
+
+    disk: str | None = option(
+        None, metavar="RATE|profile",
+        help="experts lie on a disk of this rate (2GB/s) or of the profile's, memory has slots for "
+        "some, and the CPU computes all",
+    )  # fmt: skip
+    host_experts: float | None = option(
+        None, metavar="FRACTION",
+        help="with --disk: fraction of all experts that memory has slots for (default: 0.5)",
+    )  # fmt: skip
+    expert_memory: str | None = option(
+        None, help="with --disk, in place of --host-experts: memory for slots", metavar="SIZE"
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what says nothing, or the same twice."""
+        given = [n for n in ("host_experts", "expert_memory") if getattr(self, n) is not None]
+        if given and self.disk is None:
+            raise ConfigError(
+                f"--{given[0].replace('_', '-')}: that is memory over a disk; give --disk too"
+            )
+        if len(given) > 1:
+            raise ConfigError("--host-experts and --expert-memory say the same; leave one out")
+
+    def rate(self, profile: "HardwareProfile") -> float:
+        """Return the disk's bytes per second."""
+        if self.disk != _OF_PROFILE:
+            return parse_bandwidth(str(self.disk), name="disk")
+        if profile.disk is None:
+            raise ConfigError(
+                f"disk is 'profile', and {profile.name} has none; give a rate (--disk 2GB/s), or "
+                "the file that tandem profile keeps as --hardware"
+            )
+        return profile.disk.most_bytes_per_second
+
+    def share(self, costs: "ShapeCosts") -> float:
+        """Return which share of the experts has slots, as loading shares memory out."""
+        if self.expert_memory is None:
+            return _USUAL_SHARE if self.host_experts is None else self.host_experts
+        from tandem.experts.cache.host_slots import share_of
+        from tandem.sim.disk import whole_pages
+
+        memory, layers = parse_bytes(self.expert_memory, name="expert_memory"), costs.num_moe_layers
+        sizes = [whole_pages(costs.expert_bytes)] * layers
+        return share_of(memory, sizes, [costs.num_experts] * layers)
+
+
+def simulate_disk(
+    trace: "RoutingTrace",
+    conditions: "Conditions",
+    eviction: str,
+    options: DiskOptions,
+    progress: "Progress",
+) -> "Report":
+    """Replay one trace; returns what is reported."""
+    from tandem.experts.cache.policy_tables import native_eviction
+    from tandem.sim.disk import DiskConditions, simulate_over_disk
+    from tandem.sim.simulation import split_trace
+    from tandem.sim.systems import POLICIES
+
+    costs = conditions.plain_costs(trace)
+    on_disk = DiskConditions(
+        costs=costs,
+        bytes_per_second=options.rate(conditions.profile),
+        share=options.share(costs),
+        batch=conditions.batch,
+        prompt=conditions.prompt,
+        limit=conditions.limit,
+    )
+    replayed, _ = split_trace(trace, conditions.hold_out)
+    make_eviction = native_eviction(eviction, POLICIES.evictions)
+    found = simulate_over_disk(replayed, on_disk, make_eviction, progress=progress)
+    return found | {"hardware": conditions.profile.name, "eviction": eviction}
+
+
+def print_disk_summary(path: str, result: "Report") -> None:
+    """Print one trace's result for people."""
+    rate, speed = result["disk_bytes_per_second"], result["decode_tokens_per_second"]
+    print(
+        f"{path}: {result['tokens']} tokens of {result['model']} on {result['hardware']}, "
+        f"{format_bytes(result['slots_bytes'])} of memory for {result['host_experts']:.0%} of the "
+        f"experts, a disk of {rate / 1e9:.2f} GB/s"
+    )
+    if speed is None:
+        print("  no decode step within the limit")
+    else:
+        print(
+            f"  decode {speed:.1f} tok/s, {result['time_over_bound']:.2f} of the bound's time; "
+            f"{format_bytes(result['bytes_read_per_token'])} read a token, "
+            f"{result['disk_share']:.0%} of the disk's rate"
+        )
+    print(
+        f"  memory has {result['hit_rate']:.1%} of the experts that are used (with LRU "
+        f"{result['lru_hit_rate']:.1%}, knowing the future {result['belady_hit_rate']:.1%})"
+    )

@@ -1,0 +1,220 @@
+"""Experts in slots in memory over a disk, on a virtual clock: what the steps of a trace take.
+
+As the runs do it (`csrc/disk`): a layer asks at once for the experts that are absent; those in
+memory are computed meanwhile, the others as they come, one after the other at the disk's rate. Of
+a prompt, the next layer's reads begin while a layer is computed. What the eviction does not let in
+is read all the same. The CPU computes all experts.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from tandem.core.config import require_range
+from tandem.policy.cost import CostTable, ShapeCosts
+from tandem.policy.eviction import EVICTIONS, Eviction
+from tandem.policy.plan import Geometry, LayerLoad
+from tandem.sim.hit_rate import DemandCache, belady_hit_rate, demand_loads, hit_rate
+from tandem.sim.steps import LoadReader, Step, replay_steps
+from tandem.trace import RoutingTrace
+
+# As csrc/disk/host_slots.cpp has it: what a step of more tokens uses is a prompt's.
+_MOST_STEP_TOKENS = 32
+_PAGE_BYTES = 4096  # experts lie at multiples of it
+
+MakeEviction = Callable[[Geometry], Eviction]
+
+
+def whole_pages(num_bytes: int) -> int:
+    """Return what an expert of so many bytes takes in a file, and in a slot."""
+    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def is_prompt(num_tokens: int) -> bool:
+    """Tell whether slots take a step of so many tokens for a prompt's."""
+    return num_tokens > _MOST_STEP_TOKENS
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DiskConditions:
+    """What a replay over a disk holds constant."""
+
+    costs: ShapeCosts
+    """Of them those of the CPU and the dense parts."""
+    bytes_per_second: float
+    share: float
+    """Of each layer's experts, what memory has slots for."""
+    batch: int = 1
+    prompt: int = 16
+    limit: int = 1 << 60
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        require_range("share", self.share, 0.0, 1.0, what="a fraction")
+        require_range("batch", self.batch, 1)
+        require_range("prompt", self.prompt, 0)
+        require_range("limit", self.limit, 1)
+
+    @property
+    def read_bytes(self) -> int:
+        """What is read of the disk for one expert."""
+        return whole_pages(self.costs.expert_bytes)
+
+    def set_sizes(self, geometry: Geometry) -> list[int]:
+        """Return the slots by layer."""
+        return [int(geometry.num_experts * self.share)] * geometry.num_layers
+
+
+@dataclasses.dataclass(slots=True)
+class DiskTally:
+    """What a replay over a disk adds up; of decode steps where nothing else is said."""
+
+    tokens: int = 0  # prompts' too
+    steps: int = 0  # likewise
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    bound_seconds: float = 0.0
+    """By layer max(reads, residents' computing), and the dense parts: no step takes less."""
+    demands: int = 0
+    misses: int = 0
+    read_bytes: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the active experts that were in memory."""
+        return 1 - self.misses / self.demands if self.demands else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """The decode speed, all sequences together; None without any decode step."""
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds else None
+
+
+def replay_over_disk(
+    trace: RoutingTrace,
+    conditions: DiskConditions,
+    make_eviction: MakeEviction,
+    *,
+    progress: Callable[[int], None] | None = None,
+) -> DiskTally:
+    """Replay until the trace or the limit ends; `progress` gets the tokens of each step."""
+    replay, reader = _Replay(trace.meta.geometry, conditions, make_eviction), LoadReader(trace)
+    tally = replay.tally
+    for step in replay_steps(trace, conditions.batch, conditions.prompt):
+        replay.step(step, reader.loads(step))
+        if progress is not None:
+            progress(step.num_new)
+        if tally.tokens >= conditions.limit:
+            break
+    return tally
+
+
+class _Replay:
+    """The clock of CPU and disk: a layer begins when the layer above is done."""
+
+    def __init__(
+        self, geometry: Geometry, conditions: DiskConditions, make_eviction: MakeEviction
+    ) -> None:
+        sizes = conditions.set_sizes(geometry)
+        self.tally = DiskTally()
+        self._cache = DemandCache(geometry, sizes, make_eviction(geometry))
+        self._costs = CostTable(conditions.costs)
+        self._read_bytes = conditions.read_bytes
+        self._read_seconds = conditions.read_bytes / conditions.bytes_per_second
+        self._now = self._disk_free = 0.0
+
+    def step(self, step: Step, loads: list[LayerLoad]) -> None:
+        num_tokens, tally, begin = len(step.tokens), self.tally, self._now
+        reads_ahead = is_prompt(num_tokens)
+        dense, bound, misses = self._costs.dense(num_tokens), 0.0, 0
+        self._cache.begin_step(is_prefill=reads_ahead)
+        asked = None
+        for load in loads:
+            self._now += dense
+            absent, _ = self._cache.use(load)
+            misses += len(absent)
+            begun = self._now
+            bound += dense + self._run(load, absent, begun if asked is None else asked)
+            asked = begun if reads_ahead else None
+        tally.steps += 1
+        tally.tokens += step.num_new
+        if step.is_prefill:
+            tally.prefill_tokens += step.num_new
+            tally.prefill_seconds += self._now - begin
+            return
+        tally.decode_tokens += step.num_new
+        tally.decode_seconds += self._now - begin
+        tally.bound_seconds += bound
+        tally.demands += sum(len(load.experts) for load in loads)
+        tally.misses += misses
+        tally.read_bytes += misses * self._read_bytes
+
+    def _run(self, load: LayerLoad, absent: list[int], asked: float) -> float:
+        """Run a layer's experts, absent ones asked for at a time; return their bound."""
+        costs = self._costs
+        if max(load.tokens) >= len(costs.cpu):
+            costs.grow(2 * max(load.tokens))
+        seconds = dict(zip(load.experts, (costs.cpu[n] for n in load.tokens), strict=True))
+        missing = [seconds.pop(expert) for expert in absent]
+        of_residents = sum(seconds.values())
+        self._now += costs.cpu_first + of_residents
+        self._disk_free = max(self._disk_free, asked)
+        for of_expert in missing:
+            self._disk_free += self._read_seconds
+            self._now = max(self._now, self._disk_free) + of_expert
+        return max(len(missing) * self._read_seconds, of_residents)
+
+
+def simulate_over_disk(
+    trace: RoutingTrace,
+    conditions: DiskConditions,
+    make_eviction: MakeEviction,
+    *,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """Return everything that `tandem simulate --disk` reports about one trace: a JSON object."""
+    geometry = trace.meta.geometry
+    tally = replay_over_disk(trace, conditions, make_eviction, progress=progress)
+    rates = disk_hit_rates(trace, conditions, make_eviction)
+    gap = rates["belady_hit_rate"] - rates["lru_hit_rate"]
+    sizes, is_decoding = conditions.set_sizes(geometry), tally.decode_tokens > 0
+    return {
+        "model": trace.meta.model,
+        "shape": conditions.costs.shape,
+        "disk_bytes_per_second": conditions.bytes_per_second,
+        "batch": conditions.batch,
+        "host_experts": conditions.share,
+        "slots": sum(sizes),
+        "slots_bytes": sum(sizes) * conditions.read_bytes,
+        "tokens": tally.tokens,
+        "steps": tally.steps,
+        **rates,
+        "gap_closed": (rates["hit_rate"] - rates["lru_hit_rate"]) / gap if gap else None,
+        "timed_hit_rate": tally.hit_rate,
+        "decode_tokens_per_second": tally.decode_tokens_per_second,
+        "time_over_bound": tally.decode_seconds / tally.bound_seconds if is_decoding else None,
+        "prefill_tokens_per_second": tally.prefill_tokens / tally.prefill_seconds
+        if tally.prefill_tokens
+        else None,
+        "bytes_read": tally.read_bytes,
+        "bytes_read_per_token": tally.read_bytes / tally.decode_tokens if is_decoding else None,
+        "disk_share": tally.read_bytes / conditions.bytes_per_second / tally.decode_seconds
+        if is_decoding
+        else None,
+    }
+
+
+def disk_hit_rates(
+    trace: RoutingTrace, conditions: DiskConditions, make_eviction: MakeEviction
+) -> dict[str, float]:
+    """Return hit rates in as many slots, every token a decode step: ours, LRU's, Belady's."""
+    geometry, sizes = trace.meta.geometry, conditions.set_sizes(trace.meta.geometry)
+    loads = list(demand_loads(trace, conditions.batch, conditions.limit))
+    lru = EVICTIONS.factory("lru")(geometry)
+    return {
+        "hit_rate": hit_rate(iter(loads), geometry, sizes, make_eviction(geometry)),
+        "lru_hit_rate": hit_rate(iter(loads), geometry, sizes, lru),
+        "belady_hit_rate": belady_hit_rate(iter(loads), geometry, sizes),
+    }

@@ -1,0 +1,89 @@
+"""Slots of a running model hit and miss what the simulator says of the same steps."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tandem
+from tandem.decode.cpu_slots import CpuSlotPool
+from tandem.experts.cache.policy_tables import native_eviction
+from tandem.experts.execution.forced_routing import ForcedRouting
+from tandem.forecast.typical_routing import typical_routing
+from tandem.hf.config import OffloadConfig
+from tandem.hf.disk_tier import slots_over
+from tandem.policy.plan import Geometry
+from tandem.recording.recorded_graph import RecordedGraph
+from tandem.sim.disk import is_prompt
+from tandem.sim.hit_rate import DemandCache
+from tandem.sim.steps import LoadReader, Step
+from tandem.trace import RoutingTrace
+from tests.disk.loading import slots_of, with_share
+from tests.hf.tiny import save_tiny_checkpoint
+from tests.inside import runtime_in
+
+GEOMETRY = Geometry(num_layers=3, num_experts=16, top_k=4)
+PROMPT, STEPS = 9, 150
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("disk")
+    plain = save_tiny_checkpoint(
+        folder / "plain", "qwen3_moe", num_experts=GEOMETRY.num_experts,
+        num_experts_per_tok=GEOMETRY.top_k, num_hidden_layers=GEOMETRY.num_layers,
+    )  # fmt: skip
+    return tandem.save(tandem.load(plain, expert_dtype="int8"), folder / "packed")
+
+
+class NotedRouting(ForcedRouting):
+    """Forced routing that notes the tokens of each step."""
+
+    def __init__(self, model: Any, trace: RoutingTrace) -> None:
+        super().__init__(runtime_in(model).executor, trace)
+        self.steps: list[Step] = []
+
+    def _take(self, num_tokens: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        taken = super()._take(num_tokens)
+        self.steps.append(Step(taken, False, num_tokens))
+        return taken
+
+
+def run_live(model: Any, trace: RoutingTrace, eviction: str) -> list[Step]:
+    """Answer with fresh slots, routed as the trace; return the steps."""
+    pool = tandem.Generator(model, speculate="none").slot_pool(1, capacity=PROMPT + STEPS)
+    memory = str(slots_of(model).num_bytes + 1)
+    assert slots_over(model, OffloadConfig(expert_memory=memory, eviction=eviction))
+    routing = NotedRouting(model, trace)
+    runtime_in(model).use(routing)
+    tokens = torch.arange(PROMPT + STEPS).remainder(50).add(4).tolist()
+    pool.prefill({0: tokens[:PROMPT]})
+    for token in tokens[PROMPT:]:
+        pool.decode({0: token})
+    assert isinstance(pool, CpuSlotPool)
+    assert pool.step is not None
+    assert isinstance(pool.step.recording, RecordedGraph)
+    return routing.steps
+
+
+@pytest.mark.parametrize("eviction", ["successor", "lru"])
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_live_and_simulated_slots_miss_the_same(packed: Path, share: float, eviction: str) -> None:
+    trace = typical_routing(GEOMETRY, num_sequences=1, num_tokens=2 * (PROMPT + STEPS))
+    model = with_share(packed, share, eviction=eviction)
+    steps = run_live(model, trace, eviction)
+    live = slots_of(model).statistics()
+    cache = DemandCache(GEOMETRY, slots_of(model).num_slots, native_eviction(eviction)(GEOMETRY))
+    reader, demands, misses = LoadReader(trace), 0, 0
+    for step in steps:
+        cache.begin_step(is_prefill=is_prompt(len(step.tokens)))
+        for load in reader.loads(step):
+            absent, _ = cache.use(load)
+            demands, misses = demands + len(load.experts), misses + len(absent)
+    assert live.misses == misses
+    assert 0 < misses < demands
+    # A step that is recorded runs again: its experts are there by then.
+    again = live.hits + live.misses - demands
+    assert again % (GEOMETRY.num_layers * GEOMETRY.top_k) == 0

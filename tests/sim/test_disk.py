@@ -1,0 +1,110 @@
+"""Experts on a disk on the virtual clock: times by hand, bounds, and more memory is not slower."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from tandem.core.errors import ConfigError
+from tandem.policy.cost import ShapeCosts
+from tandem.policy.eviction import EVICTIONS
+from tandem.sim.disk import DiskConditions, DiskTally, replay_over_disk, simulate_over_disk
+from tandem.trace import RoutingTrace, TraceMeta, read_trace
+from tests.conftest import REPOSITORY
+
+CPU, DENSE, FIRST, READ = 1.0, 10.0, 0.5, 4.0
+PAGE = 4096
+
+
+def costs(num_experts: int = 8, top_k: int = 2, layers: int = 1) -> ShapeCosts:
+    return ShapeCosts(
+        shape="test", num_moe_layers=layers, num_experts=num_experts, top_k=top_k,
+        expert_bytes=PAGE - 1, tokens=(1,), cpu_seconds=(CPU,), gpu_seconds=(0.0,),
+        dense_seconds=(DENSE,), cpu_first_expert_seconds=FIRST, link_seconds_per_expert=0.0,
+    )  # fmt: skip
+
+
+def trace_of(*tokens: Sequence[Sequence[int]], num_experts: int = 8) -> RoutingTrace:
+    """One sequence; each token says its experts by layer."""
+    experts = np.array(tokens, dtype=np.uint16)
+    count, layers, top_k = experts.shape
+    return RoutingTrace(
+        meta=TraceMeta(model="test", n_moe_layers=layers, n_experts=num_experts, top_k=top_k),
+        experts=experts,
+        seq_offsets=np.array([0, count]),
+    )
+
+
+def replayed(trace: RoutingTrace, share: float, prompt: int = 0) -> DiskTally:
+    geometry = trace.meta.geometry
+    conditions = DiskConditions(
+        costs=costs(geometry.num_experts, geometry.top_k, geometry.num_layers),
+        bytes_per_second=PAGE / READ, share=share, prompt=prompt,
+    )  # fmt: skip
+    return replay_over_disk(trace, conditions, EVICTIONS.factory("lru"))
+
+
+def test_experts_are_computed_as_they_come() -> None:
+    """Both absent: each waits for its read. One absent: the other is computed meanwhile."""
+    first = DENSE + 2 * READ + CPU
+    assert replayed(trace_of([[0, 1]]), 0.5).decode_seconds == first
+    tally = replayed(trace_of([[0, 1]], [[1, 2]], [[2, 1]]), 0.5)
+    assert tally.decode_seconds == first + DENSE + READ + CPU + DENSE + FIRST + 2 * CPU
+    assert (tally.demands, tally.misses, tally.read_bytes) == (6, 3, 3 * PAGE)
+    assert tally.bound_seconds == 3 * DENSE + 2 * READ + READ + 2 * CPU
+
+
+def test_a_layers_reads_begin_when_the_layer_above_is_done() -> None:
+    tally = replayed(trace_of([[0, 1], [2, 3]]), 0.5)
+    assert tally.decode_seconds == 2 * (DENSE + 2 * READ + CPU)
+
+
+def test_a_prompt_reads_the_next_layer_while_one_is_computed() -> None:
+    """40 tokens of the same experts: 40 CPU seconds for each, longer than a read takes."""
+    tokens = 40
+    tally = replayed(trace_of(*[[[0, 1], [2, 3]]] * tokens), 0.5, prompt=tokens)
+    of_expert = tokens * CPU
+    dense = tokens * DENSE
+    first = dense + READ + 2 * of_expert
+    second = dense + FIRST + 2 * of_expert
+    assert tally.prefill_seconds == first + second
+    assert (tally.prefill_tokens, tally.decode_tokens) == (tokens, 0)
+    assert tally.decode_tokens_per_second is None
+
+
+def test_what_all_fits_takes_what_computing_takes() -> None:
+    tally = replayed(trace_of([[0, 1]], [[0, 1]]), 1.0, prompt=1)
+    assert tally.decode_seconds == DENSE + FIRST + 2 * CPU
+    assert tally.hit_rate == 1.0
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1])
+def test_a_share_is_a_fraction(share: float) -> None:
+    with pytest.raises(ConfigError, match="expected a fraction"):
+        DiskConditions(costs=costs(), bytes_per_second=1.0, share=share)
+
+
+@pytest.mark.parametrize("name", ["lru", "successor"])
+def test_more_memory_is_not_slower(name: str) -> None:
+    trace = read_trace(REPOSITORY / "data" / "traces" / "gpt-oss-20b.npz")
+    times = []
+    for slots in range(4, 33, 4):
+        conditions = DiskConditions(
+            costs=costs(32, 4, 24), bytes_per_second=PAGE / READ, share=slots / 32, limit=150
+        )
+        times.append(replay_over_disk(trace, conditions, EVICTIONS.factory(name)).decode_seconds)
+    assert all(more <= less for less, more in pairwise(times))
+
+
+def test_the_report_says_what_was_read_and_how_far_it_is_from_the_bound() -> None:
+    trace = trace_of([[0, 1]], [[1, 2]], [[2, 1]])
+    conditions = DiskConditions(costs=costs(), bytes_per_second=PAGE / READ, share=0.5, prompt=0)
+    found = simulate_over_disk(trace, conditions, EVICTIONS.factory("lru"))
+    tally = replayed(trace, 0.5)
+    assert found["bytes_read"] == 3 * PAGE
+    assert found["bytes_read_per_token"] == PAGE
+    assert found["disk_share"] == 3 * READ / tally.decode_seconds
+    assert found["time_over_bound"] == tally.decode_seconds / tally.bound_seconds
+    assert found["hit_rate"] == found["timed_hit_rate"] == 0.5
+    assert (found["slots"], found["slots_bytes"]) == (4, 4 * PAGE)
