@@ -173,6 +173,7 @@ void bind_disk(nb::module_& m) {
            })
       .def("counts", &HostSlots::counts)
       .def("is_direct", &HostSlots::is_direct)
+      .def("read_buffered", &HostSlots::read_buffered)
       .def("resident", &HostSlots::resident)
       .def("fail", [](HostSlots& self, int error, std::int64_t every, double delay_seconds) {
         self.readers().fail(error, every, delay_seconds);

@@ -66,6 +66,10 @@ bool HostSlots::is_direct() const {
   return std::all_of(files_.begin(), files_.end(), [](const auto& file) { return file.is_direct(); });
 }
 
+void HostSlots::read_buffered() {
+  for (ExpertFile& file : files_) file.read_buffered();
+}
+
 Ids HostSlots::resident(std::int32_t layer) const {
   const std::lock_guard lock(mutex_);
   Ids found = resident_.members.at(layer);

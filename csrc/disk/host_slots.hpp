@@ -89,6 +89,8 @@ class HostSlots final : public ExpertSource {
     return counts_;
   }
   bool is_direct() const;
+  // Before the first use: files whose system takes unbuffered reads and buffers them in silence.
+  void read_buffered();
   bool has(std::int32_t layer, std::int64_t num_experts) const {
     return layer >= 0 && layer < resident_.num_layers && layers_[layer].num_experts == num_experts;
   }

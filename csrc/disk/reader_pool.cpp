@@ -84,6 +84,14 @@ ExpertFile::ExpertFile(ExpertFile&& other) noexcept
       is_direct_(other.is_direct_),
       bytes_(other.bytes_) {}
 
+void ExpertFile::read_buffered() {
+#if defined(O_DIRECT)
+  const int flags = ::fcntl(descriptor_, F_GETFL);
+  if (flags >= 0) ::fcntl(descriptor_, F_SETFL, flags & ~O_DIRECT);
+#endif
+  is_direct_ = false;
+}
+
 std::int64_t ExpertFile::read(std::int64_t from, std::int64_t bytes, std::uint8_t* to) const {
   std::int64_t done = 0;
   while (done < bytes) {

@@ -30,6 +30,8 @@ class ExpertFile {
   std::int64_t bytes() const { return bytes_; }
   // Whether reads pass by the page cache; where the file system refuses, they are let go after.
   bool is_direct() const { return is_direct_; }
+  // Before any read, where the file system takes O_DIRECT and buffers all the same.
+  void read_buffered();
 
   // Reads from a page's begin into a page's begin; returns the bytes that came, or -errno.
   std::int64_t read(std::int64_t from, std::int64_t bytes, std::uint8_t* to) const;

@@ -14,7 +14,7 @@ from benchmarks.disk.memory_group import ROOT, limited
 from benchmarks.disk.report import lines
 from benchmarks.disk.routing import forced_trace
 
-from tandem.hardware.disk import reads_directly
+from tandem.hardware.page_cache import how_reads_go
 from tests.conftest import REPOSITORY
 
 COSTS = Costs(dense_seconds=0.010, expert_seconds=0.001, expert_bytes=2_000_000, disk_rate=1e9)
@@ -55,7 +55,7 @@ def test_a_trace_of_a_quarter_of_the_experts_is_merged_and_repeated() -> None:
 def test_the_probe_reads_at_each_depth(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(bytes(4 << 20))
-    if not reads_directly(file):
+    if how_reads_go(file) == "refused":
         with pytest.raises(OSError, match="Invalid argument"):
             DiskProbe([file], 100_000)
         return

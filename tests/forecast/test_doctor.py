@@ -1,7 +1,9 @@
 """`tandem doctor`: every line has a state, and a model whose kernels were wrong would be found."""
 
 import json
+import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -10,11 +12,12 @@ from torch import Tensor
 
 import tandem
 from tandem.cli.main import main
-from tandem.forecast import machine_check
+from tandem.forecast import disk_check, machine_check
 from tandem.forecast.finding import Finding
 from tandem.forecast.self_check import ReferenceExecutor, check_model
 from tandem.hf.checkpoint import open_checkpoint
 from tandem.hf.config import OffloadConfig
+from tandem.policy.cost import DiskCosts
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.loading.checkpoints import FORMATS, lose_tensors, write_plain, write_quantised
 
@@ -60,6 +63,63 @@ def test_checksums_of_a_packed_model(
     shown = capsys.readouterr()
     assert "\nFAIL model " in shown.out
     assert "tandem-dense.safetensors has the SHA-256" in shown.out
+
+
+def test_the_disk_under_packed_models_is_measured(
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(disk_check, "_SECONDS", 0.01)
+    packed = tandem.pack(checkpoint, tmp_path / "packed", expert_dtype="int8").directory
+    found = doctor(capsys, str(packed))["model's disk"]
+    assert "GB/s in reads of" in found["found"]
+    assert "1 / 4 / 16 at once" in found["found"]
+    assert "model's disk" not in doctor(capsys, str(checkpoint))
+    in_silence = Path("/dev/shm")
+    if in_silence.is_dir():
+        with TemporaryDirectory(dir=in_silence) as folder:
+            moved = shutil.copytree(packed, Path(folder) / "packed")
+            found = doctor(capsys, str(moved))["model's disk"]
+        assert found["state"] == "slow"
+        assert (
+            "takes O_DIRECT and buffers all the same" in found["found"]
+            or "refuses" in (found["found"])
+        )
+        assert "memory of slots" in found["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("reads", "rate", "state", "said"),
+    [
+        ("direct", 2e9, "good", "past the page cache"),
+        ("direct", 1e8, "slow", "0.10 GB/s"),
+        ("refused", 2e9, "slow", "refuses O_DIRECT"),
+        ("silently buffered", 2e9, "slow", "buffers all the same"),
+    ],
+)
+def test_what_a_disk_gives_is_judged(reads: Any, rate: float, state: str, said: str) -> None:
+    costs = DiskCosts(reads="direct", piece_bytes=4096, depths=(1,), bytes_per_second=(rate,))
+    found = disk_check.disk_finding(costs, [Path("/models/file")], reads)
+    assert found.state == state
+    assert said in found.found
+    assert bool(found.remedy) == (state == "slow")
+
+
+def test_without_a_model_the_disk_of_kept_copies_is_measured(
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(disk_check, "_SECONDS", 0.01)
+    assert "model's disk" not in doctor(capsys)
+    words = ["-p", "hi", "--max-new-tokens", "1", "--expert-dtype", "int8", "--keep", "-q"]
+    assert main(["run", str(checkpoint), *words]) == 0
+    capsys.readouterr()
+    assert "GB/s" in doctor(capsys)["model's disk"]["found"]
 
 
 def test_a_lost_expert_of_any_layer_is_found(

@@ -1,29 +1,36 @@
 """The disk is measured at the model's expert size, past the system's cache where it lets."""
 
+import mmap
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
-from tandem.hardware.disk import DEPTHS, measure_disk, reads_directly
+from tandem.hardware.disk import DEPTHS, measure_disk
+from tandem.hardware.page_cache import how_reads_go
 
 EXPERT_BYTES = 5000
 # The kernel's own files have no pages that a disk could be asked for.
 REFUSING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
     sizes = {"a": 1 << 20, "b": 3 * 4096 + 7, "small": 100}
     for name, size in sizes.items():
-        (tmp_path / name).write_bytes(os.urandom(size))
+        with (tmp_path / name).open("wb") as stream:
+            stream.write(os.urandom(size))
+            stream.flush()
+            os.fsync(stream.fileno())  # pages that are not on the disk yet cannot be dropped
     return [tmp_path / name for name in sizes]
 
 
 def test_a_rate_for_each_depth(files: list[Path]) -> None:
     costs = measure_disk(files, EXPERT_BYTES, seconds=0.02)
     assert costs is not None
-    assert costs.reads == ("direct" if reads_directly(files[0]) else "buffered")
+    assert costs.reads == ("direct" if how_reads_go(files[0]) == "direct" else "buffered")
     assert costs.piece_bytes == 8192
     assert costs.depths == DEPTHS
     assert costs.most_bytes_per_second == max(costs.bytes_per_second)
@@ -43,10 +50,44 @@ def test_files_below_a_page_tell_nothing(files: list[Path]) -> None:
     assert measure_disk([], EXPERT_BYTES) is None
 
 
+@pytest.mark.skipif(not REFUSING.exists(), reason="this file is of Linux' sysfs")
 def test_a_file_system_that_refuses_is_found() -> None:
-    if not REFUSING.exists():
-        pytest.fail("this test reads a file of Linux' sysfs; run it there")
-    assert not reads_directly(REFUSING)
+    assert how_reads_go(REFUSING) == "refused"
+
+
+@pytest.mark.skipif(not MEMORY.is_dir(), reason="no file system in memory here")
+def test_a_file_system_that_buffers_in_silence_is_found() -> None:
+    """Linux 6.6 and newer take O_DIRECT for files in memory; older ones refuse."""
+    with TemporaryDirectory(dir=MEMORY) as folder:
+        file = Path(folder) / "file"
+        file.write_bytes(bytes(1 << 20))
+        assert how_reads_go(file) in ("silently buffered", "refused")
+        costs = measure_disk([file], EXPERT_BYTES, seconds=0.0)
+    assert costs is not None
+    assert costs.reads == "buffered"
+
+
+def test_buffers_that_show_in_the_page_cache_are_found(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that takes O_DIRECT and buffers reads as one without O_DIRECT does."""
+    if how_reads_go(files[0]) != "direct":
+        pytest.skip("no direct reads here")
+    monkeypatch.setattr(os, "O_DIRECT", 0)
+    assert how_reads_go(files[0]) == "silently buffered"
+
+
+def test_pages_that_are_held_tell_nothing(files: list[Path]) -> None:
+    if how_reads_go(files[0]) != "direct":
+        pytest.skip("no direct reads here")
+    with files[0].open("rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as held:
+        assert sum(held[:: mmap.PAGESIZE]) > 0  # mapped pages stay
+        assert how_reads_go(files[0]) == "direct"
+
+
+def test_a_file_below_a_page_is_not_read(files: list[Path]) -> None:
+    assert how_reads_go(files[2]) == "refused"
+    assert how_reads_go(files[2].with_name("none")) == "refused"
 
 
 def test_a_system_without_direct_reads_is_measured_too(

@@ -8,7 +8,7 @@ WITHOUT_MEMORY = {
     "ForesightTables.teach", "HeldExpert", "HeldExpert.address", "HeldExpert.has_come",
     "HeldExpert.keep", "HeldExpert.let_go", "HeldExpert.wait", "HostSlots.counts",
     "HostSlots.fail", "HostSlots.hold", "HostSlots.is_direct", "HostSlots.note_on_device",
-    "HostSlots.pin", "HostSlots.resident", "HostSlots.take_back", "HostSlots.try_hold",
+    "HostSlots.pin", "HostSlots.read_buffered", "HostSlots.resident", "HostSlots.take_back", "HostSlots.try_hold",
     "HostSlots.use_share",
     "IndexLayer", "LoneTerms", "MailboxLayout", "Program",
     "Program.num_active", "Program.run", "ProjectionLayout", "RecurrentEngine", "RoutedExperts",

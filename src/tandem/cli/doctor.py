@@ -28,6 +28,7 @@ from tandem.forecast.finding import Finding
 
 if TYPE_CHECKING:
     from tandem.forecast.report.stages import Outcome
+    from tandem.hf.checkpoint import AnyCheckpoint
 
 EXIT_BROKEN = 1
 _MARKS = {"good": "ok  ", "slow": "slow", "broken": "FAIL"}
@@ -72,10 +73,14 @@ def run(flags: argparse.Namespace) -> int:
     ):
         findings.append(finding)
         _print(finding)
-    if flags.model is not None:
-        for finding in _check_model(from_flags(ModelChoice, flags), options):
-            findings.append(finding)
-            _print(finding)
+    more = (
+        _check_disk_of_copies()
+        if flags.model is None
+        else _check_model(from_flags(ModelChoice, flags), options)
+    )
+    for finding in more:
+        findings.append(finding)
+        _print(finding)
     tried = [] if options.report is None else _report(Path(options.report), findings)
     if options.json:
         found = {"findings": [asdict(finding) for finding in findings]}
@@ -139,10 +144,31 @@ def _check_model(choice: ModelChoice, options: DoctorOptions) -> Iterator[Findin
     try:
         checkpoint = open_model(Path(found.model), may_run_code=found.trust_remote_code)
         yield check_model_files(checkpoint, has_progress=shows_progress())
+        yield from _check_disk(checkpoint)
         yield from _check_copies(source_label(choice.model, Path(found.model)))
         yield check_model_kernels(checkpoint, offload)
     except ModelError as error:
         yield Finding("model", "broken", str(error))
+
+
+def _check_disk(checkpoint: "AnyCheckpoint") -> Iterator[Finding]:
+    """Measure the disk under a packed model, which may run from there."""
+    from tandem.forecast.disk_check import check_disk
+    from tandem.hf.checkpoint import Checkpoint
+
+    if isinstance(checkpoint, Checkpoint) and checkpoint.is_packed:
+        yield from filter(None, [check_disk(checkpoint)])
+
+
+def _check_disk_of_copies() -> Iterator[Finding]:
+    """Measure the disk where packed copies are kept, by the one that was used last."""
+    from tandem.hf.checkpoint import open_model
+
+    for copy in kept_copies().all()[:1]:
+        try:
+            yield from _check_disk(open_model(copy.directory))
+        except TandemError:
+            continue  # tandem doctor MODEL says what is wrong with it
 
 
 def _check_copies(source: str) -> Iterator[Finding]:

@@ -1,8 +1,8 @@
 """How fast a disk gives experts: pieces at random places of files, several at once.
 
 They are read past the system's cache (O_DIRECT), whose speed is the memory's, into huge pages, as
-slots are: into pages of 4 KB a virtual disk gives half its rate. Where a file system refuses
-O_DIRECT, each piece is dropped from the cache first, unless a process maps it.
+slots are: into pages of 4 KB a virtual disk gives half its rate. Where a file system refuses that,
+or buffers all the same, each piece is dropped from the cache first, unless a process maps it.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+from tandem.hardware.page_cache import how_reads_go
 from tandem.policy.cost import DiskCosts
 
 DEPTHS = (1, 4, 16)  # reads at once
@@ -44,7 +45,7 @@ def measure_disk(
     if piece == 0:
         return None
     large = [file for file, size in sizes.items() if size >= piece]
-    is_direct = reads_directly(large[0])
+    is_direct = how_reads_go(large[0]) == "direct"
     with ExitStack() as stack:
         opened = []
         for file in large:
@@ -59,23 +60,6 @@ def measure_disk(
         depths=DEPTHS,
         bytes_per_second=rates,
     )
-
-
-def reads_directly(file: Path) -> bool:
-    """Whether a file of at least a page is read past the system's cache if that is asked for."""
-    if not hasattr(os, "O_DIRECT"):  # not Linux
-        return False
-    try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
-    except OSError:
-        return False
-    try:
-        with mmap.mmap(-1, _PAGE_BYTES) as buffer:
-            return os.preadv(descriptor, [buffer], 0) == _PAGE_BYTES
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
 
 
 Read = Callable[[random.Random, memoryview], None]

@@ -17,6 +17,7 @@ from tandem.experts.cache.sizing import DeviceMemory, budget_bytes, parse_gpu_me
 from tandem.experts.store.host_memory import available_bytes
 from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
 from tandem.foreign_types import PreTrainedModel
+from tandem.hardware.page_cache import how_reads_go
 from tandem.hf.config import OffloadConfig
 from tandem.hf.runtime import require_runtime
 
@@ -59,6 +60,8 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig, *, beside_bytes: 
         if options.expert_memory_bytes is not None:
             raise
         return False  # mapped files are slow, but need no memory of their own
+    if _are_buffered_in_silence(places):
+        slots.native.read_buffered()
     runtime.host_slots = slots
     MemoryWatch(slots, available_bytes, reserved)
     where = places[0].file.parent
@@ -70,8 +73,8 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig, *, beside_bytes: 
         )
     if not slots.is_direct:
         _warn(
-            f"the file system of {where} takes no unbuffered reads: experts from it take twice "
-            "their memory for a moment; put the model on a local disk"
+            f"the file system of {where} gives no reads past the system's page cache: experts from "
+            "it take twice their memory for a moment; put the model on a local disk"
         )
     return True
 
@@ -89,6 +92,12 @@ def _free_bytes(options: OffloadConfig, experts_bytes: int) -> int:
         return free
     budget = budget_bytes(parse_gpu_memory(options.gpu_memory), DeviceMemory(free, free))
     return free - min(experts_bytes, budget)
+
+
+def _are_buffered_in_silence(places: Sequence[ExpertPlace]) -> bool:
+    """Read a piece of one file of each file system, and look whether the page cache has it."""
+    by_file_system = {place.file.stat().st_dev: place.file for place in places}
+    return any(how_reads_go(file) == "silently buffered" for file in by_file_system.values())
 
 
 def _places(layers: Sequence[PackedLayer]) -> list[ExpertPlace] | None:

@@ -1,0 +1,61 @@
+"""What the disk under packed models gives, for `tandem doctor`: rates, and what reads pass by."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tandem.checkpoint.packed import packed_name
+from tandem.core.units import format_bytes
+from tandem.experts.store.packed_layer import STORED_NAME
+from tandem.forecast.finding import Finding
+from tandem.hardware.disk import measure_disk
+from tandem.hardware.page_cache import Reads, how_reads_go
+from tandem.hf.checkpoint import Checkpoint
+from tandem.policy.cost import DiskCosts
+
+_WHAT = "model's disk"
+# SATA SSDs give half a gigabyte a second; below that, experts from the disk take seconds a token.
+_SLOW_BYTES_PER_SECOND = 0.4e9
+_SECONDS = 0.3  # of each depth
+_CACHED = "what is read lies in the page cache too, which takes the memory of slots"
+_REMEDIES: dict[Reads, tuple[str, str]] = {
+    "refused": ("the file system refuses O_DIRECT", f"put it on a local disk: {_CACHED}"),
+    "silently buffered": (
+        "the file system takes O_DIRECT and buffers all the same",
+        f"put it on a local disk: {_CACHED}",
+    ),
+}
+
+
+def check_disk(checkpoint: Checkpoint) -> Finding | None:
+    """Measure the disk at the size of a packed model's experts; None for one without experts."""
+    suffix = f".{packed_name(STORED_NAME)}"
+    experts = [e for name, e in checkpoint.files.entries.items() if name.endswith(suffix)]
+    if not experts:
+        return None
+    files = sorted({entry.file for entry in experts})
+    size = max(entry.num_bytes // entry.shape[0] for entry in experts)
+    try:
+        costs = measure_disk(files, size, seconds=_SECONDS)
+    except OSError as error:
+        why = f"{files[0].parent} was not measured: {error.strerror or error}"
+        return Finding(_WHAT, "slow", why, "look at the disk and at who may read the files")
+    return None if costs is None else disk_finding(costs, files, how_reads_go(files[0]))
+
+
+def disk_finding(costs: DiskCosts, files: Sequence[Path], reads: Reads) -> Finding:
+    """Say what was measured, and what is wrong with it."""
+    rates = " / ".join(f"{rate / 1e9:.2f}" for rate in costs.bytes_per_second)
+    depths = " / ".join(map(str, costs.depths))
+    text = (
+        f"{rates} GB/s in reads of {format_bytes(costs.piece_bytes)}, {depths} at once, from "
+        f"{files[0].parent}"
+    )
+    if reads != "direct":
+        found, remedy = _REMEDIES[reads]
+        return Finding(_WHAT, "slow", f"{text}; {found}", remedy)
+    if costs.most_bytes_per_second < _SLOW_BYTES_PER_SECOND:
+        return Finding(
+            _WHAT, "slow", text, "a model larger than the memory reads experts from it for every "
+            "token: put packed models on an SSD",
+        )  # fmt: skip
+    return Finding(_WHAT, "good", f"{text}, past the page cache")

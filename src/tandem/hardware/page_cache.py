@@ -1,0 +1,79 @@
+"""How a file is read if reads past the system's page cache (O_DIRECT) are asked for.
+
+A file system may refuse them, or take them and buffer in silence. That is found by residency: pages
+are dropped from the cache, read, and looked for there (mincore). The system tells that of files
+that this process may write; of others it says that all is there, as of pages that another process
+holds. What it does not tell is taken to be direct.
+"""
+
+import ctypes
+import mmap
+import os
+from pathlib import Path
+from typing import Literal
+
+_PIECE_BYTES = 64 << 10
+_PLACES = 4  # tried until one can be dropped
+_DROPPED_BYTES = 2 << 20  # at a multiple of it: pages come and go in groups of up to so many bytes
+# All that their files have lies in the page cache.
+_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+
+Reads = Literal["direct", "refused", "silently buffered"]
+
+
+def how_reads_go(file: Path) -> Reads:
+    """Read a piece or two of a file; "refused" also for one that is smaller than a page."""
+    if not hasattr(os, "O_DIRECT"):  # not Linux
+        return "refused"
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        return "refused"
+    try:
+        return _try_reading(descriptor)
+    except OSError:
+        return "refused"
+    finally:
+        os.close(descriptor)
+
+
+def _try_reading(descriptor: int) -> Reads:
+    last = os.fstat(descriptor).st_size // mmap.PAGESIZE * mmap.PAGESIZE
+    piece = min(_PIECE_BYTES // mmap.PAGESIZE * mmap.PAGESIZE or mmap.PAGESIZE, last)
+    if piece == 0:
+        return "refused"
+    with mmap.mmap(-1, piece) as buffer:
+        for number in range(_PLACES):
+            place = (last - piece) * number // _PLACES // _DROPPED_BYTES * _DROPPED_BYTES
+            os.posix_fadvise(descriptor, place, _DROPPED_BYTES, os.POSIX_FADV_DONTNEED)
+            was_dropped = _num_cached(descriptor, place, piece) == 0
+            if os.preadv(descriptor, [buffer], place) != piece:
+                return "refused"
+            if was_dropped:
+                is_cached = _num_cached(descriptor, place, piece) == piece // mmap.PAGESIZE
+                return "silently buffered" if is_cached else "direct"
+    return "silently buffered" if _lies_in_memory(descriptor) else "direct"
+
+
+def _num_cached(descriptor: int, place: int, num_bytes: int) -> int | None:
+    """Return how many of a file's pages are in the page cache; None where nothing tells."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    states = (ctypes.c_ubyte * (num_bytes // mmap.PAGESIZE))()
+    with mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY, offset=place) as pages:
+        first = ctypes.c_char.from_buffer(pages)
+        address = ctypes.c_void_p(ctypes.addressof(first))
+        failed = libc.mincore(address, ctypes.c_size_t(num_bytes), states)
+        del first  # else the pages cannot be unmapped
+    return None if failed else sum(state & 1 for state in states)
+
+
+def _lies_in_memory(descriptor: int) -> bool:
+    """Tell whether a file is of a file system that is nothing but page cache."""
+    number = os.fstat(descriptor).st_dev
+    wanted = f"{os.major(number)}:{os.minor(number)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    kinds = (line.split(" - ", 1)[1].split()[0] for line in mounts if line.split()[2] == wanted)
+    return any(kind in _MEMORY_FILE_SYSTEMS for kind in kinds)
