@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tandem.cli.drafting import DraftChoice
@@ -58,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(flags: argparse.Namespace) -> int:
     """Serve until a signal; returns the exit code."""
     options = from_flags(ServerOptions, flags)
-    offload = offload_options(flags)
+    offload = replace(
+        offload_options(flags), context=options.context, sequences=options.max_running
+    )
     own = from_flags(ServeOptions, flags)
     api_keys = read_keys(options.api_key, options.api_key_file, os.environ.get("TANDEM_API_KEY"))
     require_key(options.host, api_keys)

@@ -103,6 +103,11 @@ class OffloadOptions:
     pool: str = option("by-layer", help="how slots are shared over layers", choices=POOLS)
     prefetch: str = "pays"
     """Which predicted experts are copied ahead."""
+    context: int | None = None
+    """Tokens of a sequence whose keys and values find room beside experts over a disk; None: a
+    usual conversation's."""
+    sequences: int = 1
+    """How many such sequences there are at once."""
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, the value and what is expected."""
@@ -111,6 +116,9 @@ class OffloadOptions:
         if self.device not in DEVICES.names():
             hint = nearest_names(self.device, DEVICES.names())
             raise ConfigError(f"device is {self.device!r}, which Tandem does not know; {hint}")
+        if self.context is not None:
+            require_range("context", self.context, 1, what="a number of tokens")
+        require_range("sequences", self.sequences, 1, what="a number of sequences")
         require_range("emulated_speed", self.emulated_speed, 0.01, 1e6, what="a factor")
         if self.link_bandwidth is not None:
             parse_bandwidth(self.link_bandwidth, name="link_bandwidth")

@@ -22,6 +22,7 @@ from tandem.hf.compat import parts_in_fp32
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
 from tandem.hf.dense import has_quantised_experts, is_packable_embedding, packable_layers
 from tandem.hf.experts import is_experts_module
+from tandem.hf.kv_sizes import USUAL_CONTEXT, kv_bytes_by_layer
 from tandem.hf.load import empty_model, is_widened_on, open_foreign, source_config
 from tandem.hf.load_job import LoadJob
 from tandem.hf.packed_writer import stored_name
@@ -38,9 +39,6 @@ _PARTS = (
     ("images and sound", ("visual", "vision", "audio", "image")),
 )
 _OTHER = "norms and the rest"
-# Layers of these kinds, as Transformers calls them, keep a state of one size, or nothing.
-_USUAL_CONTEXT = 4096  # tokens of a conversation
-_WITHOUT_KEYS = ("linear_attention", "conv", "moe", "mlp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,7 @@ class ModelSizes:
                 f"--context is {asked} tokens, and the model's context has {longest}; give at most "
                 "that"
             )
-        return asked or min(_USUAL_CONTEXT, longest or _USUAL_CONTEXT)
+        return asked or min(USUAL_CONTEXT, longest or USUAL_CONTEXT)
 
     @property
     def num_moe_layers(self) -> int:
@@ -163,8 +161,8 @@ def config_sizes(
     codes = quantizer.dense_code_formats(model, on_device=on_device)
     store, text = quantizer.runtime.store, config.get_text_config()
     dtype = next(model.parameters()).dtype
-    layers = _kv_bytes_by_layer(text, kv_dtype or dtype, latents=2)
-    on_gpu = _kv_bytes_by_layer(text, kv_dtype or dtype, latents=1)
+    layers = kv_bytes_by_layer(text, kv_dtype or dtype, latents=2)
+    on_gpu = kv_bytes_by_layer(text, kv_dtype or dtype, latents=1)
     kv_bytes = sum(num_bytes for _, num_bytes in layers)
     sliding = sum(num_bytes for kind, num_bytes in layers if kind == "sliding_attention")
     packed = _packed_formats(model, store, offload, codes)
@@ -273,27 +271,3 @@ def _dense_parts(model: nn.Module, packed: Mapping[str, WeightFormat]) -> Iterat
                 seen.add(id(tensor))
                 itemsize = 4 if any(word in f"{path}.{name}" for word in in_fp32) else 0
                 yield f"{path}.{name}", tensor.numel() * max(itemsize, tensor.itemsize)
-
-
-def _kv_bytes_by_layer(
-    config: PreTrainedConfig, dtype: torch.dtype, *, latents: int
-) -> list[tuple[str, int]]:
-    """Return each layer's kind and what a token takes in it, with so many copies of a latent."""
-    usual = "sliding_attention" if value_of(config, "sliding_window") else "full_attention"
-    count = int(config.num_hidden_layers)
-    kinds = value_of(config, "layer_types") or [usual] * count
-    layers = value_of(config, "per_layer_config") or [config] * count
-    return [
-        (kind, 0 if kind in _WITHOUT_KEYS else _kv_bytes(layer, dtype, latents))
-        for kind, layer in zip(kinds, layers, strict=True)
-    ]
-
-
-def _kv_bytes(config: PreTrainedConfig, dtype: torch.dtype, latents: int) -> int:
-    """Return what a token's keys and values take in a layer, with so many copies of a latent."""
-    if value_of(config, "kv_lora_rank"):
-        return int(latents * config.kv_lora_rank + config.qk_rope_head_dim) * dtype.itemsize
-    heads = int(value_of(config, "num_attention_heads") or 1)
-    kv_heads = int(value_of(config, "num_key_value_heads") or heads)
-    head_dim = int(value_of(config, "head_dim") or config.hidden_size // heads)
-    return 2 * kv_heads * head_dim * dtype.itemsize

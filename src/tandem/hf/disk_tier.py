@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeGuard
 
+from tandem.checkpoint.config_values import value_of
 from tandem.checkpoint.json_files import is_int, read_json, shown
 from tandem.checkpoint.mapped_files import places_of
 from tandem.checkpoint.packed import EXPERT_SUMS_KEY, INDEX_FILE, packed_name
@@ -19,12 +20,15 @@ from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
 from tandem.foreign_types import PreTrainedModel
 from tandem.hardware.page_cache import how_reads_go
 from tandem.hf.config import OffloadConfig
+from tandem.hf.kv_sizes import USUAL_CONTEXT, most_kv_bytes
 from tandem.hf.runtime import require_runtime
 
-# Of the free memory, "auto" leaves so much to keys and values, to prompts' activations and to other
-# programs; a cache that the system pushes out is worse than a small one.
+# Of the free memory, "auto" leaves so much to other programs, prompts' activations, and keys and
+# values; a cache that the system pushes out is worse than a small one. Keys and values that want
+# more have it beside half of this, up to a share that leaves experts some.
 _RESERVED_BYTES = 1 << 30
 _RESERVED_SHARE = 0.06
+_MOST_KV_SHARE = 0.5
 _USUAL_TOP_K = 8
 _MOST_SUM = (1 << 32) - 1
 
@@ -51,7 +55,7 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig, *, beside_bytes: 
     memory = options.expert_memory_bytes
     reserved = max(_RESERVED_BYTES, int(_RESERVED_SHARE * free))
     if memory is None:
-        memory = max(0, free - reserved)
+        memory = max(0, free - max(reserved, reserved // 2 + _kv_bytes(model, options, free)))
     top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or _USUAL_TOP_K
     options.require_host_eviction()
     try:
@@ -92,6 +96,15 @@ def _free_bytes(options: OffloadConfig, experts_bytes: int) -> int:
         return free
     budget = budget_bytes(parse_gpu_memory(options.gpu_memory), DeviceMemory(free, free))
     return free - min(experts_bytes, budget)
+
+
+def _kv_bytes(model: PreTrainedModel, options: OffloadConfig, free: int) -> int:
+    """Return what the keys and values of the run's sequences can grow to, or a share of `free`."""
+    config = model.config.get_text_config()
+    longest = value_of(config, "max_position_embeddings") or USUAL_CONTEXT
+    tokens = min(options.context or USUAL_CONTEXT, longest)
+    wanted = most_kv_bytes(config, model.dtype, num_tokens=tokens, num_sequences=options.sequences)
+    return min(wanted, int(_MOST_KV_SHARE * free))
 
 
 def _are_buffered_in_silence(places: Sequence[ExpertPlace]) -> bool:
