@@ -4,6 +4,7 @@ Needs root. Page cache counts, as the system charges it to whose process reads a
 not allowed.
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -50,6 +51,32 @@ class MemoryGroup:
     def enter(self) -> None:
         """Put the calling process into the group, and so what it starts."""
         (self.directory / "cgroup.procs").write_text(str(os.getpid()))
+
+    def used_bytes(self) -> int:
+        """Return what its processes take, with their page cache."""
+        name = "memory.usage_in_bytes" if self._is_version_1 else "memory.current"
+        return int((self.directory / name).read_text())
+
+    def lower(self, limit_bytes: int, from_bytes: int, progress: float, *, steps: int) -> None:
+        """Make memory short: first by `memory.high`, whose reclaim kills nobody, then by the limit.
+
+        `progress` goes from 0 to 1; version 1 has no such file, there the limit goes in steps. What
+        cannot be reclaimed yet stays.
+        """
+        with contextlib.suppress(OSError):
+            if self._is_version_1:
+                done = int(progress * steps) / steps
+                self._limit(int(from_bytes - done * (from_bytes - limit_bytes)))
+            elif progress < 1.0:
+                self._write("memory.high", limit_bytes)
+            else:
+                self._limit(limit_bytes)
+
+    def raise_to(self, limit_bytes: int) -> None:
+        """Take the limits back."""
+        self._limit(limit_bytes)
+        if not self._is_version_1:
+            (self.directory / "memory.high").write_text("max")
 
     def kills(self) -> int:
         """Return how many of its processes the system has killed for memory."""

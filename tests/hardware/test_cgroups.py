@@ -28,6 +28,14 @@ def test_the_lowest_of_a_group_and_those_above_it(tmp_path: Path) -> None:
     assert memory_left(tmp_path) == 6000 - (5000 - 750)
 
 
+def test_the_limit_that_slows_down_counts_like_the_one_that_kills(tmp_path: Path) -> None:
+    write_group(tmp_path / "sys/fs/cgroup", "9000")
+    write(tmp_path / "sys/fs/cgroup/memory.high", "7000")
+    assert memory_left(tmp_path) == 7000 - (5000 - 750)
+    write(tmp_path / "sys/fs/cgroup/memory.high", "max")
+    assert memory_left(tmp_path) == 9000 - (5000 - 750)
+
+
 def test_version_1(tmp_path: Path) -> None:
     write(tmp_path / "proc/self/cgroup", "4:memory:/docker/1\n5:cpu,cpuacct:/docker/1")
     top = tmp_path / "sys/fs/cgroup/memory"

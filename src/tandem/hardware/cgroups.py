@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 _CGROUPS = Path("sys/fs/cgroup")
-# The files of version 2 and of version 1: the limit, what is taken, and of that the page cache.
+# The files of version 2 and of version 1: limits, what is taken, and of that the page cache. Beyond
+# memory.high processes are slowed down, beyond memory.max they are killed.
 _MEMORY_FILES = (
-    ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    (("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file")),
     (
-        "memory.limit_in_bytes",
+        ("memory.limit_in_bytes",),
         "memory.usage_in_bytes",
         ("total_inactive_file", "total_active_file"),
     ),
@@ -74,9 +75,11 @@ def _share(quota: str, period: str) -> float | None:
 
 
 def _memory_left(group: _Group) -> int | None:
-    limit_file, used_file, cache_fields = _MEMORY_FILES[group.is_version_1]
-    limit, used = (read_number(group.directory / name) for name in (limit_file, used_file))
-    if limit is None or used is None:  # "max"
+    limit_files, used_file, cache_fields = _MEMORY_FILES[group.is_version_1]
+    limits = (read_number(group.directory / name) for name in limit_files)
+    limit = min((found for found in limits if found is not None), default=None)  # "max" is none
+    used = read_number(group.directory / used_file)
+    if limit is None or used is None:
         return None
     lines = (
         line.split() for line in (read_text(group.directory / "memory.stat") or "").splitlines()
