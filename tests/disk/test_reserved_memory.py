@@ -1,5 +1,6 @@
 """Slots leave the memory that keys and values can grow to, within bounds."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,18 @@ def test_slots_leave_what_keys_and_values_grow_to(
 def test_experts_keep_half_of_the_memory(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = slots_with(packed, monkeypatch, context=1 << 20, sequences=100)
     assert FREE // 2 - 3 * held.slot_bytes - 3 < held.num_bytes <= FREE // 2
+
+
+def test_a_plan_shares_memory_out_as_the_load_does(
+    packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = slots_with(packed, monkeypatch, context=100)
+    dense = model_sizes(open_checkpoint(packed), OffloadConfig()).total_dense_bytes
+    monkeypatch.setattr("tandem.experts.store.host_memory.available_bytes", lambda: FREE + dense)
+    words = ["--context", "100", "--dense-dtype", "none", "--threads", "1", "--json"]
+    assert main(["plan", str(packed), *words]) == 0
+    planned = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert planned["from_disk"]["resident_share"] == pytest.approx(loaded.share, abs=0.01)
 
 
 def test_memory_that_is_given_is_taken_whole(packed: Path) -> None:

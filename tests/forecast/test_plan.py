@@ -205,6 +205,8 @@ def test_a_packed_model_that_does_not_fit_runs_from_the_disk(
     assert "from the disk" not in out
     experts = sizes_of(packed).experts_bytes
     rest = before["host_bytes"] - before["load_host_bytes"] + sizes_of(packed).total_dense_bytes
+    for name in ("_RESERVED_BYTES", "_RESERVED_SHARE"):
+        monkeypatch.setattr(f"tandem.hf.disk_tier.{name}", 0)
     monkeypatch.setattr(
         "tandem.experts.store.host_memory.available_bytes", lambda: rest + experts * 3 // 4
     )

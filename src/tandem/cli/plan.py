@@ -146,11 +146,15 @@ def _from_disk(
     from tandem.forecast.disk_forecast import forecast_from_disk
     from tandem.forecast.speed_forecast import SpeedForecast
     from tandem.hardware.disk import measure_disk
+    from tandem.hf.disk_tier import room_for_experts
 
     has_all = plan.fits if given is None else given >= plan.sizes.experts_bytes
     if has_all or not files or not isinstance(plan.speed, SpeedForecast):
         return None
-    room = plan.expert_room_bytes if given is None else given
+    room = given
+    if room is None:  # as loading shares the memory out, once the dense parts are there
+        free = max(0, plan.available_bytes - plan.sizes.total_dense_bytes)
+        room = room_for_experts(free, plan.kv_cache_bytes)
     disk = measure_disk(files, plan.sizes.expert_image_bytes) if room > 0 else None
     if disk is None:
         return None

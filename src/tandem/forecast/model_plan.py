@@ -91,11 +91,6 @@ class Plan:
         return self.host_bytes - self.process_bytes
 
     @property
-    def expert_room_bytes(self) -> int:
-        """What the free memory has left for experts."""
-        return self.available_bytes - (self.needed_bytes - self.sizes.experts_bytes)
-
-    @property
     def fits(self) -> bool:
         """Whether the free memory holds it."""
         return self.needed_bytes <= self.available_bytes

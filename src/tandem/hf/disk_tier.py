@@ -53,9 +53,8 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig, *, beside_bytes: 
         return False
     free = max(0, _free_bytes(options, runtime.store.num_bytes) - beside_bytes)
     memory = options.expert_memory_bytes
-    reserved = max(_RESERVED_BYTES, int(_RESERVED_SHARE * free))
     if memory is None:
-        memory = max(0, free - max(reserved, reserved // 2 + _kv_bytes(model, options, free)))
+        memory = room_for_experts(free, _kv_bytes(model, options))
     top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or _USUAL_TOP_K
     options.require_host_eviction()
     try:
@@ -67,7 +66,7 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig, *, beside_bytes: 
     if _are_buffered_in_silence(places):
         slots.native.read_buffered()
     runtime.host_slots = slots
-    MemoryWatch(slots, available_bytes, reserved)
+    MemoryWatch(slots, available_bytes, _reserved_bytes(free))
     where = places[0].file.parent
     if options.expert_memory_bytes is None:
         _warn(
@@ -98,13 +97,22 @@ def _free_bytes(options: OffloadConfig, experts_bytes: int) -> int:
     return free - min(experts_bytes, budget)
 
 
-def _kv_bytes(model: PreTrainedModel, options: OffloadConfig, free: int) -> int:
-    """Return what the keys and values of the run's sequences can grow to, or a share of `free`."""
+def room_for_experts(free_bytes: int, kv_bytes: int) -> int:
+    """Return the memory for slots, where keys and values can grow to `kv_bytes`."""
+    reserved, of_keys = _reserved_bytes(free_bytes), min(kv_bytes, int(_MOST_KV_SHARE * free_bytes))
+    return max(0, free_bytes - max(reserved, reserved // 2 + of_keys))
+
+
+def _reserved_bytes(free_bytes: int) -> int:
+    return max(_RESERVED_BYTES, int(_RESERVED_SHARE * free_bytes))
+
+
+def _kv_bytes(model: PreTrainedModel, options: OffloadConfig) -> int:
+    """Return what the keys and values of the run's sequences can grow to."""
     config = model.config.get_text_config()
     longest = value_of(config, "max_position_embeddings") or USUAL_CONTEXT
     tokens = min(options.context or USUAL_CONTEXT, longest)
-    wanted = most_kv_bytes(config, model.dtype, num_tokens=tokens, num_sequences=options.sequences)
-    return min(wanted, int(_MOST_KV_SHARE * free))
+    return most_kv_bytes(config, model.dtype, num_tokens=tokens, num_sequences=options.sequences)
 
 
 def _are_buffered_in_silence(places: Sequence[ExpertPlace]) -> bool:
