@@ -1,13 +1,16 @@
-// What Python sees of experts on the disk.
+// What Python sees of experts and of tables on the disk.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <exception>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -15,6 +18,7 @@
 #include "bindings_tensor.hpp"
 #include "crc32c.hpp"
 #include "disk/host_slots.hpp"
+#include "disk/row_tables.hpp"
 
 namespace nb = nanobind;
 
@@ -25,6 +29,7 @@ using Layer = HostSlots::Layer;
 
 constexpr std::int64_t kMostBytes = std::int64_t{1} << 46, kMostExperts = 1 << 16;
 constexpr std::int64_t kMostReaders = 256, kMostPieceBytes = 1 << 30;
+constexpr std::int64_t kMostRowBytes = 1 << 24, kMostRows = std::int64_t{1} << 40;
 
 // `memory` (slots, slot bytes) begins at a page.
 void init_layer(Layer* self, std::string path, std::int64_t first, std::int64_t stride,
@@ -85,6 +90,37 @@ std::optional<HeldExpert> hold(HostSlots& slots, std::int32_t layer, std::int32_
 const HeldExpert& require_held(const HeldExpert& held) {
   require(static_cast<bool>(held), "an expert that has not been let go");
   return held;
+}
+
+// Each table is (its parts, bytes of a row), a part (file, first byte, rows).
+using PartOfTable = std::tuple<std::string, std::int64_t, std::int64_t>;
+
+void init_tables(RowTables* self,
+                 const std::vector<std::pair<std::vector<PartOfTable>, std::int64_t>>& tables,
+                 int num_readers, double patience) {
+  require(!tables.empty() && num_readers > 0 && num_readers <= kMostReaders && patience > 0.0,
+          "a table, 1 to 256 readers, and some seconds");
+  std::vector<RowTables::Table> found;
+  for (const auto& [parts, row_bytes] : tables) {
+    require(!parts.empty() && row_bytes > 0 && row_bytes <= kMostRowBytes,
+            "tables of some parts, with rows of 1 byte to 16 MiB");
+    found.push_back({{}, row_bytes});
+    for (const auto& [path, first, num_rows] : parts) {
+      require(first >= 0 && first <= kMostBytes && num_rows > 0 && num_rows <= kMostRows &&
+                  num_rows <= kMostBytes / row_bytes,
+              "rows one after the other in a file");
+      found.back().parts.push_back({path, first, num_rows});
+    }
+  }
+  new (self) RowTables(found, num_readers, patience);
+}
+
+void read_rows(RowTables& self, std::size_t table, const Tensor& rows, const Tensor& out) {
+  require(table < self.num_tables(), "one of these tables");
+  const auto* numbers = rows.dense<const std::int64_t>("rows", rows.count());
+  auto* to = out.memory("out", rows.count() * self.row_bytes(table), true);
+  const nb::gil_scoped_release release;
+  self.read(table, {numbers, static_cast<std::size_t>(rows.count())}, to);
 }
 
 // A failed read is an error of the model, in the words that users get.
@@ -176,6 +212,18 @@ void bind_disk(nb::module_& m) {
       .def("read_buffered", &HostSlots::read_buffered)
       .def("resident", &HostSlots::resident)
       .def("fail", [](HostSlots& self, int error, std::int64_t every, double delay_seconds) {
+        self.readers().fail(error, every, delay_seconds);
+      });
+  nb::class_<RowTables::Counts>(m, "RowCounts")
+      .def_ro("rows", &RowTables::Counts::rows)
+      .def_ro("read_bytes", &RowTables::Counts::read_bytes)
+      .def_ro("waited_seconds", &RowTables::Counts::waited_seconds);
+  nb::class_<RowTables>(m, "RowTables")
+      .def("__init__", &init_tables)
+      .def("read", &read_rows)
+      .def("counts", &RowTables::counts)
+      .def("is_direct", &RowTables::is_direct)
+      .def("fail", [](RowTables& self, int error, std::int64_t every, double delay_seconds) {
         self.readers().fail(error, every, delay_seconds);
       });
 }

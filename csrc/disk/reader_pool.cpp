@@ -70,7 +70,7 @@ ExpertFile::ExpertFile(const std::string& path)
   struct stat found {};
   if (descriptor_ < 0 || ::fstat(descriptor_, &found) != 0)
     throw std::runtime_error(path + " cannot be opened (" + std::strerror(errno) +
-                             "); expected a packed model's file: put it back and load again");
+                             "); expected a model's file: put it back and load again");
   bytes_ = found.st_size;
 }
 
@@ -113,12 +113,13 @@ std::string DiskRead::why() const {
   const std::string where = file->path() + ", byte " + std::to_string(from + skipped);
   if (found == kCut)
     return where + ": the file ends before " + std::to_string(wanted) +
-           " bytes of an expert; it was cut or replaced while it was in use: copy it again, or pack "
-           "the model again";
+           " bytes of " + what + "; it was cut or replaced while it was in use: copy it again, or "
+           "pack the model again";
   if (found == kDamaged)
-    return where + ": an expert has other bytes than were written (its CRC-32C differs); the disk or "
-                   "a copy has damaged them: copy the file again, or pack the model again";
-  return where + ": an expert cannot be read (" + std::strerror(found) +
+    return where + ": " + what +
+           " has other bytes than were written (its CRC-32C differs); the disk or a copy has damaged "
+           "them: copy the file again, or pack the model again";
+  return where + ": " + what + " cannot be read (" + std::strerror(found) +
          "); check the disk, and load the model again";
 }
 

@@ -47,6 +47,7 @@ class ExpertFile {
 struct DiskRead {
   enum class State : std::uint8_t { kUnderWay, kDone, kFailed };
 
+  const char* what = "an expert";  // for errors
   const ExpertFile* file = nullptr;
   std::int64_t from = 0, bytes = 0;  // of the file: whole pages
   std::int64_t skipped = 0, wanted = 0;  // of these bytes: those that are asked for

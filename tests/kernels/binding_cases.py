@@ -162,6 +162,7 @@ def making_cases() -> dict[str, Case]:
     no_sums: list[int] = []
     slots = __file__, 0, 64, 64, no_sums, EXPERTS, _pages(2, _PAGES), None
     on_disk = [_native.SlotLayer(*slots)], _pages(2, _PAGES), 1, 1, 4096, 1.0
+    tables = _native.RowTables([([(__file__, 0, 8)], 64)], 1, 1.0)
     numbers = 0, HEADS, 1, DIM, DIM, 0.25, 0.0, 0
     layer, index = _native.AttentionLayer(*numbers, None), _native.IndexLayer()
     blocks = [_bytes(2, 1, 4, n) for n in (layer.key_block_bytes, layer.value_block_bytes)]
@@ -179,6 +180,7 @@ def making_cases() -> dict[str, Case]:
         "RoutedLayer": Case(_native.RoutedLayer, routed, any_size=[0]),
         "SlotLayer": Case(_native.SlotLayer, slots, any_size=[0]),
         "HostSlots": Case(_native.HostSlots, on_disk, any_size=[0]),
+        "RowTables.read": Case(tables.read, (0, _ints(3), _bytes(3, 64)), any_type=[1]),
         "AttentionLayer": Case(_native.AttentionLayer, (*numbers, _floats(HEADS))),
         "AttentionLayer.set_cache": Case(layer.set_cache, blocks),
         "IndexLayer.set_keys": Case(index.set_keys, (_floats(2, 8, DIM),), any_size=[0]),

@@ -12,6 +12,7 @@ WITHOUT_MEMORY = {
     "HostSlots.use_share",
     "IndexLayer", "LoneTerms", "MailboxLayout", "Program",
     "Program.num_active", "Program.run", "ProjectionLayout", "RecurrentEngine", "RoutedExperts",
+    "RowCounts", "RowTables", "RowTables.counts", "RowTables.fail", "RowTables.is_direct",
     "RuleStart", "SlotCounts",
     "StartedBatch.finish", "StepCoordinator", "StepCoordinator.abort_step",
     "StepCoordinator.begin_copies", "StepCoordinator.begin_step", "StepCoordinator.clear_entries",

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -33,6 +33,8 @@ _DTYPES = {
 }  # fmt: skip
 
 _Bytes = npt.NDArray[np.uint8]
+Parts = Tensor | Sequence[Tensor]
+"""A tensor, or parts of one along its first dimension."""
 
 
 class FileSums(NamedTuple):
@@ -47,7 +49,7 @@ class FileSums(NamedTuple):
 
 
 def write_tensors(
-    directory: Path, name: str, tensors: Mapping[str, Tensor], *, experts: str | None = None
+    directory: Path, name: str, tensors: Mapping[str, Parts], *, experts: str | None = None
 ) -> FileSums:
     """Write a safetensors file, which appears when it is on the disk; return its sums.
 
@@ -68,13 +70,16 @@ def write_tensors(
     return sums
 
 
-def _in_order(tensors: Mapping[str, Tensor], experts: str | None) -> dict[str, Tensor]:
+def _in_order(tensors: Mapping[str, Parts], experts: str | None) -> dict[str, Sequence[Tensor]]:
     """Sort so that each tensor's first byte is a multiple of its elements' size."""
-    names = sorted(tensors, key=lambda n: (n != experts, -tensors[n].itemsize, n))
-    return {name: tensors[name] for name in names}
+    parts = {n: [found] if isinstance(found, Tensor) else found for n, found in tensors.items()}
+    names = sorted(parts, key=lambda n: (n != experts, -parts[n][0].itemsize, n))
+    return {name: parts[name] for name in names}
 
 
-def _write(stream: BinaryIO, tensors: Mapping[str, Tensor], experts: str | None) -> FileSums:
+def _write(
+    stream: BinaryIO, tensors: Mapping[str, Sequence[Tensor]], experts: str | None
+) -> FileSums:
     sha256, sums = hashlib.sha256(), FileSums("", {}, {})
 
     def put(pieces: Iterable[_Bytes]) -> int:
@@ -86,12 +91,12 @@ def _write(stream: BinaryIO, tensors: Mapping[str, Tensor], experts: str | None)
         return crc32
 
     put([_header(tensors, experts)])
-    for name, tensor in tensors.items():
+    for name, parts in tensors.items():
         if name == experts:
             of_experts = sums.expert_crc32c[name] = []
-            sums.crc32[name] = put(_experts(tensor, of_experts))
+            sums.crc32[name] = put(_experts(parts[0], of_experts))
         else:
-            sums.crc32[name] = put(_chunks(tensor))
+            sums.crc32[name] = put(chunk for part in parts for chunk in _chunks(part))
     return sums._replace(sha256=sha256.hexdigest())
 
 
@@ -110,11 +115,13 @@ def _chunks(tensor: Tensor) -> Iterator[_Bytes]:
         yield content[begin : begin + _CHUNK_BYTES]
 
 
-def _header(tensors: Mapping[str, Tensor], experts: str | None) -> _Bytes:
+def _header(tensors: Mapping[str, Sequence[Tensor]], experts: str | None) -> _Bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, tensor in tensors.items():
+    for name, (tensor, *others) in tensors.items():
         shape = [len(tensor), _row_bytes(tensor)] if name == experts else list(tensor.shape)
+        if others:
+            shape[0] += sum(map(len, others))
         begin, end = end, end + math.prod(shape) * tensor.itemsize
         dtype = _DTYPES[tensor.dtype]
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}

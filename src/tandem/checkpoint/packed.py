@@ -29,6 +29,16 @@ def experts_file(layer: int) -> str:
     return f"tandem-experts-{layer:05d}.safetensors"
 
 
+def is_experts_file(file: Path) -> bool:
+    """Whether a file of a packed checkpoint holds experts."""
+    return file.name.startswith("tandem-experts-")
+
+
+def rows_file(number: int) -> str:
+    """Name the file that holds one table of rows."""
+    return f"tandem-rows-{number:05d}.safetensors"
+
+
 def packed_name(tensor_name: str) -> str:
     """Return the last part of the name under which an expert tensor stands in the file."""
     return _PREFIX + tensor_name

@@ -109,7 +109,11 @@ def _plan(
     process, elsewhere = process_bytes(), host_bytes_elsewhere(chosen)
     # Of another machine's memory this program would take there what it takes here.
     available = available_bytes() if elsewhere is None else max(0, elsewhere - process)
-    sizes_with, packed_files = _sizes_with(source, options.shape)
+    all_sizes_with, packed_files = _sizes_with(source, options.shape)
+
+    def sizes_with(config: OffloadConfig) -> "ModelSizes":
+        return all_sizes_with(config).within(available, offload.expert_memory_bytes)
+
     is_packed = bool(packed_files)
     sizes = sizes_with(chosen)
     others = {} if is_packed else {name: sizes_with(config(name)) for name in _OTHER_FORMATS}
@@ -208,6 +212,8 @@ def _table(plan: "Plan") -> str:
     formats = ", ".join(sizes.expert_formats)
     rows = [(f"experts ({sizes.num_experts} in {formats})", sizes.experts_bytes)]
     rows += [(part, num_bytes) for part, num_bytes in sizes.dense_bytes.items()]
+    if sizes.disk_table_bytes:
+        rows.append(("tables of rows, which stay on the disk", sizes.disk_table_bytes))
     rows += [
         (f"KV cache, {plan.context_tokens} tokens", plan.kv_cache_bytes),
         *_state_rows(plan),

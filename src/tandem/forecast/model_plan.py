@@ -217,6 +217,7 @@ def as_json(plan: Plan, lines: list[str]) -> dict[str, object]:
         },
         "expert_formats": list(plan.sizes.expert_formats),
         "parts_bytes": {"experts": plan.sizes.experts_bytes, **plan.sizes.dense_bytes},
+        "disk_table_bytes": plan.sizes.disk_table_bytes,
         "kv_cache_bytes": plan.kv_cache_bytes,
         "kv_cache_bytes_by_context": {
             str(tokens): plan.sizes.kv_bytes(tokens) for tokens in plan.contexts

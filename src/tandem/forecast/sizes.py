@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ from tandem.hf.load import empty_model, is_widened_on, open_foreign, source_conf
 from tandem.hf.load_job import LoadJob
 from tandem.hf.packed_writer import stored_name
 from tandem.hf.quantizer import OffloadQuantizer
+from tandem.hf.row_tables import row_tables
 from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.kv_cache.windows import most_kept
 
@@ -39,6 +40,7 @@ _PARTS = (
     ("images and sound", ("visual", "vision", "audio", "image")),
 )
 _OTHER = "norms and the rest"
+_TABLES = "tables of rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,26 @@ class ModelSizes:
     """Of the states that one sequence has beside keys and values, whatever its length."""
     are_experts_mapped: bool = False
     """Whether experts stay where the checkpoint's files are mapped, on small pages."""
+    disk_table_bytes: int = 0
+    """Bytes of tables that stay on the disk; not among the dense bytes."""
+
+    def within(self, available_bytes: int, expert_memory_bytes: int | None) -> "ModelSizes":
+        """Return what memory holds if so much is free: all, or tables of rows stay on the disk.
+
+        `expert_memory_bytes` is what experts take at most, if the options say so.
+        """
+        tables, experts = self.dense_bytes.get(_TABLES, 0), self.experts_bytes
+        if expert_memory_bytes is not None:
+            experts = min(experts, expert_memory_bytes)
+        if not tables or experts + self.total_dense_bytes <= available_bytes:
+            return self
+        return dataclasses.replace(
+            self,
+            dense_bytes=_without_tables(self.dense_bytes),
+            plain_dense_bytes=_without_tables(self.plain_dense_bytes),
+            device_bytes=self.device_bytes - tables,
+            disk_table_bytes=tables,
+        )
 
     def kv_bytes(self, num_tokens: int) -> int:
         """Return what the keys and values of so many tokens of one row take on the CPU."""
@@ -166,7 +188,9 @@ def config_sizes(
     kv_bytes = sum(num_bytes for _, num_bytes in layers)
     sliding = sum(num_bytes for kind, num_bytes in layers if kind == "sliding_attention")
     packed = _packed_formats(model, store, offload, codes)
-    dense_bytes = _dense_bytes(model, packed)
+    # GGUF files have no rows side by side.
+    tables = () if source is not None and source.method == "gguf" else row_tables(model)
+    dense_bytes = _dense_bytes(model, packed, tables)
     host_bytes, is_head_apart = _embedding_bytes(model, packed)
     shared = 0 if is_head_apart else host_bytes
     return ModelSizes(
@@ -180,7 +204,7 @@ def config_sizes(
         moe_layers=tuple(_layer_number(layer.arrivals.name) for layer in store),
         num_layers=int(value_of(text, "num_hidden_layers") or len(store)),
         dense_bytes=dense_bytes,
-        plain_dense_bytes=_dense_bytes(model, {}),
+        plain_dense_bytes=_dense_bytes(model, {}, tables),
         host_bytes=host_bytes,
         device_bytes=sum(dense_bytes.values()) - shared,
         dense_layers_with_codes=sum(fmt is not None for fmt in codes.values()),
@@ -191,6 +215,10 @@ def config_sizes(
         sliding_share=sliding / max(1, kv_bytes),
         state_bytes=state_bytes_of(model),
     )
+
+
+def _without_tables(parts: Mapping[str, int]) -> dict[str, int]:
+    return {name: num_bytes for name, num_bytes in parts.items() if name != _TABLES}
 
 
 def _layer_number(name: str) -> int:
@@ -222,12 +250,14 @@ def _packed_formats(
     return {path: own for path, own in formats.items() if own is not None} | kept
 
 
-def _dense_bytes(model: nn.Module, packed: Mapping[str, WeightFormat]) -> dict[str, int]:
-    """Return the bytes of what is not an expert, by part."""
-    totals = {name: 0 for name, _ in _PARTS} | {_OTHER: 0}
+def _dense_bytes(
+    model: nn.Module, packed: Mapping[str, WeightFormat], tables: Collection[str]
+) -> dict[str, int]:
+    """Return the bytes of what is not an expert, by part; `tables` of rows by their paths."""
+    totals = {name: 0 for name, _ in _PARTS} | {_OTHER: 0, _TABLES: 0}
     for name, num_bytes in _dense_parts(model, packed):
         part = next((p for p, words in _PARTS if any(w in name for w in words)), _OTHER)
-        totals[part] += num_bytes
+        totals[_TABLES if name.removesuffix(".weight") in tables else part] += num_bytes
     return {part: total for part, total in totals.items() if total}
 
 

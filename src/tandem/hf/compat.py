@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 import logging
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -231,6 +232,15 @@ def dispensable_weights(model: PreTrainedModel) -> Collection[str]:
     5.17 to today.
     """
     return getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+
+
+def ignore_in_files(model: PreTrainedModel, names: Iterable[str]) -> None:
+    """Let Transformers leave these weights in a checkpoint's files without a warning.
+
+    5.17 to today; no public name.
+    """
+    known = model._keys_to_ignore_on_load_unexpected or ()
+    model._keys_to_ignore_on_load_unexpected = {*known, *map(re.escape, names)}
 
 
 def parts_in_fp32(model: PreTrainedModel) -> Collection[str]:

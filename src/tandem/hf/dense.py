@@ -171,8 +171,7 @@ class PackedEmbedding(PackedModule):
         super().__init__(weight, threads, replaced.weight.dtype)
         self.num_embeddings, self.embedding_dim = weight.out_features, weight.in_features
         self.padding_idx = replaced.padding_idx
-        scale = getattr(replaced, _SCALE, None)
-        self.scale = None if scale is None else torch.tensor(scale, dtype=self.dtype, device="cpu")
+        self.scale = embedding_scale(replaced)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return the tokens' embeddings: (...) int64 -> (..., embedding_dim)."""
@@ -188,6 +187,13 @@ class PackedEmbedding(PackedModule):
     def extra_repr(self) -> str:
         """Show the shape and the format."""
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.packed.matrix.format.name}"
+
+
+def embedding_scale(module: nn.Embedding) -> Tensor | None:
+    """Return what embeddings that are packable multiply their rows with; None: nothing."""
+    scale = getattr(module, _SCALE, None)
+    dtype = module.weight.dtype
+    return None if scale is None else torch.tensor(scale, dtype=dtype, device="cpu")
 
 
 def read_rows(

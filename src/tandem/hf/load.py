@@ -91,6 +91,7 @@ def load_checkpoint(
         offload.require_no_slots(str(checkpoint.path))
     job = LoadJob(
         options=offload, sink=sink, device=dense_device(offload, device_map),
+        entries=checkpoint.files.entries if isinstance(checkpoint, Checkpoint) else {},
         is_read_afterwards=checkpoint.is_packed,
     )  # fmt: skip
     common: dict[str, object] = {

@@ -4,7 +4,7 @@ Transformers makes the quantizer by itself, of the user's options alone, so a jo
 say is the present one while `from_pretrained` runs.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tandem.checkpoint.sources.safetensors_header import TensorEntry
 from tandem.checkpoint.sources.source import Source, SourceTensor
 from tandem.core.errors import TandemError
 from tandem.experts.store.host_store import HostLayer
@@ -83,6 +84,8 @@ class LoadJob:
     """The quantised checkpoint that is read; None: Transformers reads the weights by itself."""
     sink: FileSink | None = None
     """Where `tandem.pack` puts the experts."""
+    entries: Mapping[str, TensorEntry] | None = None
+    """The tensors of the checkpoint's safetensors files; None: as Transformers finds them."""
     device: torch.device | None = None
     """Where the dense parts go in the end; None: where the options and the device map say."""
     is_read_afterwards: bool = False

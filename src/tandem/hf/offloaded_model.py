@@ -17,6 +17,7 @@ from tandem.core.errors import ConfigError
 from tandem.devices.cuda.embedding import HostEmbedding
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.dense import PackedModule
+from tandem.hf.row_tables import DiskEmbedding
 from tandem.hf.runtime import Runtime, give_runtime, require_runtime
 from tandem.hf.stand_in import refuse_to_copy
 from tandem.kernels.dense import DenseWeight
@@ -69,7 +70,7 @@ class OffloadedModel:
         for layer in require_runtime(self).store:
             count += sum(math.prod(shape) for shape in layer.arrivals.shapes.values())
         for module in self.modules():  # type: ignore[attr-defined]
-            if isinstance(module, HostEmbedding) and not exclude_embeddings:
+            if isinstance(module, HostEmbedding | DiskEmbedding) and not exclude_embeddings:
                 count += module.num_embeddings * module.embedding_dim
         for weight in self._packed_weights():
             count += weight.out_features * (weight.in_features + (weight.bias is not None))

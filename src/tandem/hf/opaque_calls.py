@@ -16,6 +16,7 @@ from torch import Tensor
 DENSE = "dense"
 GROUPS = "groups"
 ROWS = "rows"
+DISK_ROWS = "rows_from_disk"
 ATTENTION = "attention"
 EXPERTS = "experts"
 STATES = "states"

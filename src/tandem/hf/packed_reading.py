@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from tandem.checkpoint.mapped_files import copy_out_of_files, let_go, map_ahead, read_ahead
-from tandem.checkpoint.packed import DENSE_FILE
+from tandem.checkpoint.packed import is_experts_file
 from tandem.checkpoint.packed_files import require_checksums
 from tandem.core.errors import TandemWarning
 from tandem.core.units import format_bytes
@@ -25,6 +25,7 @@ from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import packed_layers
 from tandem.hf.dense_bytes import packed_dense_bytes
 from tandem.hf.disk_tier import fill_slots, slots_over
+from tandem.hf.row_tables import tables_on_disk
 from tandem.hf.runtime import require_runtime
 
 # From this share of the free memory on, the dense parts' file gives its place to the experts.
@@ -43,12 +44,15 @@ def read_packed(
 
     It calls what it is given then, and lets the experts run afterwards. Where they do not fit, or
     `expert_memory` is given, they stay on the disk, with slots in memory. Warns of what does not
-    fit.
+    fit. Files of tables that stay on the disk are left alone.
     """
-    files = checkpoint.weight_files
-    dense = [file for file in files if file.name == DENSE_FILE]
-    experts = [file for file in files if file.name != DENSE_FILE]
-    total, available = _num_bytes(files), available_bytes()
+    places = [table.place for table in tables_on_disk(model)]
+    on_disk = {part.file for place in places for part in place.parts}
+    files = [file for file in checkpoint.weight_files if file not in on_disk]
+    experts = [file for file in files if is_experts_file(file)]
+    dense = [file for file in files if not is_experts_file(file)]
+    total = _num_bytes(checkpoint.weight_files) - sum(place.num_bytes for place in places)
+    available = available_bytes()
     is_on_disk = options.expert_memory_bytes is not None or total > available
 
     def read_experts() -> None:

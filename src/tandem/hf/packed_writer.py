@@ -3,7 +3,7 @@
 import copy
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from tandem.checkpoint.file_writer import FileSums, write_tensors
-from tandem.checkpoint.packed import DENSE_FILE, experts_file, packed_name
+from tandem.checkpoint.file_writer import FileSums, Parts, write_tensors
+from tandem.checkpoint.packed import DENSE_FILE, experts_file, packed_name, rows_file
 from tandem.checkpoint.packed_files import sha256_of, write_index
 from tandem.checkpoint.sources.safetensors_header import read_header
 from tandem.core.errors import CapacityError, ModelError
@@ -23,6 +23,7 @@ from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
 from tandem.hf.config import PACKED_FORMAT_VERSION, OffloadConfig, plain_name
 from tandem.hf.dense import packed_layers
 from tandem.hf.dense_files import dense_formats_of, stored_tensors
+from tandem.hf.row_tables import stored_tables
 from tandem.hf.runtime import require_runtime
 
 PROGRESS_FILE = "packing.json"
@@ -51,10 +52,13 @@ class PackedWriter:
         self._write(name, tensors, experts if experts in tensors else None)
 
     def write_dense(self, model: PreTrainedModel) -> None:
-        """Write the file of what is no expert."""
-        self._write(DENSE_FILE, _dense_tensors(model))
+        """Write the file of what is no expert, and one for each table whose rows may be read."""
+        tables = stored_tables(model)
+        self._write(DENSE_FILE, _dense_tensors(model, tables))
+        for number, (name, parts) in enumerate(tables.items()):
+            self._write(rows_file(number), {name: parts})
 
-    def _write(self, name: str, tensors: dict[str, Tensor], experts: str | None = None) -> None:
+    def _write(self, name: str, tensors: Mapping[str, Parts], experts: str | None = None) -> None:
         self.sums[name] = write_tensors(self.directory, name, tensors, experts=experts)
         self.note(name)
 
@@ -175,8 +179,11 @@ def _layer_tensors(layer: HostLayer) -> dict[str, Tensor]:
     return {f"{name}.{packed_name(part)}": tensor for part, tensor in layer.stored().items()}
 
 
-def _dense_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the state dict without experts; of tied tensors only the first, loading ties again."""
+def _dense_tensors(model: PreTrainedModel, tables: Collection[str]) -> dict[str, Tensor]:
+    """Return the state dict without experts and tables.
+
+    Of tied tensors only the first: loading ties again.
+    """
     tensors: dict[str, Tensor] = {}
     seen: set[tuple[int, torch.Size]] = set()
     packed = [path for path, _ in packed_layers(model)]
@@ -186,7 +193,7 @@ def _dense_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
         for x in layer.arrivals.shapes
     }
     for name, tensor in model.state_dict().items():
-        if name.rpartition(".")[0] in packed or name in experts:
+        if name.rpartition(".")[0] in packed or name in experts or name in tables:
             continue
         place = (tensor.data_ptr(), tensor.shape)
         if tensor.numel() and place in seen:

@@ -5,8 +5,9 @@ layers), for each expert tensor (move it into the host store) and after (bind mo
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ from tandem.hf.finite import require_finite_weights
 from tandem.hf.load_job import LoadJob
 from tandem.hf.offloaded_model import as_offloaded
 from tandem.hf.packed_reading import map_packed
+from tandem.hf.row_tables import entries_of, leave_on_disk, row_tables, warn_of_tables
 from tandem.hf.runtime import Runtime
 from tandem.hf.stand_in import keep_elsewhere
 from tandem.hf.steps import announce_steps
@@ -126,6 +128,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         if is_here or has_kernels():
             formats = self.dense_code_formats(model, on_device=not is_here)
             self._writer.dense.expect(formats, tied_weights(model))
+        if not all(f"{path}.weight" in formats for path in row_tables(model)):
+            self._leave_tables(model, own, formats, kwargs.get("checkpoint_files"))
         if sink is None and not self.pre_quantized:  # a packed file is mapped
             # Plain weights on their way to a GPU are views of the files.
             is_counted = is_here or source is not None
@@ -137,6 +141,27 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             if not self.param_needs_quantization(model, name)
         }
         return model
+
+    def _leave_tables(
+        self,
+        model: PreTrainedModel,
+        experts: dict[str, ModelPart],
+        formats: Mapping[str, WeightFormat | None],
+        files: object,
+    ) -> None:
+        """Leave tables of rows on the disk if memory does not hold all, or the model is packed."""
+        job, free = self._job, host_memory.available_bytes()
+        needed = self.runtime.store.expected_bytes(next(iter(experts.values())).down_proj.dtype)
+        if (given := job.options.expert_memory_bytes) is not None:
+            needed = min(needed, given)
+        if job.sink is None and needed + dense_bytes_with(model, formats) <= free:
+            return
+        read = files if isinstance(files, list) else []
+        left = leave_on_disk(model, entries_of(read) if job.entries is None else job.entries)
+        # Transformers maps each file to be written to, which the system refuses of a large one.
+        read[:] = [file for file in read if Path(file) not in left]
+        if job.sink is None:
+            warn_of_tables(model, free)
 
     def dense_code_formats(
         self, model: PreTrainedModel, *, on_device: bool

@@ -27,6 +27,8 @@ class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
+    first: int
+    """Its first byte in the file."""
 
     @property
     def most_elements(self) -> int:
@@ -66,16 +68,14 @@ def _entries(
     if not isinstance(header, dict):
         raise DamagedJsonError(f"it holds {shown(header)}, expected an object")
     _require_metadata(header.pop("__metadata__", {}))
-    places: list[tuple[int, int, str]] = []
-    entries: dict[str, TensorEntry] = {}
-    for name, said in header.items():
-        begin, end, entries[name] = _entry(file, name, said)
-        places.append((begin, end, name))
+    entries = {name: _entry(file, header_bytes, name, said) for name, said in header.items()}
     at = 0
-    for begin, end, name in sorted(places):
-        if begin != at:
-            raise DamagedJsonError(f"{name} begins at byte {begin} of the data, expected {at}")
-        at = end
+    for name, entry in sorted(entries.items(), key=lambda one: (one[1].first, one[1].num_bytes)):
+        if entry.first - header_bytes != at:
+            raise DamagedJsonError(
+                f"{name} begins at byte {entry.first - header_bytes} of the data, expected {at}"
+            )
+        at += entry.num_bytes
     if at != data_bytes:
         raise ModelError(
             f"{file} has {header_bytes + data_bytes} bytes, expected {header_bytes + at}; "
@@ -89,8 +89,8 @@ def _require_metadata(metadata: object) -> None:
         raise DamagedJsonError(f"__metadata__ is {shown(metadata)}, expected texts by name")
 
 
-def _entry(file: Path, name: str, said: object) -> tuple[int, int, TensorEntry]:
-    """Return a tensor's first byte, the one after its last, and what else is said of it."""
+def _entry(file: Path, header_bytes: int, name: str, said: object) -> TensorEntry:
+    """Return what a header says of a tensor."""
     if len(name) > _LONGEST_NAME or not name.isprintable():
         raise DamagedJsonError(f"a tensor is called {shown(name)}")
     if not isinstance(said, dict):
@@ -115,7 +115,7 @@ def _entry(file: Path, name: str, said: object) -> tuple[int, int, TensorEntry]:
             f"{name} takes {shown(num_bits // 8)} bytes by its shape {shown(shape)} of {dtype}, "
             f"and {shown(end - begin)} by its data_offsets"
         )
-    return begin, end, TensorEntry(file, dtype, tuple(shape), end - begin)
+    return TensorEntry(file, dtype, tuple(shape), end - begin, header_bytes + begin)
 
 
 def _are_sizes(value: object) -> TypeGuard[list[int]]:

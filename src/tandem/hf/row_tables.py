@@ -1,0 +1,224 @@
+"""Tables of rows on the disk: embeddings of n-grams or by layer, of which a token reads few rows.
+
+Where memory does not hold all of a model, they are not loaded: each row is read where it lies in
+the checkpoint's files when a token asks for it, all rows of a call at once (`csrc/disk`).
+"""
+
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tandem.checkpoint.sources.safetensors_header import TensorEntry, read_header
+from tandem.core.errors import ModelError, TandemWarning
+from tandem.core.units import format_bytes
+from tandem.foreign_types import PreTrainedModel
+from tandem.hf.compat import ignore_in_files, target_names
+from tandem.hf.dense import embedding_scale, is_packable_embedding, is_tower, tied_weights
+from tandem.hf.opaque_calls import DISK_ROWS, opaque
+from tandem.hf.stand_in import StandIn
+from tandem.kernels import _native
+
+# A smaller one is not worth a read for each token.
+_LEAST_BYTES = 64 << 20
+# Rows take a page or two: so many reads at once are a disk's rate of small ones.
+_READERS = 16
+# Without a row for so long a request fails, as with experts.
+_PATIENCE_SECONDS = 60.0
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class TablePlace:
+    """Where a table lies: parts in files, one after the other."""
+
+    parts: tuple[TensorEntry, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the rows are stored in."""
+        return _DTYPES[self.parts[0].dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows."""
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def native(self) -> tuple[list[tuple[str, int, int]], int]:
+        """What `RowTables` takes: the parts, and the bytes of a row."""
+        parts = [(str(part.file), part.first, part.shape[0]) for part in self.parts]
+        return parts, self.parts[0].shape[1] * self.dtype.itemsize
+
+    def tensors(self) -> list[Tensor]:
+        """Map the parts, to copy them; they cannot be written."""
+        maps = [
+            np.memmap(part.file, np.uint8, "r", offset=part.first, shape=(part.num_bytes,))
+            for part in self.parts
+        ]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that it has no tensors to read alone
+            tensors = list(map(torch.from_numpy, maps))
+        pairs = zip(tensors, self.parts, strict=True)
+        return [tensor.view(self.dtype).view(part.shape) for tensor, part in pairs]
+
+
+class DiskEmbedding(nn.Module):
+    """Embeddings whose rows are read from the disk, token by token."""
+
+    def __init__(
+        self, replaced: nn.Embedding, place: TablePlace, tables: _native.RowTables, number: int
+    ) -> None:
+        """Stand for embeddings that are table `number` of these."""
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = replaced.num_embeddings, replaced.embedding_dim
+        self.padding_idx = replaced.padding_idx
+        self.dtype, self.place, self.tables = replaced.weight.dtype, place, tables
+        self.scale = embedding_scale(replaced)
+        self._number = number
+
+    @property
+    def weight(self) -> Tensor:
+        """Shape and dtype, for code that looks at them; its values cannot be read."""
+        return StandIn((self.num_embeddings, self.embedding_dim), self.dtype)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return the tokens' embeddings: (...) int64 -> (..., embedding_dim)."""
+        dtype, ids = self.place.dtype, input_ids.cpu()
+        rows = opaque(DISK_ROWS, _read, self.tables, self._number, self.embedding_dim, dtype, ids)
+        rows = rows.to(input_ids.device, self.dtype)
+        return rows if self.scale is None else rows * self.scale
+
+    def extra_repr(self) -> str:
+        """Show the shape and where the rows are."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, on the disk"
+
+
+def _read(
+    tables: _native.RowTables, number: int, width: int, dtype: torch.dtype, ids: Tensor
+) -> Tensor:
+    out = torch.empty((*ids.shape, width), dtype=dtype, device="cpu")
+    tables.read(number, ids.to(torch.int64).contiguous(), out)
+    return out
+
+
+def row_tables(model: PreTrainedModel) -> dict[str, nn.Embedding]:
+    """Return the large embeddings of a model, by path, that are not those of its tokens.
+
+    Those that share their weight with others are none, nor those of towers.
+    """
+    tied = tied_weights(model)
+    shared = {*tied, *tied.values()}
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+        and module.weight.nbytes >= _LEAST_BYTES
+        and is_packable_embedding(module)
+        and module is not model.get_input_embeddings()
+        and f"{path}.weight" not in shared
+        and not is_tower(path)
+    }
+
+
+def tables_on_disk(model: nn.Module) -> list[DiskEmbedding]:
+    """Return what reads a model's rows from the disk."""
+    return [module for module in model.modules() if isinstance(module, DiskEmbedding)]
+
+
+def stored_tables(model: PreTrainedModel) -> dict[str, list[Tensor]]:
+    """Return the tables of a model by the names of their weights, each in parts of its rows."""
+    on_disk = {p: m.place for p, m in model.named_modules() if isinstance(m, DiskEmbedding)}
+    found = {f"{path}.weight": [table.weight.detach()] for path, table in row_tables(model).items()}
+    return found | {f"{path}.weight": place.tensors() for path, place in on_disk.items()}
+
+
+def leave_on_disk(model: PreTrainedModel, entries: Mapping[str, TensorEntry]) -> Collection[Path]:
+    """Put what reads rows from files in place of a model's tables, before weights are loaded.
+
+    A table stays whose tensors are not rows of one dtype in these files. Returns the files that
+    hold nothing else: loading need not open them.
+    """
+    places = _places(model, row_tables(model), entries)
+    if not places:
+        return ()
+    try:
+        native = _native.RowTables(
+            [place.native for place in places.values()], _READERS, _PATIENCE_SECONDS
+        )
+    except RuntimeError as error:
+        raise ModelError(str(error)) from None
+    for number, (path, place) in enumerate(places.items()):
+        above, _, name = path.rpartition(".")
+        table = DiskEmbedding(model.get_submodule(path), place, native, number)
+        setattr(model.get_submodule(above), name, table)
+    ignore_in_files(model, [f"{path}.weight" for path in places])
+    left = {part for place in places.values() for part in place.parts}
+    others = {entry.file for entry in entries.values() if entry not in left}
+    return {part.file for part in left} - others
+
+
+def warn_of_tables(model: PreTrainedModel, free_bytes: int) -> None:
+    """Say which tables stay on the disk, if some do."""
+    tables = tables_on_disk(model)
+    if not tables:
+        return
+    where = tables[0].place.parts[0].file.parent
+    num_bytes = sum(table.place.num_bytes for table in tables)
+    _warn(
+        f"{where} has {format_bytes(num_bytes)} of tables of which a token reads a few rows, and "
+        f"{format_bytes(free_bytes)} of memory are free: rows are read from the disk"
+    )
+    if not tables[0].tables.is_direct():
+        _warn(
+            f"the file system of {where} takes no unbuffered reads: rows pass through the system's "
+            "cache; put the model on a local disk"
+        )
+
+
+def entries_of(files: Iterable[str]) -> dict[str, TensorEntry]:
+    """Return the tensors of safetensors files."""
+    found: dict[str, TensorEntry] = {}
+    for file in files:
+        if file.endswith(".safetensors"):
+            found |= read_header(Path(file))
+    return found
+
+
+def _places(
+    model: PreTrainedModel, tables: Mapping[str, nn.Embedding], entries: Mapping[str, TensorEntry]
+) -> dict[str, TablePlace]:
+    """Return where tables lie, by path; those that are not whole in these files are left out."""
+    words = {path.rpartition(".")[2] for path in tables}
+    names = [name for name in entries if not words.isdisjoint(name.split("."))]
+    parts: dict[str, list[str]] = defaultdict(list)
+    for name, target in target_names(model, names).items():
+        parts[target].append(name)
+    found = {}
+    for path, table in tables.items():
+        own = tuple(entries[name] for name in sorted(parts[f"{path}.weight"], key=_by_numbers))
+        if _are_rows(own, table):
+            found[path] = TablePlace(own)
+    return found
+
+
+def _are_rows(parts: Collection[TensorEntry], table: nn.Embedding) -> bool:
+    width, dtypes = table.embedding_dim, {part.dtype for part in parts}
+    are_rows = all(len(p.shape) == 2 and p.shape[0] > 0 and p.shape[1] == width for p in parts)
+    is_whole = are_rows and sum(part.shape[0] for part in parts) == table.num_embeddings
+    return is_whole and len(dtypes) == 1 and dtypes <= _DTYPES.keys()
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    """Sort as Transformers joins parts: numbers in a name by their size."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _warn(sentence: str) -> None:
+    warnings.warn(sentence, TandemWarning, stacklevel=6)
