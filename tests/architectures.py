@@ -198,6 +198,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "diffusion_gemma_text": {"global_head_dim": 16},
     "dots3_note_text": {"per_layer_config": {}, "head_dim": 24},
     "gemma4_text": {"global_head_dim": 16},
+    "qwen4_exp_text": {"ple_layer_ids": [1, 3]},  # embeddings of n-grams, as the released model
     # The configuration class refuses anything else.
     "glm5_next_text": {"qk_rope_head_dim": 0, "head_dim": 0},
     "zaya": {"num_experts_per_tok": 1},

@@ -18,7 +18,7 @@ from tests.decode.whole_pool import WholePool, close, cpu_pool, require_alike
 pytestmark = pytest.mark.every_isa(first_of="name")
 
 # One of each family of operations, and those that people run.
-NAMES = ["qwen3_5_moe", "qwen3_next", "kimi_linear", "nemotron_h", "jamba", "lfm2_moe"]
+NAMES = ["qwen3_5_moe", "qwen3_next", "kimi_linear", "nemotron_h", "jamba", "lfm2_moe", "qwen4_exp"]
 LONG = [32 + i * 7 % 96 for i in range(200)]
 
 
@@ -27,6 +27,13 @@ LONG = [32 + i * 7 % 96 for i in range(200)]
 def test_prompts_and_steps_of_any_lengths_are_the_models(name: str, threads: CpuThreads) -> None:
     model: Any = build_tiny_model(name)
     prompts = [[40, 41, 42, 43, 44], [50], LONG[:70]]
+    require_alike(CpuSlotPool(model, threads, 3), model, prompts)
+
+
+def test_ngrams_begin_after_an_end_of_text(threads: CpuThreads) -> None:
+    model: Any = build_tiny_model("qwen4_exp")
+    end = model.config.eos_token_id
+    prompts = [[40, end, 41, 42, end, end, 43, 44, 45, end], [end], [50, end, 51]]
     require_alike(CpuSlotPool(model, threads, 3), model, prompts)
 
 

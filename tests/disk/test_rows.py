@@ -30,7 +30,7 @@ from tests.disk.test_architectures import outputs_of
 from tests.forecast.test_plan import plan
 
 # N-grams in the layers 1 and 3, in a file of four parts; one table for all layers.
-NAMES = {"qwen4_exp": {"ple_layer_ids": [1, 3]}, "gemma4": {}}
+NAMES = ("qwen4_exp", "gemma4")
 CUT = -1  # of a read, as csrc/disk/reader_pool.hpp numbers them
 FILE = "tandem-rows-00000.safetensors"
 
@@ -46,9 +46,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tandem.hf.row_tables._LEAST_BYTES", 0)
-        for name, values in NAMES.items():
+        for name in NAMES:
             found[name] = folder = tmp_path_factory.mktemp(name)
-            build_tiny_model(name, values=values).save_pretrained(folder / "plain")
+            build_tiny_model(name).save_pretrained(folder / "plain")
             tandem.pack(folder / "plain", folder / "packed", expert_dtype="int8")
     return found
 
@@ -130,7 +130,7 @@ def test_steps_of_several_sequences_have_the_tokens_of_memory(packed: Path) -> N
     generators = [tandem.Generator(load(packed)) for load in (tandem.load, from_disk)]
     right, found = (one.generate(prompts, max_new_tokens=12) for one in generators)
     assert [one.token_ids for one in found] == [one.token_ids for one in right]
-    assert generators[1].why_slower == generators[0].why_slower
+    assert [one.why_slower for one in generators] == [None, None]
 
 
 def test_from_pretrained_and_other_devices_leave_tables_on_the_disk(

@@ -29,6 +29,8 @@ METHODS: tuple[Substitution, ...] = (
     block_indexers.POSITIONS_AS_MASK,
     state_layers.LIGHTNING_ATTENTION,
     state_layers.CONVOLVED_PROJECTION,
+    state_layers.EMBEDDED_NGRAMS,
+    state_layers.DILATED_CONVOLUTION,
     norms.NORM,
 )
 

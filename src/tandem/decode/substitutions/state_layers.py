@@ -1,4 +1,4 @@
-"""Layers that keep states inside one forward: MiniMax's and ZAYA's, for tokens of any slots.
+"""Layers that keep states inside one forward: MiniMax's, ZAYA's, Qwen4's, for tokens of any slots.
 
 Nothing that they call has a name of its own, as `recurrences` have: the whole forward is another.
 """
@@ -12,13 +12,14 @@ from transformers import DynamicCache
 from tandem.decode.substitutions.substitution import Substitution, has
 from tandem.foreign_types import ModelPart
 from tandem.hf.compat import takes_cache
+from tandem.hf.opaque_calls import NGRAMS, opaque
 from tandem.kernels.recurrent import Convolution, Recurrence, RecurrenceForm
 from tandem.kv_cache.base import NotInSlotsError
 from tandem.kv_cache.states import StateHandle
 
 
-def _handle(cache: DynamicCache | None, layer: int) -> StateHandle:
-    handle = cache.layers[layer].conv_states.get(0) if cache is not None else None
+def _handle(cache: DynamicCache | None, layer: int, number: int = 0) -> StateHandle:
+    handle = cache.layers[layer].conv_states.get(number) if cache is not None else None
     if not isinstance(handle, StateHandle):
         raise NotInSlotsError("a layer keeps states that Tandem does not hold")
     return handle
@@ -103,6 +104,66 @@ def _delayed(handle: StateHandle, kind: str, x: Tensor) -> Tensor:
     return _advanced(handle, kind, x, lambda: torch.eye(1, 2, device=x.device).expand(len(x[0]), 2))
 
 
+@takes_cache
+def _ngrams(self: ModelPart, input_ids: Tensor, cache: DynamicCache | None) -> Tensor:
+    """Rows of each token's n-grams, (b, n_tokens, width of all heads).
+
+    Tokens before a sequence, and those before its latest end of text, are ends of text. A state
+    keeps numbers of tokens in fp32, which holds them exactly, less that of the end, as it begins
+    with zeros.
+    """
+    handle, end = _handle(cache, self.layer_idx, 2), self.eos_token_id
+    ids = input_ids.flatten()
+    before = [opaque(NGRAMS, _above_end, ids, end)]
+    for shift in range(1, self.ngram_size):
+        before.append(_delayed(handle, f"token {shift}", before[-1]))
+    sizes, offsets = self.ngram_heads_vocab_sizes, self.ngram_heads_offsets
+    settings = end, self.heads_per_ngram, self.layer_multipliers, sizes, offsets
+    rows = opaque(NGRAMS, _rows_of_ngrams, *settings, ids, *before[1:])
+    found: Tensor = self.ngram_embedding(rows)  # (n_tokens, heads, width)
+    return found.view(*input_ids.shape, -1)
+
+
+def _above_end(ids: Tensor, end: int) -> Tensor:
+    return (ids - end).float()[:, None]
+
+
+def _rows_of_ngrams(
+    end: int,
+    num_heads: int,
+    multipliers: Tensor,
+    sizes: Tensor,
+    offsets: Tensor,
+    ids: Tensor,
+    *before: Tensor,
+) -> Tensor:
+    """Return (n_tokens, heads of all n): for each n, so many rows of the hash of n tokens."""
+    mixed, token, hashes = ids * multipliers[0], ids, []
+    for number, above in enumerate(before, 1):
+        earlier = above.flatten().long() + end
+        token = earlier if number == 1 else torch.where(token == end, end, earlier)
+        mixed = mixed ^ (token * multipliers[number])
+        hashes.append(mixed[:, None].expand(-1, num_heads))
+    return torch.cat(hashes, dim=-1) % sizes + offsets
+
+
+@takes_cache
+def _dilated_convolution(
+    self: ModelPart, hidden_states: Tensor, cache: DynamicCache | None
+) -> Tensor:
+    """Convolve each channel over every so many tokens, (b, n_tokens, channels)."""
+
+    def operation() -> Convolution:
+        weight, step = self.conv1d.weight.squeeze(1), self.conv1d.dilation[0]
+        spread = weight.new_zeros(len(weight), (weight.shape[1] - 1) * step + 1)
+        spread[:, ::step] = weight
+        return Convolution(spread, None, has_silu=True)
+
+    handle = _handle(cache, self.layer_idx, 1)
+    out = handle.advance("convolution", operation, hidden_states.flatten(0, 1))
+    return out.view(hidden_states.shape)
+
+
 def _advanced(handle: StateHandle, kind: str, x: Tensor, weight: Callable[[], Tensor]) -> Tensor:
     return handle.advance(kind, lambda: Convolution(weight(), None, has_silu=False), x)
 
@@ -110,6 +171,13 @@ def _advanced(handle: StateHandle, kind: str, x: Tensor, weight: Callable[[], Te
 LIGHTNING_ATTENTION = Substitution(
     has("qkv_proj", "out_proj", "output_gate", "slope_rate", "act_fn", "norm"),
     _lightning_attention,
+)
+EMBEDDED_NGRAMS = Substitution(
+    has("ngram_embedding", "layer_multipliers", "ngram_heads_vocab_sizes", "heads_per_ngram"),
+    _ngrams,
+)
+DILATED_CONVOLUTION = Substitution(
+    has("ple_embedding", "short_conv_state_len", "conv1d"), _dilated_convolution, "_short_conv"
 )
 CONVOLVED_PROJECTION = Substitution(
     has(
