@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,21 @@ from tandem.hf.packed_writer import FileSink
 from tandem.hf.row_tables import DiskEmbedding, tables_on_disk
 from tandem.kernels import _native
 from tests.architectures import VOCABULARY, build_tiny_model
+from tests.decode.twin_capture import TwinCapture
+from tests.decode.whole_pool import cuda_pool, gpu_pool, logits_of
 from tests.disk.loading import slots_of, with_share
 from tests.disk.test_architectures import outputs_of
 from tests.forecast.test_plan import plan
+from tests.shadow.device import shadow_gpu
+from tests.shadow.models import (
+    PROMPTS,
+    TOKENS,
+    assert_same,
+    cpu_says,
+    loaded,
+    quick_loads,
+    said,
+)
 
 # N-grams in the layers 1 and 3, in a file of four parts; one table for all layers.
 NAMES = ("qwen4_exp", "gemma4")
@@ -290,9 +302,10 @@ def test_what_memory_holds_is_counted_without_tables(packed: Path) -> None:
     sizes = sizes_of(packed)
     tables = sum(one.place.num_bytes for one in tables_on_disk(from_disk(packed)))
     whole = sizes.experts_bytes + sizes.total_dense_bytes
-    assert sizes.within(whole, None) is sizes
-    assert sizes.within(whole - 1, sizes.experts_bytes - 1) is sizes
-    less = sizes.within(whole - 1, None)
+    assert sizes.within(whole, None, sizes.total_dense_bytes) is sizes
+    assert sizes.within(whole - 1, sizes.experts_bytes - 1, None) is sizes
+    less = sizes.within(whole - 1, None, None)
+    assert sizes.within(whole, None, sizes.total_dense_bytes - 1) == less
     assert less.disk_table_bytes == tables
     assert less.total_dense_bytes == sizes.total_dense_bytes - tables
 
@@ -332,3 +345,40 @@ def test_other_embeddings_are_no_tables(folders: dict[str, Path]) -> None:
     model = from_disk(folders["gemma4"] / "packed")
     assert [type(m) for m in model.modules() if isinstance(m, DiskEmbedding)] == [DiskEmbedding]
     assert not isinstance(model.get_input_embeddings(), DiskEmbedding)
+
+
+def test_a_captured_step_reads_rows_between_its_segments(packed: Path) -> None:
+    prompts, tokens = [[40, 41, 42], [50, 51]], [60, 71, 82, 93, 104]
+    in_memory = cuda_pool(tandem.load(packed), prompts, 20, make_capture=TwinCapture)
+    model = from_disk(packed)
+    rows = cuda_pool(model, prompts, 20, make_capture=TwinCapture)
+    expected, found = (logits_of(pool, 2, tokens) for pool in (in_memory, rows))
+    assert rows.step.is_replaying, rows.step.why_not
+    assert all(map(torch.equal, found, expected))
+    assert rows.num_segments == in_memory.num_segments + len(tables_on_disk(model))
+
+
+def test_device_cuda_reads_rows_between_graph_segments(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    packed = folders["qwen4_exp"] / "packed"
+    expected = cpu_says(packed)
+    with shadow_gpu(), quick_loads(), ExitStack() as stack:
+        with memory_of(1), pytest.warns(UserWarning, match="of tables"):
+            model = stack.enter_context(loaded(packed, tmp_path))
+        rows = gpu_pool(model, PROMPTS, len(TOKENS))
+        assert_same(said(model, rows), expected)
+        assert rows.step.is_replaying, rows.step.why_not
+        assert rows.num_segments == 1 + len(tables_on_disk(model)) == 3
+
+
+def test_what_a_device_does_not_hold_stays_on_the_disk(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = folders["gemma4"] / "packed"
+    dense_bytes = sizes_of(packed).total_dense_bytes
+    monkeypatch.setattr("tandem.hf.quantizer.free_device_bytes", lambda device: dense_bytes - 1)
+    with shadow_gpu(), quick_loads(), ExitStack() as stack:
+        with pytest.warns(UserWarning, match="of tables"):
+            model = stack.enter_context(loaded(packed, tmp_path))
+        assert tables_on_disk(model)

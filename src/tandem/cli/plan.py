@@ -93,6 +93,7 @@ def run(flags: argparse.Namespace) -> int:
 def _plan(
     source: ModelChoice, options: PlanOptions, offload: OffloadOptions
 ) -> "tuple[Plan, dict[str, ModelSizes]]":
+    from tandem.devices import kind_of
     from tandem.experts.store.host_memory import available_bytes, process_bytes
     from tandem.forecast.gpu_forecast import device_memory, host_bytes_elsewhere
     from tandem.forecast.model_plan import Plan, plan_slots
@@ -111,13 +112,17 @@ def _plan(
     available = available_bytes() if elsewhere is None else max(0, elsewhere - process)
     all_sizes_with, packed_files = _sizes_with(source, options.shape)
 
+    memory = device_memory(chosen)
+    on_device = memory.free_bytes if kind_of(offload.device).holds_dense_parts else None
+
     def sizes_with(config: OffloadConfig) -> "ModelSizes":
-        return all_sizes_with(config).within(available, offload.expert_memory_bytes)
+        found = all_sizes_with(config)
+        return found.within(available, offload.expert_memory_bytes, on_device)
 
     is_packed = bool(packed_files)
     sizes = sizes_with(chosen)
     others = {} if is_packed else {name: sizes_with(config(name)) for name in _OTHER_FORMATS}
-    memory, context = device_memory(chosen), sizes.context(options.context)
+    context = sizes.context(options.context)
     slots, gpu_bytes = plan_slots(
         sizes, device=offload.device, gpu_memory=offload.gpu_memory, memory=memory,
         context_tokens=context,

@@ -85,15 +85,19 @@ class ModelSizes:
     disk_table_bytes: int = 0
     """Bytes of tables that stay on the disk; not among the dense bytes."""
 
-    def within(self, available_bytes: int, expert_memory_bytes: int | None) -> "ModelSizes":
+    def within(
+        self, available_bytes: int, expert_memory_bytes: int | None, device_bytes: int | None
+    ) -> "ModelSizes":
         """Return what memory holds if so much is free: all, or tables of rows stay on the disk.
 
-        `expert_memory_bytes` is what experts take at most, if the options say so.
+        `expert_memory_bytes` is what experts take at most, if the options say so; `device_bytes`
+        what a GPU has free for the dense parts, if they go there.
         """
         tables, experts = self.dense_bytes.get(_TABLES, 0), self.experts_bytes
         if expert_memory_bytes is not None:
             experts = min(experts, expert_memory_bytes)
-        if not tables or experts + self.total_dense_bytes <= available_bytes:
+        is_there = device_bytes is None or self.total_dense_bytes <= device_bytes
+        if not tables or (is_there and experts + self.total_dense_bytes <= available_bytes):
             return self
         return dataclasses.replace(
             self,

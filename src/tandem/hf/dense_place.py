@@ -45,6 +45,11 @@ def dense_device(config: OffloadConfig, device_map: object) -> torch.device:
     return device
 
 
+def free_device_bytes(device: torch.device) -> int:
+    """Return what a GPU has free."""
+    return torch.cuda.mem_get_info(device)[0]
+
+
 def move_dense_parts(model: nn.Module, device: torch.device) -> None:
     """Bring all parameters and buffers to a device, each once: those that are tied stay so."""
     moved: dict[int, tuple[Tensor, Tensor]] = {}  # with what was moved, whose id stays its own

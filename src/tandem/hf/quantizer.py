@@ -37,7 +37,7 @@ from tandem.hf.dense import has_kernels, has_quantised_experts, place_on, tied_w
 from tandem.hf.dense_bytes import dense_bytes_with
 from tandem.hf.dense_codes import quantised_layers
 from tandem.hf.dense_files import expect_stored_layers
-from tandem.hf.dense_place import dense_device
+from tandem.hf.dense_place import dense_device, free_device_bytes
 from tandem.hf.experts import EXPERTS_IMPLEMENTATION, is_experts_module
 from tandem.hf.finite import require_finite_weights
 from tandem.hf.load_job import LoadJob
@@ -149,19 +149,24 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         formats: Mapping[str, WeightFormat | None],
         files: object,
     ) -> None:
-        """Leave tables of rows on the disk if memory does not hold all, or the model is packed."""
+        """Leave tables of rows on the disk if memory, or a GPU's, does not hold all.
+
+        And where the model is packed: they are copied from file to file.
+        """
         job, free = self._job, host_memory.available_bytes()
         needed = self.runtime.store.expected_bytes(next(iter(experts.values())).down_proj.dtype)
         if (given := job.options.expert_memory_bytes) is not None:
             needed = min(needed, given)
-        if job.sink is None and needed + dense_bytes_with(model, formats) <= free:
+        dense_bytes, device = dense_bytes_with(model, formats), self.runtime.device
+        is_there = device.type == "cpu" or dense_bytes <= free_device_bytes(device)
+        if job.sink is None and is_there and needed + dense_bytes <= free:
             return
         read = files if isinstance(files, list) else []
         left = leave_on_disk(model, entries_of(read) if job.entries is None else job.entries)
         # Transformers maps each file to be written to, which the system refuses of a large one.
         read[:] = [file for file in read if Path(file) not in left]
         if job.sink is None:
-            warn_of_tables(model, free)
+            warn_of_tables(model, free if is_there else free_device_bytes(device))
 
     def dense_code_formats(
         self, model: PreTrainedModel, *, on_device: bool

@@ -90,9 +90,9 @@ class DiskEmbedding(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return the tokens' embeddings: (...) int64 -> (..., embedding_dim)."""
-        dtype, ids = self.place.dtype, input_ids.cpu()
-        rows = opaque(DISK_ROWS, _read, self.tables, self._number, self.embedding_dim, dtype, ids)
-        rows = rows.to(input_ids.device, self.dtype)
+        width, dtype = self.embedding_dim, self.place.dtype
+        rows = opaque(DISK_ROWS, _read, self.tables, self._number, width, dtype, input_ids)
+        rows = rows.to(self.dtype)
         return rows if self.scale is None else rows * self.scale
 
     def extra_repr(self) -> str:
@@ -103,9 +103,18 @@ class DiskEmbedding(nn.Module):
 def _read(
     tables: _native.RowTables, number: int, width: int, dtype: torch.dtype, ids: Tensor
 ) -> Tensor:
-    out = torch.empty((*ids.shape, width), dtype=dtype, device="cpu")
-    tables.read(number, ids.to(torch.int64).contiguous(), out)
-    return out
+    """Return rows where `ids` are; of a GPU they are waited for."""
+    numbers = ids.to("cpu", torch.int64).contiguous()
+    out = room_for_rows(tables, number, width, dtype, numbers)
+    tables.read(number, numbers, out)
+    return out.to(ids.device)
+
+
+def room_for_rows(
+    tables: _native.RowTables, number: int, width: int, dtype: torch.dtype, ids: Tensor
+) -> Tensor:
+    """Return memory for what a `DISK_ROWS` call returns, where `ids` are."""
+    return torch.empty((*ids.shape, width), dtype=dtype, device=ids.device)
 
 
 def row_tables(model: PreTrainedModel) -> dict[str, nn.Embedding]:

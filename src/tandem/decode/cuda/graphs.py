@@ -2,7 +2,8 @@
 
 The model's own code runs once while its work is captured. Experts are graph breaks: there a graph
 segment ends, and the next begins with a tensor that stands for the experts' result. A replay runs
-segment, experts, segment, experts, to the end. Everything lies at addresses that stay:
+segment, experts, segment, experts, to the end. Rows that come from the disk are graph breaks too.
+Everything lies at addresses that stay:
 
     inputs (ids, positions, masks, KV cache) -> segment -> hidden, choice, weights (kept)
       -> executor -> copied into the result's tensor -> next segment
@@ -13,7 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ from tandem.core.errors import ExecutionError, TandemWarning
 from tandem.devices.cuda.captures import Capture, Graph, on_capture_stream
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.executor import Executor, unheard
-from tandem.hf.opaque_calls import EXPERTS, Meeting, intercepted, opaque
+from tandem.hf.opaque_calls import DISK_ROWS, EXPERTS, Meeting, intercepted, opaque
+from tandem.hf.row_tables import room_for_rows
 from tandem.kernels import _native
 from tandem.recording.recorded_graph import Fusing, RecordedGraph
 from tandem.recording.recorder import NotRecordableError, Recorder
@@ -34,15 +36,18 @@ TOLERANCES = {torch.float32: 1e-2, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 _DRY_RUNS = 3
 
+# Kinds of calls that the host does between segments, or `GraphLayers` inside them.
+_BREAKS = (EXPERTS, DISK_ROWS)
+
 # Of an executor: layer, hidden, choice, weights and the model's functions.
 ExpertsArguments = tuple[int, Tensor, Tensor, Tensor, ExpertFunctions]
 
 
 class GraphBreak(NamedTuple):
-    """A call of the executor between two graph segments."""
+    """A call between two graph segments: of the executor, or of what reads rows from the disk."""
 
     function: Callable[..., Tensor]
-    args: ExpertsArguments
+    args: tuple[object, ...]
     result: Tensor
 
 
@@ -99,14 +104,13 @@ class _DryRun:
         self._capture, self._layers, self._pad = capture, layers, pad
 
     def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
-        if kind != EXPERTS:
+        if kind not in _BREAKS:
             return function(*args)
-        padded = _padded(args, self._pad)
-        result = None if self._layers is None else self._layers(*padded)
+        handed, result = _handed_over(kind, args, self._layers, self._pad)
         if result is not None:
             return result
         with self._capture.waits(allowed=True):
-            return function(*_handed_over(padded))
+            return function(*handed)
 
 
 class _GraphBreaker:
@@ -119,30 +123,29 @@ class _GraphBreaker:
         self.segments: list[tuple[Graph, GraphBreak | None]] = []
 
     def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
-        if kind != EXPERTS:
+        if kind not in _BREAKS:
             return function(*args)  # captured like everything else
-        padded = _padded(args, self._pad)
-        result = None if self._layers is None else self._layers(*padded)
+        handed, result = _handed_over(kind, args, self._layers, self._pad)
         if result is not None:
             return result
-        handed = _handed_over(padded)
-        result = torch.empty_like(handed[1])
+        result = room_for_rows(*handed) if kind == DISK_ROWS else torch.empty_like(handed[1])
         self.segments.append((self._capture.end(), GraphBreak(function, handed, result)))
         self._capture.begin()
         return result
 
 
 class _PaddedRecorder(Recorder):
-    """Records a step for a capture: its experts stay opaque calls, which a capture meets again."""
+    """Records a step for a capture: its breaks stay opaque calls, which a capture meets again."""
 
     def __init__(self, pad: Pad) -> None:
         super().__init__()
         self._pad = pad
 
     def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
-        if kind != EXPERTS:
+        if kind not in _BREAKS:
             return super().call(kind, function, args)
-        result = Meeting.call(self, kind, function, _padded(args, self._pad))
+        padded = _padded(args, self._pad) if kind == EXPERTS else args
+        result = Meeting.call(self, kind, function, padded)
         again = partial(opaque, kind, function)
         self._note(again, kind, args, {}, result, has_effects=True)
         return result
@@ -166,10 +169,19 @@ def _padded(args: tuple[object, ...], pad: Pad) -> ExpertsArguments:
     return layer, hidden, pad(index), weights, functions
 
 
-def _handed_over(args: ExpertsArguments) -> ExpertsArguments:
-    """Return an executor's arguments as a segment hands them over: dense and each by itself."""
-    layer, hidden, index, weights, functions = args
-    return layer, hidden.contiguous(), index.contiguous(), weights.contiguous(), functions
+def _handed_over(
+    kind: str, args: tuple[object, ...], layers: GraphLayers | None, pad: Pad
+) -> tuple[tuple[Any, ...], Tensor | None]:
+    """Return a call's arguments as a segment hands them over: dense and each by itself.
+
+    And the result, if `layers` compute it inside the segment.
+    """
+    if kind == EXPERTS:
+        args = _padded(args, pad)
+        result = None if layers is None else layers(*args)
+        if result is not None:
+            return args, result
+    return tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args), None
 
 
 class CapturedStep:
