@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import tandem
-from tandem.core.errors import ModelError, TandemError
+from tandem.core.errors import CapacityError, ModelError, TandemError
 from tandem.forecast.sizes import ModelSizes, model_sizes
 from tandem.hf.checkpoint import open_checkpoint
 from tandem.hf.config import OffloadConfig
@@ -30,6 +30,7 @@ from tests.decode.whole_pool import cuda_pool, gpu_pool, logits_of
 from tests.disk.loading import slots_of, with_share
 from tests.disk.test_architectures import outputs_of
 from tests.forecast.test_plan import plan
+from tests.loading.checkpoints import FORMATS, write_plain, write_quantised
 from tests.shadow.device import shadow_gpu
 from tests.shadow.models import (
     PROMPTS,
@@ -71,7 +72,9 @@ def packed(folders: dict[str, Path], request: pytest.FixtureRequest) -> Path:
 
 
 def sizes_of(folder: Path) -> ModelSizes:
-    return model_sizes(open_checkpoint(folder), OffloadConfig(expert_dtype="int8"))
+    checkpoint = open_checkpoint(folder)
+    is_plain = checkpoint.quantization is None
+    return model_sizes(checkpoint, OffloadConfig(expert_dtype="int8" if is_plain else "auto"))
 
 
 def room_for_half_of_the_tables(folder: Path) -> int:
@@ -122,6 +125,15 @@ def test_rows_from_the_disk_have_the_bits_of_memory(
         assert torch.equal(model(ids(200)).logits, in_memory(ids(200)).logits)
     assert native_of(model).counts().rows > 200
     assert model.num_parameters() == in_memory.num_parameters()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_quantised_checkpoint_s_tables_stay_on_the_disk(tmp_path: Path, name: str) -> None:
+    plain = write_plain(tmp_path / "plain", name)
+    folder = write_quantised(tmp_path / "int8", plain, FORMATS["packed-int8"])
+    in_memory, model = tandem.load(folder), from_disk(folder)
+    with torch.inference_mode():
+        assert torch.equal(model(ids(20)).logits, in_memory(ids(20)).logits)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -199,6 +211,18 @@ def test_packing_loads_no_table(
     assert [len(table.place.parts) for table in kept[0]] == [4, 4]
 
 
+def test_packing_asks_the_disk_for_room_for_tables(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = folders["qwen4_exp"] / "plain"
+    sizes = sizes_of(plain)
+    free = sizes.experts_bytes + sizes.dense_bytes["tables of rows"] - 1
+    usage = shutil.disk_usage(tmp_path)._replace(free=free)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    with pytest.raises(CapacityError, match=r"packing writes .* of experts and tables of rows to"):
+        tandem.pack(plain, tmp_path / "packed", expert_dtype="int8")
+
+
 def test_tables_in_the_file_of_the_dense_parts_are_found_there(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,51 +275,6 @@ def test_a_file_that_was_cut_is_a_sentence_and_one_that_was_deleted_is_read(
         with pytest.raises(ModelError, match=r"ends before .* of a row"):
             cut(ids(60))
         assert torch.equal(deleted(ids(60)).logits, tandem.load(packed)(ids(60)).logits)
-
-
-def table(file: Path, rows: Tensor, patience: float = 60.0) -> _native.RowTables:
-    file.write_bytes(b"x" * 100 + rows.numpy().tobytes())
-    half = len(rows) // 2
-    parts = [(str(file), 100, half), (str(file), 100 + half * rows.shape[1], len(rows) - half)]
-    return _native.RowTables([(parts, rows.shape[1])], 4, patience)
-
-
-def read(tables: _native.RowTables, rows: Tensor, numbers: Tensor) -> Tensor:
-    out = torch.empty(len(numbers), rows.shape[1], dtype=torch.uint8)
-    tables.read(0, numbers, out)
-    return out
-
-
-@pytest.mark.parametrize("row_bytes", [1, 320, 4096, 20_480])
-def test_rows_of_any_size_and_place_are_read_in_order(tmp_path: Path, row_bytes: int) -> None:
-    rows = torch.randint(0, 256, (301, row_bytes), dtype=torch.uint8)
-    tables = table(tmp_path / "rows", rows)
-    for count in (0, 1, 5, 1000):
-        numbers = torch.randint(0, len(rows), (count,))
-        numbers[:2] = torch.tensor([0, len(rows) - 1])[:count]
-        assert torch.equal(read(tables, rows, numbers), rows[numbers])
-    for number in (-1, len(rows)):
-        with pytest.raises(IndexError, match=f"row {number} of a table of 301 rows"):
-            read(tables, rows, torch.tensor([0, number]))
-
-
-def test_a_disk_that_is_silent_is_a_sentence_and_late_rows_go_nowhere(tmp_path: Path) -> None:
-    rows = torch.randint(0, 256, (300, 64), dtype=torch.uint8)
-    tables = table(tmp_path / "rows", rows, patience=0.05)
-    tables.fail(0, 1, 0.3)
-    with pytest.raises(ModelError, match="gave no row for 0 seconds"):
-        read(tables, rows, torch.arange(100))
-    tables.fail(0, 0, 0.0)
-    late = read_when_it_answers(tables, rows)
-    assert torch.equal(late, rows)
-
-
-def read_when_it_answers(tables: _native.RowTables, rows: Tensor) -> Tensor:
-    while True:
-        try:
-            return read(tables, rows, torch.arange(len(rows)))
-        except ModelError:  # the readers still sleep
-            continue
 
 
 def test_what_memory_holds_is_counted_without_tables(packed: Path) -> None:

@@ -58,9 +58,9 @@ def test_a_load_leaves_nothing_on_the_users_options(tmp_path: Path) -> None:
     seen = list[dict[str, object]]()
 
     class Sink(FileSink):
-        def begin(self, expected_bytes: int) -> None:
+        def begin(self, expected_bytes: int, table_bytes: int) -> None:
             seen.append(dict(vars(options)))
-            super().begin(expected_bytes)
+            super().begin(expected_bytes, table_bytes)
 
     with contextlib.closing(Sink(tmp_path, "", lambda *_: None)) as sink:
         load_checkpoint(checkpoint, options, sink=sink)

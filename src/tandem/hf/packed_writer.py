@@ -94,15 +94,20 @@ class FileSink:
         if noted.get("identity") == identity and "sums" in noted:
             self._files.sums = {name: FileSums(*sums) for name, sums in noted["sums"].items()}
 
-    def begin(self, expected_bytes: int) -> None:
-        """Hear how many bytes of experts come; raises `CapacityError` if the disk has no room."""
+    def begin(self, expected_bytes: int, table_bytes: int) -> None:
+        """Hear how many bytes of experts come, and of tables of rows.
+
+        Raises `CapacityError` if the disk has no room.
+        """
         self._expected_bytes = expected_bytes
         directory = self._files.directory
         there = sum((directory / n).stat().st_size for n in self._files.sums if self._has(n))
         free = shutil.disk_usage(directory).free
-        if expected_bytes - there > free:
+        needed = expected_bytes - there + table_bytes
+        if needed > free:
+            what = "experts and tables of rows" if table_bytes else "experts"
             raise CapacityError(
-                f"packing writes {format_bytes(expected_bytes - there)} of experts to "
+                f"packing writes {format_bytes(needed)} of {what} to "
                 f"{directory.parent}, which has {format_bytes(free)} free; make room, name "
                 "another disk, or choose a smaller expert_dtype"
             )

@@ -116,7 +116,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         own, store = self.announce_layers(model), self.runtime.store
         if sink is not None:
             source_dtype = next(iter(own.values())).down_proj.dtype
-            sink.begin(store.expected_bytes(source_dtype))
+            tables = sum(table.weight.nbytes for table in row_tables(model).values())
+            sink.begin(store.expected_bytes(source_dtype), tables)
             for layer in store:
                 sink.resume(layer)
         dense_format = parse_dense_dtype(self.quantization_config.dense_dtype)
