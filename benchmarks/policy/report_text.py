@@ -4,7 +4,8 @@ INTRODUCTION = """
 # Policies, measured on real routing
 
 Written by `python -m benchmarks.policy.report`; do not edit by hand. Times of plans on this
-machine: `python -m benchmarks.policy.plan_time`. One case: `tandem simulate TRACE --json`.
+machine: `python -m benchmarks.runtime.overhead --bookkeeping-only`. One case: `tandem simulate
+TRACE --json`.
 
 Traces: DeepSeek-V2-Lite (26 MoE layers, top-6 of 64) and gpt-oss-20b (24 layers, top-4 of 32), see
 data/traces/README.md. All numbers here are of the odd sequences, from a cold start; tables are
