@@ -8,6 +8,8 @@ TORCH ?= torch==2.13.0
 MODEL ?= demo
 PROMPT ?= Why is the sky blue?
 OLDEST_TRANSFORMERS := 5.17.0
+# Tests start many processes: byte code is written once.
+unexport PYTHONDONTWRITEBYTECODE
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
 # On a machine with a GPU: a Python that has torch with CUDA, Transformers and Triton, and where
@@ -67,7 +69,7 @@ sanitize: $(SANITIZED:%=sanitized-%) $(FUZZED:%=fuzzed-%)  ## The native kernels
 
 sanitized:
 	@cmake -S csrc -B build/sanitize -DTANDEM_SANITIZE=ON -DTANDEM_WARNINGS_ARE_ERRORS=ON >/dev/null
-	@cmake --build build/sanitize --parallel 2 >/dev/null
+	@cmake --build build/sanitize --parallel 2 --target $(SANITIZED:%=check_%) $(FUZZED:%=fuzz_%) >/dev/null
 
 sanitized-%: sanitized
 	build/sanitize/check_$*
@@ -137,8 +139,8 @@ gpu-coverage: setup  ## Which lines and branches of device cuda's host code its 
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
 
-# What another Transformers changes does not depend on the kernels.
-SEAM := -m seam $(if $(ISA),,--isa best)
+# What another Transformers changes does not depend on the kernels. To look for its tests in all files takes longer than most of them.
+SEAM = -m seam $(if $(ISA),,--isa best) $(shell grep -rl mark.seam tests)
 seam-oldest: $(VENV)/transformers-$(OLDEST_TRANSFORMERS)/installed.stamp  ## The seam's tests on the oldest supported Transformers
 	PYTHONPATH=$(VENV)/transformers-$(OLDEST_TRANSFORMERS) $(PYTEST) -n 0 $(SEAM)
 
