@@ -173,9 +173,9 @@ def _tables(
 
 def _prediction(eviction: str, counts: Sequence[int], top_k: int) -> _native.ForesightTables | None:
     """Return what learns which expert is wanted next; None where nothing learns."""
-    if eviction == "lru" or len(set(counts)) > 1:
+    if eviction == "lru":
         return None
-    return prediction_tables(Geometry(len(counts), counts[0], top_k))
+    return prediction_tables(Geometry(len(counts), max(counts), top_k))
 
 
 def page_aligned(num_slots: int, slot_bytes: int) -> Tensor:
