@@ -47,14 +47,15 @@ std::function<void(Arguments...)> calling(const nb::object& function) {
 }
 
 Resident resident_of(const nb::bytes& state, std::vector<std::int32_t> slot_of,
-                     std::vector<Ids> members, std::vector<Ids> free) {
+                     std::vector<Ids> members, std::vector<Ids> free, Ids staging) {
   const auto* bytes = static_cast<const std::uint8_t*>(state.data());
   const auto num_layers = static_cast<std::int64_t>(members.size());
   if (members.empty() || free.size() != members.size() || slot_of.size() != state.size() ||
       state.size() % members.size() != 0)
     throw std::invalid_argument("expected a state and a slot for each expert of each layer");
   return {num_layers, static_cast<std::int64_t>(state.size()) / num_layers,
-          {bytes, bytes + state.size()}, std::move(slot_of), std::move(members), std::move(free)};
+          {bytes, bytes + state.size()}, std::move(slot_of), std::move(members), std::move(free),
+          std::move(staging)};
 }
 
 nb::tuple as_tuple(const Resident& resident) {
@@ -200,28 +201,36 @@ void bind_policy(nb::module_& m) {
   nb::class_<StepPolicy>(m, "StepPolicy")
       .def("__init__",
            [](StepPolicy* self, std::vector<double> cpu, std::vector<double> gpu, double cpu_first,
-              double link, std::vector<SuccessorTable*> tables, const nb::bytes& state,
-              std::vector<std::int32_t> slot_of, std::vector<Ids> members,
-              std::vector<Ids> free) {
+              double link, double cpu_slowdown, double link_slowdown, std::int64_t max_fetches,
+              int rule, std::vector<SuccessorTable*> tables, const nb::bytes& state,
+              std::vector<std::int32_t> slot_of, std::vector<Ids> members, std::vector<Ids> free,
+              Ids staging) {
              if (tables.size() != members.size())
                throw std::invalid_argument("expected a table for each layer");
-             new (self) StepPolicy(
-                 {std::move(cpu), std::move(gpu), cpu_first, link}, std::move(tables),
-                 resident_of(state, std::move(slot_of), std::move(members), std::move(free)));
+             require(rule >= 0 && rule <= static_cast<int>(GraphRule::kDali), "one of three rules");
+             new (self) StepPolicy({std::move(cpu), std::move(gpu), cpu_first, link, cpu_slowdown,
+                                    link_slowdown, max_fetches},
+                                   std::move(tables),
+                                   resident_of(state, std::move(slot_of), std::move(members),
+                                               std::move(free), std::move(staging)),
+                                   static_cast<GraphRule>(rule));
            },
-           nb::keep_alive<1, 6>())
+           nb::keep_alive<1, 10>())
       .def("load",
            [](StepPolicy& self, const nb::bytes& state, std::vector<std::int32_t> slot_of,
-              std::vector<Ids> members, std::vector<Ids> free, double link_free_at) {
-             self.load(resident_of(state, std::move(slot_of), std::move(members), std::move(free)),
-                       link_free_at);
+              std::vector<Ids> members, std::vector<Ids> free, Ids staging, double link_free_at,
+              std::int64_t num_pending) {
+             self.load(resident_of(state, std::move(slot_of), std::move(members), std::move(free),
+                                   std::move(staging)),
+                       link_free_at, num_pending);
            })
       .def("resident", [](const StepPolicy& self) { return as_tuple(self.resident()); })
       .def("link_free_at", &StepPolicy::link_free_at)
       .def("begin_step", &StepPolicy::begin_step)
       .def("decide", [](StepPolicy& self, std::int32_t layer, const Ids& experts,
                         const Ids& tokens, double now) {
-        return as_tuples(self.decide(layer, experts, tokens, now));
+        const StepCopies copies = self.decide(layer, experts, tokens, now);
+        return nb::make_tuple(as_tuples(copies.fetch), as_tuples(copies.insert));
       })
       .def("copy_finished", &StepPolicy::copy_finished)
       .def("learn", &StepPolicy::learn);

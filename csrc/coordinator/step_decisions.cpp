@@ -19,8 +19,9 @@ void StepDecisions::note(const LayerRecord& record) {
   for (const Arrival& arrival : now.arrivals)
     policy_->copy_finished(arrival.layer, arrival.expert, arrival.seconds);
   count(record);
+  // Nothing is fetched for a layer that has been answered: its rule is `ready-on-gpu`.
   const std::span<const SlotCopy> copies =
-      policy_->decide(now.layer, experts_, tokens_, record.answered);
+      policy_->decide(now.layer, experts_, tokens_, record.answered).insert;
   now.copies.assign(copies.begin(), copies.end());
   copying_.submit(copies);
   policy_->learn(now.layer);

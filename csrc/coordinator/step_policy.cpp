@@ -40,15 +40,16 @@ bool Resident::has_every_expert() const {
   return std::all_of(state.begin(), state.end(), [](std::uint8_t s) { return s == kReady; });
 }
 
-StepPolicy::StepPolicy(Costs costs, std::vector<SuccessorTable*> tables, Resident resident)
-    : costs_(std::move(costs)), tables_(std::move(tables)) {
-  load(std::move(resident), 0.0);
+StepPolicy::StepPolicy(Costs costs, std::vector<SuccessorTable*> tables, Resident resident,
+                       GraphRule rule)
+    : costs_(std::move(costs)), tables_(std::move(tables)), rule_(rule) {
+  load(std::move(resident), 0.0, 0);
 }
 
-void StepPolicy::load(Resident resident, double link_free_at) {
+void StepPolicy::load(Resident resident, double link_free_at, std::int64_t num_pending) {
   resident_ = std::move(resident);
   link_free_at_ = link_free_at;
-  num_pending_ = std::count(resident_.state.begin(), resident_.state.end(), kCopying);
+  num_pending_ = num_pending;
 }
 
 void StepPolicy::begin_step(double dense_seconds) {
@@ -57,51 +58,83 @@ void StepPolicy::begin_step(double dense_seconds) {
   has_every_expert_ = resident_.has_every_expert();
 }
 
-std::span<const SlotCopy> StepPolicy::decide(std::int32_t layer, const Ids& experts,
-                                             const Ids& tokens, double now) {
-  copies_.clear();
-  if (has_every_expert_ || experts.empty()) return copies_;
+StepCopies StepPolicy::decide(std::int32_t layer, const Ids& experts, const Ids& tokens,
+                              double now) {
+  fetches_.clear();
+  inserts_.clear();
+  if (has_every_expert_ || experts.empty()) return {};
   SuccessorTable& table = *tables_[layer];
   table.note(experts, tokens, 1, experts, above_);
   above_ = experts;
   const std::uint8_t* states = resident_.state.data() + layer * resident_.num_experts;
-  const double next_plan = now + seconds(states, experts, tokens) + dense_;
-  const bool has_absent = std::any_of(experts.begin(), experts.end(),
-                                      [&](std::int32_t e) { return states[e] == kEmpty; });
-  if (!has_absent) return copies_;
-  const std::int64_t room = idle_copies(now, next_plan);
-  if (room <= 0) return copies_;
-  const Scores scores = table.values();
+  if (std::none_of(experts.begin(), experts.end(),
+                   [&](std::int32_t e) { return states[e] == kEmpty; }))
+    return {};
+  pose(states, experts, tokens, now);
+  Scores scores;
+  if (fetches()) {
+    scores = table.values();
+    for (const std::int32_t expert : experts) problem_.worth.push_back(scores[expert]);
+  }
+  const GraphSplit split = tandem::split(rule_, problem_);
+  Ids fetched;
+  for (const std::int32_t i : split.fetch) fetched.push_back(experts[i]);
+  const double next_plan = now + std::max(split.gpu_seconds, split.cpu_seconds) + dense_;
+  const std::int64_t room =
+      idle_copies(now, next_plan) - static_cast<std::int64_t>(fetched.size());
+  if (room <= 0 && fetched.empty()) return {};
+  if (!fetches()) scores = table.values();
   const LoneLayer now_here{experts,
                            states,
                            scores.data(),
                            resident_.members[layer],
                            static_cast<std::int64_t>(resident_.free[layer].size()),
                            0.0, now, dense_, 0.0};
-  for (const auto& [newcomer, victim] :
-       admit(now_here, newcomers(states, experts, scores, room))) {
-    if (victim != kNobody) resident_.remove(layer, victim);
-    copies_.push_back({layer, newcomer, resident_.insert(layer, newcomer), victim});
-  }
+  place(layer, fetched, admit(now_here, newcomers(states, experts, scores, room, fetched)));
   issue(now);
-  return copies_;
+  return {fetches_, inserts_};
 }
 
-// Until both processors are done, if the device computes what is ready and the CPU the rest.
-double StepPolicy::seconds(const std::uint8_t* states, const Ids& experts,
-                           const Ids& tokens) const {
-  double on_gpu = 0.0, on_cpu = 0.0;
-  bool is_cpu_used = false;
+// The layer's problem, without what experts are worth.
+void StepPolicy::pose(const std::uint8_t* states, const Ids& experts, const Ids& tokens,
+                      double now) {
+  GraphProblem& problem = problem_;
+  problem.cpu.clear();
+  problem.gpu.clear();
+  problem.states.clear();
+  problem.worth.clear();
   for (std::size_t i = 0; i < experts.size(); ++i) {
-    if (states[experts[i]] == kReady) {
-      on_gpu += of(costs_.gpu, tokens[i]);
-    } else {
-      on_cpu += of(costs_.cpu, tokens[i]);
-      is_cpu_used = true;
-    }
+    problem.cpu.push_back(of(costs_.cpu, tokens[i]));
+    problem.gpu.push_back(of(costs_.gpu, tokens[i]));
+    problem.states.push_back(states[experts[i]]);
   }
-  if (is_cpu_used) on_cpu += costs_.cpu_first;
-  return std::max(on_gpu, on_cpu);
+  problem.cpu_first = costs_.cpu_first;
+  problem.link = costs_.link;
+  problem.link_busy = link_free_at_ > now ? link_free_at_ - now : 0.0;
+  problem.cpu_slowdown = costs_.cpu_slowdown;
+  problem.link_slowdown = costs_.link_slowdown;
+  problem.max_fetches = costs_.max_fetches;
+}
+
+// Gives slots to admitted experts, and staging slots to those that are fetched for one use: as far
+// as there are some, the CPU computes the others.
+void StepPolicy::place(std::int32_t layer, const Ids& fetched, const Admitted& admitted) {
+  for (const auto& [newcomer, victim] : admitted) {
+    if (victim != kNobody) resident_.remove(layer, victim);
+    inserts_.push_back({layer, newcomer, resident_.insert(layer, newcomer), victim});
+  }
+  std::size_t num_staged = 0;
+  for (const std::int32_t expert : fetched) {
+    const auto at = std::find_if(inserts_.begin(), inserts_.end(),
+                                 [&](const SlotCopy& copy) { return copy.expert == expert; });
+    if (at == inserts_.end()) {
+      if (num_staged < resident_.staging.size())
+        fetches_.push_back({layer, expert, resident_.staging[num_staged++], kNobody});
+      continue;
+    }
+    fetches_.push_back(*at);
+    inserts_.erase(at);
+  }
 }
 
 // How many copies end before the next layer; one if the link has nothing to do.
@@ -112,19 +145,25 @@ std::int64_t StepPolicy::idle_copies(double now, double next_plan) const {
   return std::max<std::int64_t>(static_cast<std::int64_t>(idle), busy == 0.0);
 }
 
+// Absent experts that ask for a slot, best first: those that are fetched anyway, and others while
+// the link has time for them.
 Ids StepPolicy::newcomers(const std::uint8_t* states, const Ids& experts, const Scores& scores,
-                          std::int64_t room) const {
+                          std::int64_t room, const Ids& fetched) const {
   Ids absent;
   for (const std::int32_t expert : experts)
     if (states[expert] == kEmpty) absent.push_back(expert);
   std::stable_sort(absent.begin(), absent.end(),
                    [&](std::int32_t a, std::int32_t b) { return scores[a] > scores[b]; });
-  if (static_cast<std::int64_t>(absent.size()) > room) absent.resize(room);
-  return absent;
+  Ids found;
+  for (const std::int32_t expert : absent) {
+    const bool is_fetched = std::find(fetched.begin(), fetched.end(), expert) != fetched.end();
+    if (is_fetched || room-- > 0) found.push_back(expert);
+  }
+  return found;
 }
 
 void StepPolicy::issue(double now) {
-  for (std::size_t i = 0; i < copies_.size(); ++i) {
+  for (std::size_t i = 0; i < fetches_.size() + inserts_.size(); ++i) {
     link_free_at_ = std::max(link_free_at_, now) + costs_.link;
     ++num_pending_;
   }

@@ -1,7 +1,7 @@
-// Decides, behind each layer of a captured step, which missed experts get a slot and who leaves for
-// them. The device has computed what it had, and the CPU the rest: nothing is fetched for the layer
-// that runs. Decides what tandem.policy.planner decides with the assignment `ready-on-gpu`, the
-// eviction `successor` and one set of slots per layer, to the last bit; see there for the reasons.
+// Decides about each layer of a captured step: which misses are fetched for it, which experts get a
+// slot for later, and who leaves for them. Decides what tandem.policy.planner decides for a step in
+// one graph, with the eviction `successor` and one set of slots per layer, to the last bit; see
+// there for the reasons.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "coordinator/graph_rules.hpp"
 #include "lone_layer.hpp"
 #include "policy_tables.hpp"
 
@@ -27,10 +28,17 @@ struct Resident {
   std::vector<std::int32_t> slot_of;  // by key; -1: none
   std::vector<Ids> members;           // by layer: experts with a slot, in the order they got it
   std::vector<Ids> free;              // by layer: slots, the last one is given first
+  Ids staging{};  // slots of experts that are fetched for one use
 
   std::int32_t insert(std::int32_t layer, std::int32_t expert);  // returns the slot
   void remove(std::int32_t layer, std::int32_t expert);
   bool has_every_expert() const;
+};
+
+// The copies of a layer; the link serves them in this order.
+struct StepCopies {
+  std::span<const SlotCopy> fetch;   // for the layer itself, which runs each when it is there
+  std::span<const SlotCopy> insert;  // for later steps
 };
 
 class StepPolicy {
@@ -38,36 +46,45 @@ class StepPolicy {
   struct Costs {
     std::vector<double> cpu, gpu;  // seconds of an expert, by tokens
     double cpu_first, link;
+    double cpu_slowdown = 1.0, link_slowdown = 1.0;  // see LoneTerms
+    std::int64_t max_fetches = 0;  // of one layer
   };
 
   // A table for each layer, which must outlive it.
-  StepPolicy(Costs costs, std::vector<SuccessorTable*> tables, Resident resident);
+  StepPolicy(Costs costs, std::vector<SuccessorTable*> tables, Resident resident,
+             GraphRule rule = GraphRule::kReadyOnGpu);
 
-  // Between steps: takes the place of what is known, and forgets the copies under way.
-  void load(Resident resident, double link_free_at);
+  // Between steps: takes the place of what is known. So many copies are under way: those of experts
+  // with a slot, and of fetched ones.
+  void load(Resident resident, double link_free_at, std::int64_t num_pending);
   const Resident& resident() const { return resident_; }
   double link_free_at() const { return link_free_at_; }
 
   void begin_step(double dense_seconds);
 
-  // What a layer uses now: experts in ascending order with their tokens. Returns the copies.
-  std::span<const SlotCopy> decide(std::int32_t layer, const Ids& experts, const Ids& tokens,
-                                   double now);
+  // Whether anything is ever fetched for the layer that runs.
+  bool fetches() const { return rule_ != GraphRule::kReadyOnGpu; }
+
+  // What a layer uses now: experts in ascending order with their tokens.
+  StepCopies decide(std::int32_t layer, const Ids& experts, const Ids& tokens, double now);
   void copy_finished(std::int32_t layer, std::int32_t expert, double now);
   void learn(std::int32_t layer) { tables_[layer]->learn(); }
 
  private:
-  double seconds(const std::uint8_t* states, const Ids& experts, const Ids& tokens) const;
+  void pose(const std::uint8_t* states, const Ids& experts, const Ids& tokens, double now);
   std::int64_t idle_copies(double now, double next_plan) const;
   Ids newcomers(const std::uint8_t* states, const Ids& experts, const Scores& scores,
-                std::int64_t room) const;
+                std::int64_t room, const Ids& fetched) const;
+  void place(std::int32_t layer, const Ids& fetched, const Admitted& admitted);
   void issue(double now);
 
   Costs costs_;
   std::vector<SuccessorTable*> tables_;
   Resident resident_;
   Ids above_;  // experts in use in the layer above
-  std::vector<SlotCopy> copies_;
+  const GraphRule rule_;
+  GraphProblem problem_;
+  std::vector<SlotCopy> fetches_, inserts_;
   double dense_ = 0.0, link_free_at_ = 0.0;
   std::int64_t num_pending_ = 0;  // copies that have not ended
   bool has_every_expert_ = false;

@@ -512,11 +512,16 @@ class StepPolicy:
         gpu: Sequence[float],
         cpu_first: float,
         link: float,
+        cpu_slowdown: float,
+        link_slowdown: float,
+        max_fetches: int,
+        rule: int,
         tables: list[SuccessorTable],
         state: bytes,
         slot_of: Sequence[int],
         members: Sequence[Sequence[int]],
         free: Sequence[Sequence[int]],
+        staging: Sequence[int],
         /,
     ) -> None: ...
     def load(
@@ -525,7 +530,9 @@ class StepPolicy:
         slot_of: Sequence[int],
         members: Sequence[Sequence[int]],
         free: Sequence[Sequence[int]],
+        staging: Sequence[int],
         link_free_at: float,
+        num_pending: int,
         /,
     ) -> None: ...
     def resident(self) -> _Resident: ...
@@ -533,7 +540,7 @@ class StepPolicy:
     def begin_step(self, dense_seconds: float, /) -> None: ...
     def decide(
         self, layer: int, experts: Sequence[int], tokens: Sequence[int], now: float, /
-    ) -> list[_SlotCopy]: ...
+    ) -> tuple[list[_SlotCopy], list[_SlotCopy]]: ...
     def copy_finished(self, layer: int, expert: int, now: float, /) -> None: ...
     def learn(self, layer: int, /) -> None: ...
 

@@ -78,8 +78,11 @@ class Ring:
         """
         self._quiet_steps = 0
         self._asked = max(self._asked[0], count), self._asked[1]
-        slots = (*self._own, *self._residency.lent)[:count]
-        return iter([(slot, NOWHERE) for slot in slots])
+        return iter([(slot, NOWHERE) for slot in self.held_slots()[:count]])
+
+    def held_slots(self) -> list[int]:
+        """Return its own slots and those that it has borrowed."""
+        return [*self._own, *self._residency.lent]
 
     def _borrow(self, in_use: Container[int]) -> tuple[int, int] | None:
         """Take a slot from the largest set that has one to give; returns it and who left it."""

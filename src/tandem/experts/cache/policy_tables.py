@@ -5,6 +5,7 @@ from functools import partial
 
 from tandem.core.registry import Registry
 from tandem.kernels import _native
+from tandem.policy.assignment import in_graph
 from tandem.policy.eviction import EVICTIONS, Eviction, next_use, rule_choice
 from tandem.policy.lanes import ONE
 from tandem.policy.plan import Geometry, LayerLoad
@@ -104,12 +105,15 @@ def native_eviction(
     return with_tables(evictions.factory(name), NATIVE_TABLES)
 
 
+# By their numbers in csrc/coordinator/graph_rules.hpp.
+_GRAPH_RULES = (in_graph.ReadyOnGpu, in_graph.BalancedInGraph, in_graph.DaliInGraph)
+
+
 def native_step_policy(planner: Planner) -> _native.StepPolicy | None:
     """Return what decides behind the layers of captured steps, from a planner's state.
 
-    It decides as the planner with the assignment `ready-on-gpu`, and learns in its tables.
-    None for an eviction without native tables, for slots that layers share, and for predictions
-    that are staged.
+    It decides as the planner for steps in one graph, and learns in its tables. None for an eviction
+    without native tables, for slots that layers share, and for predictions that are staged.
     """
     eviction, residency = planner.eviction, planner.residency
     if not isinstance(eviction, next_use.NextUse) or residency.num_sets == 1:
@@ -121,21 +125,26 @@ def native_step_policy(planner: Planner) -> _native.StepPolicy | None:
         return None
     costs = planner.costs
     return _native.StepPolicy(
-        costs.cpu, costs.gpu, costs.cpu_first, costs.link, tables, *resident_lists(planner)
-    )
+        costs.cpu, costs.gpu, costs.cpu_first, costs.link, costs.cpu_slowdown, costs.link_slowdown,
+        planner.ring.graph_size, _GRAPH_RULES.index(type(planner.graph_rule.assignment)), tables,
+        *resident_lists(planner),
+    )  # fmt: skip
 
 
 def resident_lists(
     planner: Planner,
-) -> tuple[bytes, list[int], list[list[int]], list[list[int]]]:
-    """Return (state and slot by key, experts with a slot and free slots by layer).
+) -> tuple[bytes, list[int], list[list[int]], list[list[int]], list[int]]:
+    """Return (state and slot by key, experts with a slot and free slots by layer, staging slots).
 
-    What was staged for a prompt is given up, and slots that the ring has borrowed go back.
+    What was staged for a prompt is given up. Staging slots are the ring's, where a step in one
+    graph fetches anything; else those that the ring has borrowed go back.
     """
     residency, experts = planner.residency, planner.geometry.num_experts
     residency.release_passed(-1, ())
-    residency.take_back()
+    staging = planner.ring.held_slots() if planner.graph_rule.fetches else []
+    if not planner.graph_rule.fetches:
+        residency.take_back()
     assert not residency.members[residency.staging], "a staged expert is still being copied"
     members = [[key % experts for key in keys] for keys in residency.members[: residency.staging]]
     free = residency.free[: residency.staging]
-    return bytes(residency.state), residency.slot_of, members, free
+    return bytes(residency.state), residency.slot_of, members, free, staging

@@ -154,7 +154,8 @@ class CapturedSteps:
                 self._table, addresses, slots.slot_bytes, self._policy, self._rate, None,
                 self.link(),
             )  # fmt: skip
-        self._policy.load(*resident_lists(planner), planner.link.free_at)
+        link = planner.link
+        self._policy.load(*resident_lists(planner), link.free_at, len(link.pending))
         slot_of = planner.residency.slot_of
         addresses = [slots.address(slot) if slot >= 0 else 0 for slot in slot_of]
         self._table[:] = np.reshape(addresses, self._table.shape)
