@@ -34,8 +34,10 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def slots_with(packed: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> HostSlots:
     """Load a model that does not fit; nothing but keys and values is left room for."""
-    for module in ("packed_reading", "disk_tier"):
-        monkeypatch.setattr(f"tandem.hf.{module}.available_bytes", lambda: FREE)
+    dense = model_sizes(open_checkpoint(packed), OffloadConfig()).total_dense_bytes
+    monkeypatch.setattr("tandem.hf.packed_reading.available_bytes", lambda: FREE)
+    # The slots come before the dense parts, on the CPU.
+    monkeypatch.setattr("tandem.hf.disk_tier.available_bytes", lambda: FREE + dense)
     monkeypatch.setattr("tandem.hf.disk_tier._RESERVED_BYTES", 0)
     monkeypatch.setattr("tandem.hf.disk_tier._RESERVED_SHARE", 0.0)
     with pytest.warns(UserWarning, match="stay in memory"):

@@ -70,7 +70,12 @@ def run_live(model: Any, trace: RoutingTrace, eviction: str) -> list[Step]:
 
 @pytest.mark.parametrize("eviction", ["successor", "lru"])
 @pytest.mark.parametrize("share", [0.3, 0.6])
-def test_live_and_simulated_slots_miss_the_same(packed: Path, share: float, eviction: str) -> None:
+def test_live_and_simulated_slots_miss_the_same(
+    packed: Path, share: float, eviction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The simulator's slots begin empty, and nothing is read ahead of a decode step.
+    monkeypatch.setattr("tandem.hf.packed_reading.fill_slots", lambda model: None)
+    monkeypatch.setattr("tandem.experts.cache.host_slots._prediction", lambda *_: None)
     trace = typical_routing(GEOMETRY, num_sequences=1, num_tokens=2 * (PROMPT + STEPS))
     model = with_share(packed, share, eviction=eviction)
     steps = run_live(model, trace, eviction)
