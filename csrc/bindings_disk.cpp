@@ -223,6 +223,7 @@ void bind_disk(nb::module_& m) {
       .def("read", &read_rows)
       .def("counts", &RowTables::counts)
       .def("is_direct", &RowTables::is_direct)
+      .def("close", &RowTables::close, nb::call_guard<nb::gil_scoped_release>())
       .def("fail", [](RowTables& self, int error, std::int64_t every, double delay_seconds) {
         self.readers().fail(error, every, delay_seconds);
       });

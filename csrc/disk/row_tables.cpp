@@ -6,6 +6,7 @@
 #include <cstring>
 #include <new>
 #include <stdexcept>
+#include <utility>
 
 #include "expert_source.hpp"
 
@@ -35,7 +36,7 @@ RowTables::RowTables(const std::vector<Table>& tables, int num_readers, double p
           std::aligned_alloc(kDiskPage, kRowsAtOnce * most_bytes(tables)))),
       slots_(kRowsAtOnce),
       patience_(patience),
-      readers_(num_readers, most_bytes(tables)) {
+      readers_(std::in_place, num_readers, most_bytes(tables)) {
   if (memory_ == nullptr) throw std::bad_alloc();
   for (std::size_t i = 0; i < slots_.size(); ++i)
     slots_[i].read.to = memory_.get() + i * most_bytes(tables);
@@ -67,10 +68,11 @@ void RowTables::read(std::size_t table, std::span<const std::int64_t> rows, std:
   const std::lock_guard lock(mutex_);
   const OpenTable& of = tables_.at(table);
   require_rows(of, rows);
+  if (!readers_) throw DiskError("the model has been closed; load it again");
   std::size_t num_asked = 0, num_come = 0;
   try {
     while (num_come < rows.size()) {
-      const std::uint32_t seen = readers_.ended();
+      const std::uint32_t seen = readers_->ended();
       bool has_moved = false;
       for (Slot& slot : slots_) {
         if (!slot.read.has_ended()) continue;  // perhaps of a call that failed
@@ -96,6 +98,11 @@ void RowTables::read(std::size_t table, std::span<const std::int64_t> rows, std:
   counts_.rows += static_cast<std::int64_t>(rows.size());
 }
 
+void RowTables::close() {
+  const std::lock_guard lock(mutex_);
+  readers_.reset();
+}
+
 void RowTables::require_rows(const OpenTable& table, std::span<const std::int64_t> rows) const {
   for (const std::int64_t row : rows)
     if (row < 0 || row >= table.num_rows)
@@ -117,12 +124,12 @@ void RowTables::ask(Slot& slot, const OpenTable& table, std::int64_t row, std::u
   read.bytes = whole_pages(read.skipped + read.wanted);
   slot.wanted_at = to;
   counts_.read_bytes += read.bytes;
-  readers_.ask(read, true);
+  readers_->ask(read, true);
 }
 
 void RowTables::require_arrival(const OpenTable& table, std::uint32_t seen) {
   const auto begin = std::chrono::steady_clock::now();
-  const bool has_come = readers_.wait(seen, patience_);
+  const bool has_come = readers_->wait(seen, patience_);
   const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin;
   counts_.waited_seconds += waited.count();
   if (!has_come)

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -48,7 +49,9 @@ class RowTables {
     const std::lock_guard lock(mutex_);
     return counts_;
   }
-  ReaderPool& readers() { return readers_; }
+  ReaderPool& readers() { return readers_.value(); }
+  // Ends the readers; what is asked for afterwards is an error.
+  void close();
 
  private:
   struct OpenPart {
@@ -80,7 +83,7 @@ class RowTables {
   const double patience_;
   Counts counts_;
   mutable std::mutex mutex_;
-  ReaderPool readers_;  // goes first, and with it what writes into slots
+  std::optional<ReaderPool> readers_;  // goes first, and with it what writes into slots
 };
 
 }  // namespace tandem

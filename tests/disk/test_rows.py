@@ -110,6 +110,7 @@ def ids(count: int, seed: int = 3) -> Tensor:
     return torch.randint(4, VOCABULARY, (1, count), generator=random)
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("form", ["plain", "packed"])
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_from_the_disk_have_the_bits_of_memory(
@@ -361,3 +362,16 @@ def test_what_a_device_does_not_hold_stays_on_the_disk(
         with pytest.warns(UserWarning, match="of tables"):
             model = stack.enter_context(loaded(packed, tmp_path))
         assert tables_on_disk(model)
+
+
+def test_closing_ends_the_readers(packed: Path) -> None:
+    def num_threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    model = from_disk(packed)
+    rows, before = tables_on_disk(model)[0], num_threads()
+    model.close()
+    model.close()
+    assert num_threads() <= before - 16
+    with pytest.raises(ModelError, match="has been closed"):
+        rows(ids(3))

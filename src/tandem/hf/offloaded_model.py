@@ -17,7 +17,7 @@ from tandem.core.errors import ConfigError
 from tandem.devices.cuda.embedding import HostEmbedding
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.dense import PackedModule
-from tandem.hf.row_tables import DiskEmbedding
+from tandem.hf.row_tables import DiskEmbedding, tables_on_disk
 from tandem.hf.runtime import Runtime, give_runtime, require_runtime
 from tandem.hf.stand_in import refuse_to_copy
 from tandem.kernels.dense import DenseWeight
@@ -32,6 +32,8 @@ class OffloadedModel:
         The model cannot be run afterwards. Not needed after its last reference is gone.
         """
         require_runtime(self).close()
+        for table in tables_on_disk(self):  # type: ignore[arg-type]
+            table.tables.close()
 
     def __enter__(self) -> Self:
         return self
