@@ -30,7 +30,7 @@ from benchmarks.policy.routings import merged
 
 from tandem.core.units import parse_bandwidth
 from tandem.experts.cache.host_slots import share_of
-from tandem.experts.cache.policy_tables import native_eviction
+from tandem.experts.cache.policy_tables import host_slot_eviction
 from tandem.forecast.typical_routing import typical_routing
 from tandem.hardware.profiles import load_profile
 from tandem.policy.cost import ShapeCosts
@@ -112,7 +112,7 @@ def points_of(
             costs=costs, bytes_per_second=rate, share=share, limit=num_tokens
         )
         ours, lru = (
-            replay_over_disk(trace, conditions, native_eviction(eviction))
+            replay_over_disk(trace, conditions, host_slot_eviction(eviction))
             for eviction in (EVICTION, "lru")
         )
         scale = trace.meta.n_moe_layers / layers
@@ -127,7 +127,7 @@ def cells_of(named: tuple[str, RoutingTrace], costs: ShapeCosts) -> list[Cell]:
     cells = []
     for share in SHARES:
         conditions = DiskConditions(costs=costs, bytes_per_second=1.0, share=share)
-        rates = disk_hit_rates(trace, conditions, native_eviction(EVICTION))
+        rates = disk_hit_rates(trace, conditions, host_slot_eviction(EVICTION))
         cells.append(Cell(name, share, **rates))
     return cells
 

@@ -12,6 +12,7 @@ import tandem
 from tandem.cli.main import main
 from tandem.core.errors import ConfigError
 from tandem.experts.cache.host_slots import HostSlots
+from tandem.experts.store import host_memory
 from tandem.forecast.sizes import model_sizes
 from tandem.hf.checkpoint import open_checkpoint
 from tandem.hf.config import OffloadConfig
@@ -65,6 +66,9 @@ def test_a_plan_shares_memory_out_as_the_load_does(
 ) -> None:
     loaded = slots_with(packed, monkeypatch, context=100)
     dense = model_sizes(open_checkpoint(packed), OffloadConfig()).total_dense_bytes
+    # The forecast times layers in the memory that there is.
+    real = host_memory.available_bytes
+    monkeypatch.setattr("tandem.forecast.speed_forecast.available_bytes", real)
     monkeypatch.setattr("tandem.experts.store.host_memory.available_bytes", lambda: FREE + dense)
     words = ["--context", "100", "--dense-dtype", "none", "--threads", "1", "--json"]
     assert main(["plan", str(packed), *words]) == 0

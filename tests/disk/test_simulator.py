@@ -9,7 +9,7 @@ import torch
 
 import tandem
 from tandem.decode.cpu_slots import CpuSlotPool
-from tandem.experts.cache.policy_tables import native_eviction
+from tandem.experts.cache.policy_tables import host_slot_eviction
 from tandem.experts.execution.forced_routing import ForcedRouting
 from tandem.forecast.typical_routing import typical_routing
 from tandem.hf.config import OffloadConfig
@@ -80,7 +80,11 @@ def test_live_and_simulated_slots_miss_the_same(
     model = with_share(packed, share, eviction=eviction)
     steps = run_live(model, trace, eviction)
     live = slots_of(model).statistics()
-    cache = DemandCache(GEOMETRY, slots_of(model).num_slots, native_eviction(eviction)(GEOMETRY))
+    cache = DemandCache(
+        GEOMETRY,
+        slots_of(model).num_slots,
+        host_slot_eviction(eviction)(GEOMETRY, slots_of(model).num_slots[0]),
+    )
     reader, demands, misses = LoadReader(trace), 0, 0
     for step in steps:
         cache.begin_step(is_prefill=is_prompt(len(step.tokens)))

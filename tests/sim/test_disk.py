@@ -1,5 +1,6 @@
 """Experts on a disk on the virtual clock: times by hand, bounds, and more memory is not slower."""
 
+import dataclasses
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -7,9 +8,18 @@ import numpy as np
 import pytest
 
 from tandem.core.errors import ConfigError
+from tandem.experts.cache.policy_tables import NATIVE_TABLES, host_slot_eviction
 from tandem.policy.cost import ShapeCosts
 from tandem.policy.eviction import EVICTIONS
-from tandem.sim.disk import DiskConditions, DiskTally, replay_over_disk, simulate_over_disk
+from tandem.policy.eviction.next_use import NextUse, span_for
+from tandem.sim.disk import (
+    DiskConditions,
+    DiskTally,
+    MakeEviction,
+    replay_over_disk,
+    simulate_over_disk,
+)
+from tandem.sim.hit_rate import demand_loads, hit_rate
 from tandem.trace import RoutingTrace, TraceMeta, read_trace
 from tests.conftest import REPOSITORY
 
@@ -36,13 +46,17 @@ def trace_of(*tokens: Sequence[Sequence[int]], num_experts: int = 8) -> RoutingT
     )
 
 
+def by_name(name: str) -> MakeEviction:
+    return lambda geometry, num_slots: EVICTIONS.factory(name)(geometry)
+
+
 def replayed(trace: RoutingTrace, share: float, prompt: int = 0) -> DiskTally:
     geometry = trace.meta.geometry
     conditions = DiskConditions(
         costs=costs(geometry.num_experts, geometry.top_k, geometry.num_layers),
         bytes_per_second=PAGE / READ, share=share, prompt=prompt,
     )  # fmt: skip
-    return replay_over_disk(trace, conditions, EVICTIONS.factory("lru"))
+    return replay_over_disk(trace, conditions, by_name("lru"))
 
 
 def test_experts_are_computed_as_they_come() -> None:
@@ -93,14 +107,14 @@ def test_more_memory_is_not_slower(name: str) -> None:
         conditions = DiskConditions(
             costs=costs(32, 4, 24), bytes_per_second=PAGE / READ, share=slots / 32, limit=150
         )
-        times.append(replay_over_disk(trace, conditions, EVICTIONS.factory(name)).decode_seconds)
+        times.append(replay_over_disk(trace, conditions, by_name(name)).decode_seconds)
     assert all(more <= less for less, more in pairwise(times))
 
 
 def test_the_report_says_what_was_read_and_how_far_it_is_from_the_bound() -> None:
     trace = trace_of([[0, 1]], [[1, 2]], [[2, 1]])
     conditions = DiskConditions(costs=costs(), bytes_per_second=PAGE / READ, share=0.5, prompt=0)
-    found = simulate_over_disk(trace, conditions, EVICTIONS.factory("lru"))
+    found = simulate_over_disk(trace, conditions, by_name("lru"))
     tally = replayed(trace, 0.5)
     assert found["bytes_read"] == 3 * PAGE
     assert found["bytes_read_per_token"] == PAGE
@@ -108,3 +122,30 @@ def test_the_report_says_what_was_read_and_how_far_it_is_from_the_bound() -> Non
     assert found["time_over_bound"] == tally.decode_seconds / tally.bound_seconds
     assert found["hit_rate"] == found["timed_hit_rate"] == 0.5
     assert (found["slots"], found["slots_bytes"]) == (4, 4 * PAGE)
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "top_k", "span"),
+    [
+        (0, 8, (8, 0.8)),
+        (16, 4, (12, 1 - 1.6 / 12)),
+        (45, 6, (22, 1 - 1.6 / 22)),
+        (128, 8, (32, 0.95)),
+    ],
+)
+def test_many_slots_look_further_ahead(num_slots: int, top_k: int, span: tuple[int, float]) -> None:
+    assert span_for(num_slots, top_k) == pytest.approx(span)
+
+
+def test_looking_further_ahead_hits_more_where_most_experts_are_in_memory() -> None:
+    whole = read_trace(REPOSITORY / "data" / "traces" / "deepseek-v2-lite.npz")
+    trace = dataclasses.replace(
+        whole, meta=dataclasses.replace(whole.meta, n_moe_layers=3), experts=whole.experts[:, :3],
+        weights=None, predicted=None,
+    )  # fmt: skip
+    geometry, sizes = trace.meta.geometry, [45] * 3  # of 64
+    loads = list(demand_loads(trace, 1, 3000))
+    near = NextUse(geometry, tables=NATIVE_TABLES)
+    far = host_slot_eviction("successor")(geometry, sizes[0])
+    rates = [hit_rate(iter(loads), geometry, sizes, eviction) for eviction in (near, far)]
+    assert rates[1] > rates[0] + 0.002

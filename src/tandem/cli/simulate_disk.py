@@ -74,7 +74,7 @@ def simulate_disk(
     progress: "Progress",
 ) -> "Report":
     """Replay one trace; returns what is reported."""
-    from tandem.experts.cache.policy_tables import native_eviction
+    from tandem.experts.cache.policy_tables import host_slot_eviction
     from tandem.sim.disk import DiskConditions, simulate_over_disk
     from tandem.sim.simulation import split_trace
     from tandem.sim.systems import POLICIES
@@ -89,7 +89,7 @@ def simulate_disk(
         limit=conditions.limit,
     )
     replayed, _ = split_trace(trace, conditions.hold_out)
-    make_eviction = native_eviction(eviction, POLICIES.evictions)
+    make_eviction = host_slot_eviction(eviction, POLICIES.evictions)
     found = simulate_over_disk(replayed, on_disk, make_eviction, progress=progress)
     return found | {"hardware": conditions.profile.name, "eviction": eviction}
 

@@ -7,7 +7,7 @@ those in memory are computed. A prompt is taken to want each expert alike.
 from dataclasses import dataclass
 
 from tandem.experts.cache.host_slots import share_of
-from tandem.experts.cache.policy_tables import native_eviction
+from tandem.experts.cache.policy_tables import host_slot_eviction
 from tandem.forecast.gpu_forecast import geometry_of
 from tandem.forecast.sizes import ModelSizes
 from tandem.forecast.speed_forecast import SpeedForecast
@@ -52,7 +52,7 @@ def forecast_from_disk(
     trace = typical_routing(
         geometry_of(sizes), num_sequences=_SEQUENCES, num_tokens=_PROMPT_TOKENS + _DECODE_STEPS
     )
-    tally = replay_over_disk(trace, conditions, native_eviction(_EVICTION))
+    tally = replay_over_disk(trace, conditions, host_slot_eviction(_EVICTION))
     each_token = costs.top_k / costs.num_experts
     active = 1.0 - (1.0 - each_token) ** in_memory.prompt_tokens
     prompt_bytes = active * (1.0 - conditions.share) * sizes.experts_bytes

@@ -22,7 +22,8 @@ from tandem.trace import RoutingTrace
 _MOST_STEP_TOKENS = 32
 _PAGE_BYTES = 4096  # experts lie at multiples of it
 
-MakeEviction = Callable[[Geometry], Eviction]
+# For a geometry and so many slots in each layer.
+MakeEviction = Callable[[Geometry, int], Eviction]
 
 
 def whole_pages(num_bytes: int) -> int:
@@ -119,7 +120,7 @@ class _Replay:
     ) -> None:
         sizes = conditions.set_sizes(geometry)
         self.tally = DiskTally()
-        self._cache = DemandCache(geometry, sizes, make_eviction(geometry))
+        self._cache = DemandCache(geometry, sizes, make_eviction(geometry, sizes[0]))
         self._costs = CostTable(conditions.costs)
         self._read_bytes = conditions.read_bytes
         self._read_seconds = conditions.read_bytes / conditions.bytes_per_second
@@ -212,9 +213,9 @@ def disk_hit_rates(
     """Return hit rates in as many slots, every token a decode step: ours, LRU's, Belady's."""
     geometry, sizes = trace.meta.geometry, conditions.set_sizes(trace.meta.geometry)
     loads = list(demand_loads(trace, conditions.batch, conditions.limit))
-    lru = EVICTIONS.factory("lru")(geometry)
+    lru, own = EVICTIONS.factory("lru")(geometry), make_eviction(geometry, sizes[0])
     return {
-        "hit_rate": hit_rate(iter(loads), geometry, sizes, make_eviction(geometry)),
+        "hit_rate": hit_rate(iter(loads), geometry, sizes, own),
         "lru_hit_rate": hit_rate(iter(loads), geometry, sizes, lru),
         "belady_hit_rate": belady_hit_rate(iter(loads), geometry, sizes),
     }

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.core.errors import CapacityError, ModelError
 from tandem.core.units import format_bytes
-from tandem.experts.cache.policy_tables import next_use_tables, prediction_tables
+from tandem.experts.cache.policy_tables import host_slot_tables, prediction_tables
 from tandem.experts.store.layer_slots import LayerSlots
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.store.pinning import Pin, pin_slots
@@ -98,7 +98,7 @@ class HostSlots:
         """Of the slots, by layer, and of those that all layers share."""
         self.num_bytes = sum(memory.nbytes for memory in self.memory)
         self.resident_bytes = self.num_bytes - self.transit_bytes
-        self._tables = _tables(eviction, counts, top_k)
+        self._tables = _tables(eviction, counts, self.num_slots, top_k)
         entries = [
             _native.SlotLayer(
                 str(place.file), place.first, place.stride, layer.layout.num_bytes, place.sums,
@@ -163,12 +163,12 @@ def share_of(memory_bytes: int, sizes: Sequence[int], counts: Sequence[int]) -> 
 
 
 def _tables(
-    eviction: str, counts: Sequence[int], top_k: int
+    eviction: str, counts: Sequence[int], num_slots: Sequence[int], top_k: int
 ) -> Sequence[_native.SuccessorTable | None]:
     """Return what the eviction learns in, by layer; None: the least recently used leaves."""
     if eviction == "lru":
         return [None] * len(counts)
-    return next_use_tables(Geometry(len(counts), max(counts), top_k))
+    return host_slot_tables(Geometry(len(counts), max(counts), top_k), max(num_slots))
 
 
 def _prediction(eviction: str, counts: Sequence[int], top_k: int) -> _native.ForesightTables | None:

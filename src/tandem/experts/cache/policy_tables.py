@@ -18,14 +18,16 @@ from tandem.policy.tables import DecideSingleToken, SingleTokenDecision, SingleT
 class _NextUseTable:
     """See `tandem.policy.tables.NextUseTable`."""
 
-    def __init__(self, geometry: Geometry, layer: int, start: _native.RuleStart) -> None:
+    def __init__(
+        self, geometry: Geometry, layer: int, start: _native.RuleStart, span: next_use.Span
+    ) -> None:
         sources = 2 if layer else 1
         share = geometry.top_k / geometry.num_experts
         native = _native.SuccessorTable(
             geometry.num_experts,
-            round(ONE * (next_use.prior_of(geometry) / (geometry.top_k * sources))),
+            round(ONE * (next_use.prior_of(geometry, span) / (geometry.top_k * sources))),
             int(ONE * share),
-            next_use.losses(),
+            next_use.losses(span),
             next_use.RATE,
             (next_use.FAST_SHIFT, next_use.SLOW_SHIFT, next_use.STEADY_SHIFT),
             next_use.PREDICTED_SHIFT,
@@ -53,9 +55,11 @@ class _NextUseTable:
         return self._values
 
 
-def _next_use_tables(geometry: Geometry) -> list[_NextUseTable]:
+def _next_use_tables(
+    geometry: Geometry, span: next_use.Span = next_use.USUAL_SPAN
+) -> list[_NextUseTable]:
     start = _native.RuleStart(rule_choice.START_DEVIATIONS)
-    return [_NextUseTable(geometry, layer, start) for layer in range(geometry.num_layers)]
+    return [_NextUseTable(geometry, layer, start, span) for layer in range(geometry.num_layers)]
 
 
 class _PredictionTables:
@@ -85,9 +89,10 @@ def _decide_single_token(terms: SingleTokenTerms) -> DecideSingleToken:
     return lambda *layer: SingleTokenDecision(*native(*layer))
 
 
-def next_use_tables(geometry: Geometry) -> list[_native.SuccessorTable]:
-    """Return the tables of the eviction `successor` for native code to learn in, by layer."""
-    return [table.native for table in _next_use_tables(geometry)]
+def host_slot_tables(geometry: Geometry, num_slots: int) -> list[_native.SuccessorTable]:
+    """Return the tables in which the eviction of so many host slots a layer learns, by layer."""
+    span = next_use.span_for(num_slots, geometry.top_k)
+    return [table.native for table in _next_use_tables(geometry, span)]
 
 
 def prediction_tables(geometry: Geometry) -> _native.ForesightTables:
@@ -98,11 +103,18 @@ def prediction_tables(geometry: Geometry) -> _native.ForesightTables:
 NATIVE_TABLES = Tables(_next_use_tables, _PredictionTables, _decide_single_token)
 
 
-def native_eviction(
+def host_slot_eviction(
     name: str, evictions: Registry[Eviction] = EVICTIONS
-) -> Callable[..., Eviction]:
-    """Return what makes an eviction that learns as runs do, if it learns."""
-    return with_tables(evictions.factory(name), NATIVE_TABLES)
+) -> Callable[[Geometry, int], Eviction]:
+    """Return what makes an eviction for so many host slots a layer, as native code decides."""
+    make = evictions.factory(name)
+
+    def make_for(geometry: Geometry, num_slots: int) -> Eviction:
+        span = next_use.span_for(num_slots, geometry.top_k)
+        tables = NATIVE_TABLES._replace(next_use=partial(_next_use_tables, span=span))
+        return with_tables(make, tables)(geometry)
+
+    return make_for
 
 
 # By their numbers in csrc/coordinator/graph_rules.hpp.
