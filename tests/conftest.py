@@ -23,6 +23,8 @@ hypothesis.settings.load_profile("tandem")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 REPOSITORY = Path(__file__).parent.parent
+# Modules whose tests share nothing, each of another architecture or GPU.
+_EACH_ALONE = ("test_architectures", "test_models", "test_triton_launches")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -71,31 +73,46 @@ def _force(name: str, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the tests that share a model or a server into one process, and the longest first."""
+    """Put the tests that share a model or a server into one process, and the longest first.
+
+    A module's tests share a process too: what its fixtures make is made once, not in each.
+    """
     if config.getoption("--isa") is None:
-        best = _isas(config)[0]
-        config.hook.pytest_deselected(items=[item for item in items if _is_repeated(item, best)])
-        items[:] = [item for item in items if not _is_repeated(item, best)]
+        repeated = _repeated(items, _isas(config)[0])
+        config.hook.pytest_deselected(items=repeated)
+        left_out = set(map(id, repeated))
+        items[:] = [item for item in items if id(item) not in left_out]
     for item in items:
         if item.get_closest_marker("demo"):
             item.add_marker(pytest.mark.xdist_group("demo"))
         elif "server" in item.path.parts:
             item.add_marker(pytest.mark.xdist_group("server"))
+        elif item.path.stem not in _EACH_ALONE:
+            item.add_marker(pytest.mark.xdist_group("/".join(item.path.parts[-2:])))
     items.sort(key=_turn)
 
 
-def _is_repeated(item: pytest.Item, best: str) -> bool:
-    """Whether another instruction set than the best has run with a first value of `first_of`."""
-    marker = item.get_closest_marker("every_isa")
-    if marker is None or not isinstance(item, pytest.Function):
-        return False
-    call, first_of = item.callspec, marker.kwargs.get("first_of", "")
-    return call.params["isa"] != best and call.indices.get(first_of, 0) > 0
+def _repeated(items: list[pytest.Item], best: str) -> list[pytest.Item]:
+    """Return the tests on another instruction set than the best, of later values of `first_of`."""
+    first: dict[str, object] = {}
+    found: list[pytest.Item] = []
+    for item in items:
+        marker = item.get_closest_marker("every_isa")
+        if marker is None or not isinstance(item, pytest.Function):
+            continue
+        params = item.callspec.params
+        value = params.get(marker.kwargs.get("first_of", ""))
+        is_first = value == first.setdefault(item.nodeid.split("[")[0], value)
+        if params["isa"] != best and not is_first:
+            found.append(item)
+    return found
 
 
 def _turn(item: pytest.Item) -> int:
     group = item.get_closest_marker("xdist_group")
-    return ["demo", "server"].index(group.args[0]) if group is not None else 2
+    long = ["demo", "server", "shadow"]
+    named = {item.path.parent.name, *(() if group is None else group.args)}
+    return next((turn for turn, name in enumerate(long) if name in named), len(long))
 
 
 @pytest.fixture(scope="session", autouse=True)
