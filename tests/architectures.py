@@ -4,6 +4,7 @@ Nothing here lists architectures: they are found in the package, and one table o
 laid over whatever keys a configuration has. It knows nothing of Tandem.
 """
 
+import functools
 import importlib
 import inspect
 import math
@@ -205,6 +206,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@functools.cache
 def architectures() -> list[str]:
     """Name every model folder of the installed Transformers whose experts use the interface."""
     models = Path(transformers.__file__).parent / "models"

@@ -41,8 +41,8 @@ MOST_LINEAR_LAUNCHES = 21
 _LAUNCHES = {"decode_attention": 3}
 
 
-def load(directory: Path, name: str, dtype: str = "float32") -> Any:
-    return tandem.load(save_tiny_checkpoint(directory / name, name), dtype=dtype)
+def load(directory: Path, name: str, dtype: str = "float32", **values: int) -> Any:
+    return tandem.load(save_tiny_checkpoint(directory / name, name, **values), dtype=dtype)
 
 
 def recorded(model: Any, find_kernels: Any) -> tuple[CudaSlotPool, RecordedGraph]:
@@ -56,13 +56,17 @@ def recorded(model: Any, find_kernels: Any) -> tuple[CudaSlotPool, RecordedGraph
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "most_off"),
-    [("qwen3_moe", "float32", 2e-4), ("qwen3_moe", "float16", 1e-2), ("gpt_oss", "float32", 2e-4)],
+    ("name", "dtype", "num_layers", "most_off"),
+    [
+        ("qwen3_moe", "float32", 2, 2e-4),
+        ("qwen3_moe", "float16", 2, 1e-2),
+        ("gpt_oss", "float32", 4, 2e-4),
+    ],
 )
 def test_a_step_in_fewer_launches_gives_the_models_logits(
-    tmp_path: Path, find_kernels: Any, name: str, dtype: str, most_off: float
+    tmp_path: Path, find_kernels: Any, name: str, dtype: str, num_layers: int, most_off: float
 ) -> None:
-    model = load(tmp_path, name, dtype)
+    model = load(tmp_path, name, dtype, num_hidden_layers=num_layers)
     pool = CudaSlotPool(model, 1, capacity=20, make_capture=TwinCapture, find_kernels=find_kernels)
     rows = require_alike(pool, model, PROMPTS, most=most_off)
     assert rows.num_segments == len(runtime_in(model).store) + 1

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tandem.core.errors import UnsupportedModelError
 from tandem.decode.cpu_slots import CpuSlotPool
+from tandem.decode.cuda.slots import why_no_cuda_slots
 from tandem.decode.padded import PaddedBatch
 from tandem.generate.generator import Generator
 from tandem.hf.compat import cache_argument
@@ -62,6 +63,7 @@ def greedy_of_tandem(generator: Generator, prompts: list[list[int]]) -> list[lis
 def test_greedy_tokens_equal_those_of_generate(name: str) -> None:
     model: Any = build_tiny_model(name)
     model.generation_config.eos_token_id = None  # so that every row writes them all
+    assert (why_no_cuda_slots(model) is None) == (name not in WHY_PADDED)
     generator = Generator(model)
     for lengths in ([7], [7, 3]):
         prompts = prompts_of(lengths)

@@ -24,14 +24,12 @@ from tests.architectures import (
     takes_cache,
     tiny_inputs,
 )
-from tests.decode.test_cuda_architectures import steps_on_gpu
+from tests.decode.test_indexed import has_indexer
 from tests.generate.test_architectures import NOT_TOKEN_BY_TOKEN, WHY_PADDED
 from tests.hf import models_document
 from tests.hf.models_document import ModelsDocument
 from tests.inside import runtime_in
 from tests.recording.test_native_operations import TABLE
-
-pytestmark = pytest.mark.seam
 
 MUST_RUN = {
     *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "gpt_oss", "deepseek_v2"),
@@ -83,7 +81,13 @@ def describe(name: str, model: Any) -> str:
     words += [] if experts.is_concatenated else ["interleaved"]
     words += ["post-norm"] if getattr(experts, "has_post_expert_norm", False) else []
     steps = "prompt, decode" if takes_cache(model) else "prompt (no cache)"
-    cells = [type(model).__name__, ", ".join(words), steps, decode_step(name), steps_on_gpu(name)]
+    cells = [
+        type(model).__name__,
+        ", ".join(words),
+        steps,
+        decode_step(name),
+        steps_on_gpu(name, model),
+    ]
     return " | ".join(cells)
 
 
@@ -100,6 +104,15 @@ def decode_step(name: str) -> str:
     return f"recorded, in slots: {pinned['calls']} calls, {left} of torch's operations"
 
 
+def steps_on_gpu(name: str, model: Any) -> str:
+    """Say how its decode steps run on a GPU; `tests/generate` asks which have slots there."""
+    if name in NOT_TOKEN_BY_TOKEN:
+        return "none"
+    if name in WHY_PADDED:
+        return "padded"
+    return "captured, in slots" + (", torch attends" if has_indexer(model) else "")
+
+
 def aligned(model: Any) -> Any:
     """Copy the dense weights out of the mapped file: torch adds in another order where they lie
     at an address that is no multiple of 64, and files differ in that."""
@@ -108,6 +121,7 @@ def aligned(model: Any) -> Any:
     return model
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("name", architectures())
 def test_logits_equal_transformers_eager(name: str, check_row: CheckRow) -> None:
     tiny = build_tiny_model(name)
@@ -153,6 +167,7 @@ def test_quantized_experts_are_near_and_saved_exactly(name: str) -> None:
         assert torch.equal(again, actual)
 
 
+@pytest.mark.seam
 def test_all_required_architectures_are_on_the_interface() -> None:
     assert set(architectures()) >= MUST_RUN
 

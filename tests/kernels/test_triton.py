@@ -25,7 +25,7 @@ pytest.importorskip("triton")
 
 # Neither is a multiple of a block, a group or a tile.
 HIDDEN, INTERMEDIATE = 72, 40
-FEW, MANY, ONE_TILE = (1, 2), (1, 18, 9), (9,)
+FEW, MANY, ONE_EXPERT, ONE_TILE = (1, 2), (1, 18, 9), (2,), (9,)
 # Shared memory that a program may have, by compute capability (CUDA C programming guide, table of
 # technical specifications).
 SHARED_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
@@ -53,7 +53,7 @@ def check(
     )
 
 
-@pytest.mark.parametrize("counts", [FEW, ONE_TILE], ids=["vector", "matrix"])
+@pytest.mark.parametrize("counts", [ONE_EXPERT, ONE_TILE], ids=["vector", "matrix"])
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 def test_every_format_gives_what_the_reference_gives(
     triton_experts: ModuleType, fmt: WeightFormat, counts: tuple[int, ...]

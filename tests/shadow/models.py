@@ -116,10 +116,18 @@ def assert_same(ours: Spoken, theirs: Spoken) -> None:
 
 
 def require_same_on_gpu(
-    name: str, directory: Path, *, gpu_options: dict[str, Any] | None = None, **options: Any
+    name: str,
+    directory: Path,
+    *,
+    values: dict[str, int] | None = None,
+    gpu_options: dict[str, Any] | None = None,
+    **options: Any,
 ) -> ShadowGpu:
-    """Load a tiny model of an architecture both ways, and compare all that it says."""
-    checkpoint = save_tiny_checkpoint(directory / name, name)
+    """Load a tiny model of an architecture both ways, and compare all that it says.
+
+    `values` are of its config.
+    """
+    checkpoint = save_tiny_checkpoint(directory / name, name, **(values or {}))
     expected = cpu_says(checkpoint, **options)
     with shadow_gpu(**(gpu_options or {})) as gpu, quick_loads():
         with loaded(checkpoint, directory, **options) as model:
