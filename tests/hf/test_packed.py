@@ -1,7 +1,5 @@
 """Packed checkpoints load as they were saved, and only with Tandem."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import tandem
 from tandem.experts.store.packed_layer import PackedLayer
 from tests.architectures import tiny_inputs
 from tests.inside import logits_of, runtime_in
+from tests.programs import TORCH_IMPORTS, python
 
 pytestmark = pytest.mark.seam
 
@@ -56,7 +55,7 @@ def test_without_tandem_a_packed_checkpoint_is_an_error(packed: Path) -> None:
     code = (
         f"import transformers; transformers.AutoModelForCausalLM.from_pretrained({str(packed)!r})"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = python(code, imports=TORCH_IMPORTS)
     assert done.returncode != 0
     assert "model.safetensors" in done.stderr
 
