@@ -1,7 +1,6 @@
 """The hybrid step: the same bits as the CPU alone, whatever is planned."""
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -73,23 +72,24 @@ def check_equal(store: HostStore, settings: PlannerSettings, num_slots: int, bat
 def test_bits_equal_those_of_the_cpu_for_every_policy(
     store: HostStore, assignment: str, prediction: str
 ) -> None:
-    """The product of all policies and cache sizes, each with one of the batches by turns.
-
-    `python -m tests.experts.matrix` runs every batch.
-    """
-    batches = itertools.cycle(BATCHES)
-    for eviction, num_slots in itertools.product(EVICTIONS.names(), SLOTS):
+    """All pairs of policies, cache sizes and batches: `python -m tests.experts.matrix` has all."""
+    evictions, by_assignment = EVICTIONS.names(), ASSIGNMENTS.names().index(assignment)
+    by_both = by_assignment + POLICIES.predictions.names().index(prediction)
+    for turn in range(max(len(evictions), len(SLOTS))):
+        eviction = evictions[(turn + by_both) % len(evictions)]
+        batch = BATCHES[(turn + by_assignment) % len(BATCHES)]
         settings = settings_of(assignment, eviction, prediction)
-        check_equal(store, settings, num_slots, next(batches))
+        check_equal(store, settings, SLOTS[turn % len(SLOTS)], batch)
 
 
 @pytest.mark.parametrize("assignment", POLICIES.assignments.names())
 def test_bits_equal_those_of_the_cpu_for_plain_experts(
     plain_store: HostStore, assignment: str
 ) -> None:
-    for num_slots, batch in itertools.product(SLOTS, BATCHES):
-        settings = settings_of(assignment, "successor", "foresight")
-        check_equal(plain_store, settings, num_slots, batch)
+    settings = settings_of(assignment, "successor", "foresight")
+    shift = POLICIES.assignments.names().index(assignment)
+    for turn, num_slots in enumerate(SLOTS):
+        check_equal(plain_store, settings, num_slots, BATCHES[(turn + shift) % len(BATCHES)])
 
 
 def test_every_lane_takes_part(store: HostStore) -> None:
