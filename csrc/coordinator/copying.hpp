@@ -1,11 +1,11 @@
 // Copies experts into slots while captured steps run: a thread that alone calls the driver and may
 // block. It keeps the order that makes a slot right:
 //
-//   submit(copy)           the victim's entry is to be cleared; the slot may still be read. Of experts on
-//        a disk the newcomer is held where it lies, until its copy has happened
+//   submit(copy)           the victim's entry is to be cleared; the slot may still be read. An expert
+//                          on a disk is held where it lies from now on, until its copy has happened
 //     -> take_cleared      ahead of the next launch: the entries are cleared on the launch's stream
 //     -> begin_step        that launch's first doorbell: no kernel reads the slot any more
-//     -> of experts on a disk the victim goes back into a host slot, if it is worth that
+//     -> a victim of a disk is copied back into a host slot, if it is worth that
 //     -> the copy, part by part, then its entry in a table of the device, if it has one that can be
 //        written while a step runs, on one stream; once they are seen to have happened its entry in
 //        the host's table, which is copied to the device ahead of each launch: a late entry is a
