@@ -79,6 +79,7 @@ def jobs_of(options: argparse.Namespace, folder: Path, shape: ModelShape) -> dic
     values = shape.values
     job = Job(
         system="slots", folder=folder, num_layers=values["num_hidden_layers"],
+        moe_layers=values["num_hidden_layers"] - values.get("first_k_dense_replace", 0),
         num_experts=values.get("num_experts") or values["n_routed_experts"],
         routing=options.routing, steps=options.steps, warm_up=options.warm_up,
         prompt=options.prompt, cold_prompt=options.cold_prompt, dense_dtype=options.dense_dtype,

@@ -13,6 +13,7 @@ class Job:
     folder: Path
     """The packed model."""
     num_layers: int
+    moe_layers: int
     num_experts: int
     routing: str = "own"
     """As of `benchmarks.disk.routing`, or "own": what random weights choose."""

@@ -65,7 +65,7 @@ def _system_rows(runs: Runs, computing: float | None) -> list[tuple[str, str]]:
         rows.append(("major faults a token", f"{of('decode', 'major_faults'):.0f}"))
     if "disk_rates" in runs[0]:
         rates = ", ".join(f"{of('disk_rates', d) / 1e9:.2f}" for d in runs[0]["disk_rates"])
-        rows.append(("disk at depth 1, 4, 16, GB/s", rates))
+        rows.append(("disk at depth 1, 4, 16, and after a rest, GB/s", rates))
     if "over_bound" in runs[0]["decode"]:
         rows += _bound_rows(of)
     rows.append(("prompt, s", f"{median(_all(runs, 'prompts', 'seconds')):.2f}"))
@@ -89,6 +89,8 @@ def _bound_rows(of: Callable[..., float]) -> list[tuple[str, str]]:
     return [
         ("bound of a step, ms; time over it",
          f"{of('decode', 'bound_ms'):.1f}; {of('decode', 'over_bound'):.2f}"),
+        ("time over the bound with the rate after a rest",
+         f"{of('decode', 'over_lone_bound'):.2f}"),
         ("hit rate; LRU's in as many slots",
          f"{of('decode', 'hit_rate'):.3f}; {of('decode', 'lru_hit_rate'):.3f}"),
         ("bytes of the disk over those asked for", f"{of('decode', 'device_over_requested'):.3f}"),

@@ -8,13 +8,14 @@ import os
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `import tandem` sets it, here too late
 
 from benchmarks.disk.bound import Costs
-from benchmarks.disk.device import DeviceBytes, DiskProbe
+from benchmarks.disk.device import LONE, DeviceBytes, DiskProbe
 from benchmarks.disk.job import Job
 from benchmarks.disk.measuring import (
     Watch,
@@ -55,7 +56,7 @@ def measure_tier(job: Job) -> dict[str, Any]:
     trace = again = None
     if job.routing != "own":
         num_tokens = job.cold_prompt + job.warm_up + job.steps + _MORE_TOKENS
-        trace = forced_trace(job.routing, job.num_layers, job.num_experts, num_tokens)
+        trace = forced_trace(job.routing, job.moe_layers, job.num_experts, num_tokens)
         trace, again = planned_trace(trace, job)
     begin, device = time.perf_counter(), DeviceBytes(job.folder)
     before = device.read()
@@ -84,6 +85,9 @@ def measure_tier(job: Job) -> dict[str, Any]:
         dense, expert = resident_costs(running, watch, top_k)
         costs = Costs(dense, expert, size, max(rates.values()))
     report |= {"disk_rates": rates, "decode": decode_report(samples, costs)}
+    if costs is not None:
+        lone = decode_report(samples, replace(costs, disk_rate=rates[LONE]))
+        report["decode"]["over_lone_bound"] = lone["over_bound"]
     report["prompts"] = _prompts(running, watch, job, size)
     report["cold_needed_bytes"] = sum(f.stat().st_size for f in job.folder.glob("*.safetensors"))
     if watch.slots is not None:
