@@ -118,7 +118,7 @@ class StepCoordinator {
       require(layer.expert_bytes <= slot_bytes && layer.num_experts <= entries.size(1),
               "slots and entries for all experts");
     for (const std::uintptr_t slot : slots) require(slot != 0, "addresses of slots");
-    get().set_after_answer(nullptr);
+    get().set_decisions(nullptr);
     {
       const nb::gil_scoped_release release;
       copying_.reset();
@@ -135,7 +135,7 @@ class StepCoordinator {
                                                std::move(memory), bytes_per_second);
     auto decisions = std::make_unique<StepDecisions>(policy, *copying_);
     decisions_ = decisions.get();
-    get().set_after_answer(std::move(decisions));
+    get().set_decisions(std::move(decisions));
   }
 
   CopyingThread& copying() {
@@ -145,6 +145,13 @@ class StepCoordinator {
   StepDecisions& decisions() {
     copying();
     return *decisions_;
+  }
+
+  void clear(const std::vector<std::int64_t>& keys) {
+    for (const std::int64_t key : keys)
+      require(key >= 0 && key < num_experts_ * static_cast<std::int64_t>(layers_.size()),
+              "keys of experts");
+    copying().clear(keys);
   }
 
   void submit(const std::vector<CopyTuple>& copies) {
@@ -191,6 +198,7 @@ void bind_mailbox(nb::module_& m) {
       .def_prop_ro("choice", [](const MailboxLayout&) { return MailboxLayout::kChoice; })
       .def_prop_ro("is_hit", &MailboxLayout::is_hit)
       .def_prop_ro("weights", &MailboxLayout::weights)
+      .def_prop_ro("fetched", &MailboxLayout::fetched)
       .def_prop_ro("layer_bytes", &MailboxLayout::layer_bytes)
       .def_prop_ro("hidden", &MailboxLayout::hidden)
       .def_prop_ro("results", &MailboxLayout::results)
@@ -219,10 +227,10 @@ void bind_policy(nb::module_& m) {
       .def("load",
            [](StepPolicy& self, const nb::bytes& state, std::vector<std::int32_t> slot_of,
               std::vector<Ids> members, std::vector<Ids> free, Ids staging, double link_free_at,
-              std::int64_t num_pending) {
+              const std::vector<std::int64_t>& pending) {
              self.load(resident_of(state, std::move(slot_of), std::move(members), std::move(free),
                                    std::move(staging)),
-                       link_free_at, num_pending);
+                       link_free_at, pending);
            })
       .def("resident", [](const StepPolicy& self) { return as_tuple(self.resident()); })
       .def("link_free_at", &StepPolicy::link_free_at)
@@ -230,7 +238,9 @@ void bind_policy(nb::module_& m) {
       .def("decide", [](StepPolicy& self, std::int32_t layer, const Ids& experts,
                         const Ids& tokens, double now) {
         const StepCopies copies = self.decide(layer, experts, tokens, now);
-        return nb::make_tuple(as_tuples(copies.fetch), as_tuples(copies.insert));
+        std::vector<SlotCopy> fetch;
+        for (const FetchCopy& found : copies.fetch) fetch.push_back(found.copy);
+        return nb::make_tuple(as_tuples(fetch), as_tuples(copies.insert));
       })
       .def("copy_finished", &StepPolicy::copy_finished)
       .def("learn", &StepPolicy::learn);
@@ -240,7 +250,7 @@ nb::list records_of(StepCoordinator& self) {
   nb::list found;
   for (const LayerRecord& r : self.get().records())
     found.append(nb::make_tuple(r.layer, r.choice, r.is_hit, r.weights, r.num_computed, r.rung,
-                                r.begun, r.ended, r.answered));
+                                r.begun, r.ended, r.answered, r.fetched));
   return found;
 }
 
@@ -248,8 +258,9 @@ nb::list records_of(StepCoordinator& self) {
 nb::list take_decided(StepCoordinator& self) {
   nb::list found;
   for (const DecidedLayer& d : self.decisions().take_decided())
-    if (!d.arrivals.empty() || !d.copies.empty())
-      found.append(nb::make_tuple(d.layer, d.now, as_tuples(d.arrivals), as_tuples(d.copies)));
+    if (!d.arrivals.empty() || !d.copies.empty() || d.asked > 0)
+      found.append(nb::make_tuple(d.layer, d.now, as_tuples(d.arrivals), as_tuples(d.copies),
+                                  as_tuples(d.staged), d.asked));
   return found;
 }
 
@@ -299,6 +310,7 @@ void bind_steps(nb::module_& m) {
       })
       .def("take_decided", &take_decided)
       .def("submit", &StepCoordinator::submit)
+      .def("clear", &StepCoordinator::clear)
       .def("clear_entries", &StepCoordinator::clear_entries)
       .def("begin_copies", [](StepCoordinator& self) { self.copying().begin_step(); })
       .def("take_arrivals", [](StepCoordinator& self) {

@@ -63,7 +63,7 @@ def hand_offs(name: str, layers: int, steps: int, dense: float, share: float) ->
         coordinator.finish_step(PATIENCE)
         twin.join()
         for record, (rung, went_on) in zip(coordinator.records(), twin.times(), strict=True):
-            _, begun, ended, _ = record[5:]
+            _, begun, ended, _ = record[5:9]
             if record[4] and ended < went_on:
                 before.append(begun - rung)
                 computing.append(ended - begun)

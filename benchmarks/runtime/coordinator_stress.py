@@ -2,6 +2,7 @@
 
 python -m benchmarks.runtime.coordinator_stress --minutes 30
 
+A third each of its engines fetches nothing for the layer that runs, or some misses by either rule.
 Every result is compared with the CPU executor's to the bit, every slot with the expert that the
 table says is in it; a lost step is one sentence, and the next one is right. Memory and threads must
 not grow. The last line is JSON.
@@ -26,13 +27,14 @@ from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
+from tandem.policy.assignment import IN_GRAPH
 from tandem.policy.cost import CostTable
 from tandem.policy.settings import PlannerSettings, make_planner
 
 NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
 STEPS_PER_ENGINE = 40
 SHORT_PATIENCE = 0.05  # seconds
-SETTINGS = PlannerSettings(assignment="ready-on-gpu", prefetch="none", never_worse_than_cpu=False)
+SETTINGS = PlannerSettings(prefetch="none", never_worse_than_cpu=False)
 FORMATS = ("int8", "int4", "bf16")
 
 
@@ -50,6 +52,7 @@ class Outcome:
     interruptions: int = 0
     experts_copied: int = 0
     hits: int = 0
+    experts_fetched: int = 0
     memory_bytes: list[int] = dataclasses.field(default_factory=list)
 
 
@@ -82,7 +85,8 @@ class Engine:
         self._dtype = draw.choice((torch.float32, torch.bfloat16))
         num_slots = draw.randrange(NUM_EXPERTS + 3)
         costs = CostTable(make_machine(cpu=2e-5, gpu=1e-5, link=draw.choice((0.0, 2e-5))).shape)
-        planner = make_planner(SETTINGS, GEOMETRY, costs, num_slots, tables=NATIVE_TABLES)
+        settings = dataclasses.replace(SETTINGS, assignment=draw.choice(IN_GRAPH))
+        planner = make_planner(settings, GEOMETRY, costs, num_slots, tables=NATIVE_TABLES)
         self._policy = native_step_policy(planner)
         link_delay = draw.choice((0.0, 1e-4, 2e-3))
         self._machine = TwinMachine(
@@ -132,7 +136,9 @@ class Engine:
             wanted = self._alone.execute(layer, call.hidden, call.chosen, call.weights, FUNCTIONS)
             if not torch.equal(call.out, wanted):
                 raise WrongError(f"layer {layer} differs from the CPU's")
-        outcome.hits += sum(sum(record[2]) for record in machine.coordinator.records())
+        for record in machine.coordinator.records():
+            outcome.hits += sum(record[2])
+            outcome.experts_fetched += len(record[-1])
 
     def _check_slots(self) -> None:
         """Let all copies end; the table then names the experts that lie in the slots."""

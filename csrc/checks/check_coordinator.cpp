@@ -1,5 +1,6 @@
 // Captured steps on the CPU twin, against the same experts in one call: with delays at random,
-// copies into slots under way, experts in memory or on a disk, and everything that may go wrong.
+// copies into slots under way, fetches for the layer itself, experts in memory or on a disk, and
+// everything that may go wrong.
 // Built with ThreadSanitizer too.
 #include <algorithm>
 #include <atomic>
@@ -80,6 +81,7 @@ class Machine {
   Coordinator& coordinator() { return *coordinator_; }
   std::int64_t num_layers() const { return static_cast<std::int64_t>(layers_.size()); }
   std::int64_t num_hits() const { return num_hits_; }
+  std::int64_t num_fetched() const { return num_fetched_; }  // and computed by the twin
 
   // Runs a step and compares it. Throws StepLost as the coordinator does.
   bool run(double patience, std::int64_t stops_before = -1) {
@@ -99,8 +101,10 @@ class Machine {
       }
     }
     is_running_.store(false);
-    for (const LayerRecord& record : coordinator_->records())
+    for (const LayerRecord& record : coordinator_->records()) {
+      num_fetched_ += static_cast<std::int64_t>(record.fetched.size());
       num_hits_ += std::count(record.is_hit.begin(), record.is_hit.end(), 1);
+    }
     return coordinator_->records().size() == layers_.size() && is_right(step);
   }
 
@@ -167,6 +171,13 @@ class Machine {
       addresses.push_back(slots_.back().data());
       resident_.free[slot / each].push_back(static_cast<std::int32_t>(slot));
     }
+    for (std::int64_t more = random_.between(0, 3); more > 0; --more) {
+      resident_.staging.push_back(static_cast<std::int32_t>(slots_.size()));
+      std::int64_t most = 0;
+      for (const Layer& layer : layers_) most = std::max(most, layer.routed.expert_bytes);
+      slots_.emplace_back(most);
+      addresses.push_back(slots_.back().data());
+    }
     copying_ = std::make_unique<CopyingThread>(
         std::make_unique<HostCopyEngine>([this] { delay_copy(); }), routed, table_.data(),
         num_experts_, std::move(addresses));
@@ -180,10 +191,10 @@ class Machine {
       for (const auto& table : tables_) tables.push_back(table.get());
       policy_ = std::make_unique<StepPolicy>(
           StepPolicy::Costs{std::vector<double>(65, 1e-3), std::vector<double>(65, 1e-4), 0.0,
-                            1e-4},
-          tables, resident_);
+                            1e-4, 1.05, 1.05, 5},
+          tables, resident_, static_cast<GraphRule>(random_.between(0, 2)));
     }
-    coordinator_->set_after_answer(
+    coordinator_->set_decisions(
         std::make_unique<StepDecisions>(policy_.get(), *copying_));
   }
 
@@ -259,22 +270,25 @@ class Machine {
   ExpertEngine twin_engine_;
   RoutedExperts alone_;
   std::unique_ptr<TwinStream> twin_;
-  std::int64_t num_hits_ = 0;
+  std::int64_t num_hits_ = 0, num_fetched_ = 0;
 };
 
-bool steps_agree(Random& random, bool has_policy, bool blocks_copies, bool has_disk) {
+bool steps_agree(Random& random, bool has_policy, bool blocks_copies, bool has_disk,
+                 std::int64_t& num_fetched) {
   Machine machine(random, random.between(0, 3), has_policy, blocks_copies, has_disk);
   for (int i = 0; i < kSteps; ++i) {
     for (int copies = 0; !has_policy && copies < 3; ++copies) machine.copy_something();
     if (!machine.run(kPatience)) return false;
   }
-  return true;
+  num_fetched += machine.num_fetched();
+  // Where copies end behind the step, the CPU has claimed every expert.
+  return !blocks_copies || machine.num_fetched() == 0;
 }
 
 // What the thread does at a layer goes wrong: the step is lost in a sentence, and the next is
 // right.
-bool recovers(Random& random, const std::string& kind) {
-  Machine machine(random, 2, false, false);
+bool recovers(Random& random, const std::string& kind, bool has_policy) {
+  Machine machine(random, 2, has_policy, false);
   std::atomic<bool> is_bad{false};
   const std::int64_t where = random.between(0, machine.num_layers() - 1);
   machine.coordinator().set_hook([&](std::int64_t layer) {
@@ -300,16 +314,23 @@ bool recovers(Random& random, const std::string& kind) {
 
 int main() {
   Random random(1919);
+  std::int64_t num_fetched = 0;
   for (int round = 0; round < kMachines; ++round)
-    if (!steps_agree(random, round % 2 == 0, round % 3 == 0, round % 4 < 2)) {
+    if (!steps_agree(random, round % 2 == 0, round % 3 == 0, round % 4 < 2, num_fetched)) {
       std::printf("machine %d: a step differs\n", round);
       return 1;
     }
   for (const char* kind : {"dies", "stalls", "is slow", "stops"})
-    if (!recovers(random, kind)) {
-      std::printf("a thread that %s: the steps after it, or what was said, differ\n", kind);
-      return 1;
-    }
-  std::printf("%d machines of %d captured steps agree\n", kMachines, kSteps);
+    for (const bool has_policy : {false, true})
+      if (!recovers(random, kind, has_policy)) {
+        std::printf("a thread that %s: the steps after it, or what was said, differ\n", kind);
+        return 1;
+      }
+  if (num_fetched < kSteps) {
+    std::printf("%d experts were fetched in time\n", static_cast<int>(num_fetched));
+    return 1;
+  }
+  std::printf("%d machines of %d captured steps agree, %d experts fetched in time\n", kMachines,
+              kSteps, static_cast<int>(num_fetched));
   return 0;
 }

@@ -33,6 +33,24 @@ class SourceUse {
   ExpertSource* source_;
 };
 
+// What a thread does between two looks at a word.
+class BetweenLooks {
+ public:
+  void operator()() {
+    if (++spin_ % kSpins == 0) is_patient_ = is_patient_ && steady_seconds() < end_;
+    if (is_patient_) {
+      pause();
+    } else {
+      std::this_thread::yield();
+    }
+  }
+
+ private:
+  const double end_ = steady_seconds() + kSpinSeconds;
+  int spin_ = 0;
+  bool is_patient_ = true;
+};
+
 std::string in_words(double patience) {
   std::string text = std::to_string(patience);
   text.erase(text.find_last_not_of('0') + 1);
@@ -187,6 +205,7 @@ bool Coordinator::close_for_device(std::int64_t layer) {
   if (!answers_[layer].compare_exchange_strong(answer, kClosed)) return false;
   if (answer == kOpen) store_release(box_->doorbell(layer), 0u);
   if (box_->has_misses(layer)) {
+    std::fill_n(box_->fetched(layer), box_->layout().pairs(), std::uint64_t{0});
     store_release(box_->error(layer), 1u);
     store_release(box_->done(layer), 1u);
   }
@@ -242,24 +261,15 @@ void Coordinator::answer_step() {
   const ThreadPool::Alert alert(engine_.pool());
   for (std::int64_t layer = 0; layer < static_cast<std::int64_t>(layers_.size()); ++layer) {
     if (!wait_for_doorbell(layer)) return;
-    if (layer == 0 && after_) after_->begin_step();
+    if (layer == 0 && decisions_) decisions_->begin_step();
     answer(layer);
   }
 }
 
 bool Coordinator::wait_for_doorbell(std::int64_t layer) {
   std::uint32_t* doorbell = box_->doorbell(layer);
-  bool is_patient = true;
-  const double end = steady_seconds() + kSpinSeconds;
-  for (int spin = 1; load_acquire(doorbell) != 1; ++spin) {
+  for (BetweenLooks give_way; load_acquire(doorbell) != 1; give_way())
     if (is_lost_.load(std::memory_order_relaxed)) return false;
-    if (spin % kSpins == 0) is_patient = is_patient && steady_seconds() < end;
-    if (is_patient) {
-      pause();
-    } else {
-      std::this_thread::yield();
-    }
-  }
   std::uint8_t open = kOpen;
   if (!answers_[layer].compare_exchange_strong(open, kTaken)) return false;
   store_release(doorbell, 0u);
@@ -267,17 +277,26 @@ bool Coordinator::wait_for_doorbell(std::int64_t layer) {
 }
 
 void Coordinator::answer(std::int64_t layer) {
-  const double rung = steady_seconds();
+  const double rung = begun_ = ended_ = steady_seconds();
   const RoutedLayer& host = layers_[layer];
   if (hook_) hook_(layer);
   if (answers_[layer].load() != kTaken) return;
+  fetched_.clear();
   const bool has_misses = find_misses(layer, host.num_experts);
   const bool is_asked = host.source != nullptr && !asked_.empty();
   const SourceUse at_end(is_asked ? host.source : nullptr);
-  const std::int64_t num_computed = is_asked ? compute_coming(host) : compute(host);
+  // What lies on a disk is not fetched: nobody knows when it comes.
+  std::span<const Fetch> fetches;
+  if (has_misses && !is_asked) fetches = fetch(layer);
+  std::int64_t num_computed = is_asked ? compute_coming(host) : compute(host, fetches);
+  num_computed += settle(host, fetches);
+  if (!fetches.empty() && is_lost_.load()) return;
   std::uint8_t taken = kTaken;
   if (!answers_[layer].compare_exchange_strong(taken, kClosed)) return;
-  if (has_misses) store_release(box_->done(layer), 1u);
+  if (has_misses) {
+    if (decisions_ && decisions_->fetches()) publish_fetched(layer, fetches);
+    store_release(box_->done(layer), 1u);
+  }
   note(layer, num_computed, rung);
   progress_.fetch_add(1);
 }
@@ -304,13 +323,45 @@ bool Coordinator::find_misses(std::int64_t layer, std::int64_t num_experts) {
   return has_misses;
 }
 
-std::int64_t Coordinator::compute(const RoutedLayer& host) {
+std::span<const Fetch> Coordinator::fetch(std::int64_t layer) {
+  if (!decisions_) return {};
+  const auto pairs = static_cast<std::size_t>(box_->layout().pairs());
+  return decisions_->fetch(layer, {box_->choice(layer), pairs});
+}
+
+// The misses that are not fetched. Returns how many experts that are.
+std::int64_t Coordinator::compute(const RoutedLayer& host, std::span<const Fetch> fetches) {
   if (asked_.empty()) return 0;
   addresses_.assign(missed_.size(), nullptr);
-  for (std::size_t i = 0; i < missed_.size(); ++i)
-    if (missed_[i] >= 0) addresses_[i] = host.expert(missed_[i]);
-  const std::int64_t num_computed = compute_rows(host);
-  begun_ = experts_.begun();
+  for (std::size_t i = 0; i < missed_.size(); ++i) {
+    const auto is_it = [&](const Fetch& fetch) { return fetch.expert == missed_[i]; };
+    if (missed_[i] >= 0 && std::none_of(fetches.begin(), fetches.end(), is_it))
+      addresses_[i] = host.expert(missed_[i]);
+  }
+  return compute_rows(host);
+}
+
+// Waits until each fetched expert is there or computed: those whose time is over at once, while
+// the others may still come. Returns how many were computed.
+std::int64_t Coordinator::settle(const RoutedLayer& host, std::span<const Fetch> fetches) {
+  if (fetches.empty()) return 0;
+  std::int64_t num_computed = 0;
+  for (BetweenLooks give_way; !is_lost_.load(std::memory_order_relaxed); give_way()) {
+    bool is_open = false, is_late = false;
+    addresses_.assign(missed_.size(), nullptr);
+    for (const Fetch& fetch : fetches) {
+      if (!fetch.word.is_open()) continue;
+      if (steady_seconds() < fetch.until || !fetch.word.claim()) {
+        is_open = true;
+        continue;
+      }
+      is_late = true;
+      for (std::size_t i = 0; i < missed_.size(); ++i)
+        if (missed_[i] == fetch.expert) addresses_[i] = host.expert(fetch.expert);
+    }
+    if (is_late) num_computed += compute_rows(host);
+    if (!is_open) break;
+  }
   return num_computed;
 }
 
@@ -327,19 +378,33 @@ std::int64_t Coordinator::compute_coming(const RoutedLayer& host) {
     for (const auto& [place, address] : arrived)
       for (std::size_t i = 0; i < missed_.size(); ++i)
         if (missed_[i] == asked_[place]) addresses_[i] = address;
-    const bool is_first = num_computed == 0;
     num_computed += compute_rows(host);
-    if (is_first) begun_ = experts_.begun();
   }
   return num_computed;
 }
 
-// Computes the rows whose expert has an address.
+// Computes the rows whose expert has an address. Returns how many experts that are.
 std::int64_t Coordinator::compute_rows(const RoutedLayer& host) {
   const MailboxLayout& layout = box_->layout();
-  return experts_.run(host.layout, host.activation,
-                      {layout.num_rows, layout.top_k, addresses_.data(), layout.type,
-                       box_->hidden(), box_->results()});
+  const std::int64_t count =
+      experts_.run(host.layout, host.activation,
+                   {layout.num_rows, layout.top_k, addresses_.data(), layout.type, box_->hidden(),
+                    box_->results()});
+  if (count == 0) return 0;
+  if (begun_ == ended_) begun_ = experts_.begun();
+  ended_ = experts_.ended();
+  return count;
+}
+
+void Coordinator::publish_fetched(std::int64_t layer, std::span<const Fetch> fetches) {
+  std::uint64_t* const to = box_->fetched(layer);
+  std::fill_n(to, missed_.size(), std::uint64_t{0});
+  for (const Fetch& fetch : fetches) {
+    if (!fetch.word.has_landed()) continue;
+    fetched_.push_back(fetch.expert);
+    for (std::size_t i = 0; i < missed_.size(); ++i)
+      if (missed_[i] == fetch.expert) to[i] = fetch.address;
+  }
 }
 
 void Coordinator::note(std::int64_t layer, std::int64_t num_computed, double rung) {
@@ -351,12 +416,13 @@ void Coordinator::note(std::int64_t layer, std::int64_t num_computed, double run
   record.choice.assign(choice, choice + pairs);
   record.is_hit.assign(is_hit, is_hit + pairs);
   record.weights.assign(weights, weights + pairs);
+  record.fetched = fetched_;
   record.num_computed = num_computed;
   record.rung = rung;
-  record.begun = num_computed > 0 ? begun_ : rung;
-  record.ended = num_computed > 0 ? experts_.ended() : rung;
+  record.begun = begun_;
+  record.ended = ended_;
   record.answered = steady_seconds();
-  if (after_) after_->note(record);
+  if (decisions_) decisions_->note(record);
 }
 
 }  // namespace tandem

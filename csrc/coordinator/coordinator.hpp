@@ -10,6 +10,9 @@
 // thread does not answer in time, the watchdog answers for it, with an error, so that the device
 // never waits for ever.
 //
+// Misses that are copied to the device meanwhile (`LayerDecisions::fetch`) are not computed here,
+// unless they come too late: the device never waits for a copy alone.
+//
 // Who answers a layer, is decided by one word of its own, which never goes back within a step:
 //
 //   open -> taken    by the thread that answers, when it sees the doorbell
@@ -33,6 +36,7 @@
 #include <thread>
 #include <vector>
 
+#include "coordinator/fetch_words.hpp"
 #include "coordinator/mailbox.hpp"
 #include "coordinator/row_experts.hpp"
 #include "routed.hpp"
@@ -44,6 +48,7 @@ struct LayerRecord {
   std::int64_t layer;
   std::vector<std::int32_t> choice, is_hit;  // (num_rows, top_k)
   std::vector<float> weights;
+  std::vector<std::int32_t> fetched;  // experts of which the device has got copies in time
   std::int64_t num_computed;  // experts that the CPU computed
   double rung, begun, ended, answered;  // seen, the threads at work, `done` set
 };
@@ -60,12 +65,23 @@ class StepSlow : public StepLost {
   using StepLost::StepLost;
 };
 
-// What is done about each layer behind its answer, on the answering thread. It may throw.
-class AfterAnswer {
+// An expert that is copied to the device for the layer that runs.
+struct Fetch {
+  std::int32_t expert;
+  std::uint64_t address;  // where it will be
+  double until;  // of the steady clock; then the CPU computes it, if it is not there
+  FetchWord word;
+};
+
+// What is done about each layer, on the answering thread. It may throw.
+class LayerDecisions {
  public:
-  virtual ~AfterAnswer() = default;
+  virtual ~LayerDecisions() = default;
+  virtual bool fetches() const { return false; }  // ever
   virtual void begin_step() = 0;  // with the step's first doorbell
-  virtual void note(const LayerRecord& record) = 0;
+  // Ahead of the answer to a layer with misses: which of them are copied.
+  virtual std::span<const Fetch> fetch(std::int64_t, std::span<const std::int32_t>) { return {}; }
+  virtual void note(const LayerRecord& record) = 0;  // behind the answer
 };
 
 class Coordinator {
@@ -85,7 +101,7 @@ class Coordinator {
 
   // Both before the first step. The hook sees each layer before it is answered; if it throws, the
   // thread ends: tests of what may go wrong.
-  void set_after_answer(std::unique_ptr<AfterAnswer> after) { after_ = std::move(after); }
+  void set_decisions(std::unique_ptr<LayerDecisions> found) { decisions_ = std::move(found); }
   void set_hook(std::function<void(std::int64_t layer)> hook) { hook_ = std::move(hook); }
 
   ExpertEngine& engine() { return engine_; }
@@ -120,9 +136,12 @@ class Coordinator {
   bool wait_for_doorbell(std::int64_t layer);
   void answer(std::int64_t layer);
   bool find_misses(std::int64_t layer, std::int64_t num_experts);
-  std::int64_t compute(const RoutedLayer& host);
+  std::span<const Fetch> fetch(std::int64_t layer);
+  std::int64_t compute(const RoutedLayer& host, std::span<const Fetch> fetches);
   std::int64_t compute_coming(const RoutedLayer& host);
+  std::int64_t settle(const RoutedLayer& host, std::span<const Fetch> fetches);
   std::int64_t compute_rows(const RoutedLayer& host);
+  void publish_fetched(std::int64_t layer, std::span<const Fetch> fetches);
   void note(std::int64_t layer, std::int64_t num_computed, double rung);
   void wait_until_idle(double patience);
   void let_go();
@@ -135,13 +154,14 @@ class Coordinator {
   ExpertEngine engine_;
   RowExperts experts_;
   std::deque<Owned> mailboxes_;
-  std::unique_ptr<AfterAnswer> after_;
+  std::unique_ptr<LayerDecisions> decisions_;
   std::function<void(std::int64_t)> hook_;
   // Of the layer that is answered, by row: the missed expert, -1: none, and where it lies.
   std::vector<std::int32_t> missed_;
   std::vector<const std::uint8_t*> addresses_;
   std::vector<std::int32_t> asked_, tokens_;  // its experts that are asked for
-  double begun_ = 0.0;                        // when its first expert was computed
+  std::vector<std::int32_t> fetched_;         // those that have come in time
+  double begun_ = 0.0, ended_ = 0.0;          // of the threads' work
   std::vector<LayerRecord> records_;  // of all layers: their memory is used again
   std::size_t num_records_ = 0;
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <optional>
 #include <utility>
 
 #include "coordinator/words.hpp"
@@ -28,6 +27,7 @@ CopyingThread::CopyingThread(std::unique_ptr<CopyEngine> engine, std::vector<Rou
       num_experts_(num_experts),
       slots_(std::move(slots)),
       bytes_per_second_(bytes_per_second),
+      words_(num_experts),
       thread_([this] { loop(); }) {}
 
 CopyingThread::~CopyingThread() {
@@ -50,6 +50,22 @@ void CopyingThread::submit(std::span<const SlotCopy> copies) {
     jobs_.push_back({copy, is_read ? launched_ + 1 : 0, std::move(now)});
   }
   changed_.notify_all();
+}
+
+FetchWord CopyingThread::fetch(const SlotCopy& copy, bool is_staged) {
+  const FetchWord word = words_.open();
+  {
+    const std::lock_guard lock(mutex_);
+    if (copy.victim != kNobody) to_clear_.push_back(copy.layer * num_experts_ + copy.victim);
+    fetches_.push_back({copy, 0, {}, is_staged, word});
+  }
+  changed_.notify_all();
+  return word;
+}
+
+void CopyingThread::clear(const std::vector<std::int64_t>& keys) {
+  const std::lock_guard lock(mutex_);
+  to_clear_.insert(to_clear_.end(), keys.begin(), keys.end());
 }
 
 std::vector<std::int64_t> CopyingThread::take_cleared() {
@@ -87,11 +103,7 @@ void CopyingThread::loop() {
   while (true) {
     if (queued_.empty()) changed_.wait(lock, [this] { return is_closing_ || may_begin(); });
     if (is_closing_) return;
-    std::optional<Job> job;
-    if (may_begin()) {
-      job = std::move(jobs_.front());
-      jobs_.pop_front();
-    }
+    std::optional<Job> job = next();
     is_copying_ = true;
     lock.unlock();
     std::string error;
@@ -122,7 +134,28 @@ HeldExpert CopyingThread::held(const SlotCopy& copy, bool waits) const {
   return {*layer.source, layer.number, copy.expert, waits};
 }
 
+std::optional<CopyingThread::Job> CopyingThread::next() {
+  if (!may_begin()) return std::nullopt;
+  std::deque<Job>& first = fetches_.empty() ? jobs_ : fetches_;
+  std::optional<Job> job = std::move(first.front());
+  first.pop_front();
+  return job;
+}
+
 void CopyingThread::carry_out(Job job) {
+  const double begin = steady_seconds();
+  HeldExpert back = bring(job);
+  const std::int64_t bytes = job.is_given_up() ? 0 : layers_[job.copy.layer].expert_bytes;
+  queued_.push_back({std::move(job), engine_->num_queued(), std::move(back)});
+  if (bytes_per_second_ > 0.0 && bytes > 0) {
+    engine_->wait(0);
+    keep_pace(bytes, begin);
+  }
+  wait_for(kMostQueued - 1);
+}
+
+// Queues an expert's copy and its entry; returns the room for what was in the slot.
+HeldExpert CopyingThread::bring(Job& job) {
   const SlotCopy& copy = job.copy;
   const RoutedLayer& layer = layers_[copy.layer];
   const std::uint8_t* from = layer.expert(copy.expert);
@@ -136,21 +169,15 @@ void CopyingThread::carry_out(Job job) {
   }
   HeldExpert back = take_back(copy);
   std::uint8_t* to = slots_[copy.slot];
-  const double begin = steady_seconds();
   for (std::int64_t at = 0; at < layer.expert_bytes; at += kChunkBytes) {
     wait_for(kMostQueued - 1);
+    if (job.is_given_up()) return back;
     engine_->copy(to + at, from + at, std::min(kChunkBytes, layer.expert_bytes - at));
   }
-  const std::int64_t key = copy.layer * num_experts_ + copy.expert;
-  const auto address = reinterpret_cast<std::int64_t>(to);
   wait_for(kMostQueued - 1);
-  engine_->publish(key, address);
-  queued_.push_back({copy, engine_->num_queued(), std::move(job.held), std::move(back)});
-  if (bytes_per_second_ > 0.0) {
-    engine_->wait(0);
-    keep_pace(layer.expert_bytes, begin);
-  }
-  wait_for(kMostQueued - 1);
+  if (!job.is_staged)
+    engine_->publish(copy.layer * num_experts_ + copy.expert, reinterpret_cast<std::int64_t>(to));
+  return back;
 }
 
 // Queues the copy of a slot's old content into a host slot that keeps it; empty: none does.
@@ -179,11 +206,14 @@ void CopyingThread::let_all_go() noexcept {
 void CopyingThread::wait_for(std::int64_t most_left) {
   engine_->wait(most_left);
   while (!queued_.empty() && queued_.front().num_before <= engine_->num_happened()) {
-    const SlotCopy copy = queued_.front().copy;
-    if (queued_.front().back) queued_.front().back.keep();
+    Queued done = std::move(queued_.front());
+    if (done.back) done.back.keep();
+    const SlotCopy& copy = done.job.copy;
     queued_.pop_front();
-    store_release(entries_ + copy.layer * num_experts_ + copy.expert,
-                  reinterpret_cast<std::int64_t>(slots_[copy.slot]));
+    if (!done.job.is_staged)
+      store_release(entries_ + copy.layer * num_experts_ + copy.expert,
+                    reinterpret_cast<std::int64_t>(slots_[copy.slot]));
+    done.job.word.land();
     const std::lock_guard lock(mutex_);
     arrivals_.push_back({copy.layer, copy.expert, steady_seconds()});
   }

@@ -14,6 +14,15 @@
 //
 // An entry is set at any time, and cleared only between steps. `submit` is called by any thread,
 // `take_cleared` by the one that launches.
+//
+// What the layer that runs is waiting for goes ahead of all that (`fetch`), and begins at once:
+//
+//   the layer's doorbell   the layer before has ended, so nothing reads its staging slots; and this
+//                          layer has looked its experts up, so nothing reads a victim's slot, which
+//                          is the same layer's, before the next launch
+//     -> fetch             the victim's entry is cleared ahead of that launch, as above
+//     -> the bytes, then the word is landed, unless it has been claimed. A staging slot gets no
+//        entry; of two copies into one, the later one lies behind the other on the stream
 #pragma once
 
 #include <condition_variable>
@@ -21,12 +30,14 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "coordinator/copy_engine.hpp"
+#include "coordinator/fetch_words.hpp"
 #include "coordinator/step_policy.hpp"
 #include "routed.hpp"
 
@@ -50,6 +61,17 @@ class CopyingThread {
 
   void submit(std::span<const SlotCopy> copies);
 
+  // Copies for the layer whose doorbell has been taken; returns who computes it. One for this use
+  // alone (`is_staged`) is given up when it is claimed. Called by one thread.
+  FetchWord fetch(const SlotCopy& copy, bool is_staged);
+
+  std::uint64_t address(std::int32_t slot) const {
+    return reinterpret_cast<std::uintptr_t>(slots_[slot]);
+  }
+
+  // These entries must be cleared ahead of the launch that comes, and their slots are for fetches.
+  void clear(const std::vector<std::int64_t>& keys);
+
   // Returns the keys whose entries must be cleared ahead of the launch that comes.
   std::vector<std::int64_t> take_cleared();
   void begin_step();
@@ -68,22 +90,30 @@ class CopyingThread {
     SlotCopy copy;
     std::uint64_t launch;  // from which on the slot may be written
     HeldExpert held;       // of a layer that has a source, if there was room: where it lies
+    bool is_staged = false;
+    FetchWord word{};
+
+    bool is_given_up() const { return is_staged && !word.is_open(); }
   };
 
   struct Queued {
-    SlotCopy copy;
+    Job job;
     std::int64_t num_before;  // operations up to its last one
-    HeldExpert held, back;    // what is copied, and room for what was in the slot
+    HeldExpert back;          // room for what was in the slot
   };
 
   void loop();
   HeldExpert held(const SlotCopy& copy, bool waits) const;
   HeldExpert take_back(const SlotCopy& copy);
+  std::optional<Job> next();
   void carry_out(Job job);
+  HeldExpert bring(Job& job);
   void let_all_go() noexcept;
   void wait_for(std::int64_t most_left);
   void keep_pace(std::int64_t bytes, double begin);
-  bool may_begin() const { return !jobs_.empty() && jobs_.front().launch <= begun_; }
+  bool may_begin() const {
+    return !fetches_.empty() || (!jobs_.empty() && jobs_.front().launch <= begun_);
+  }
 
   std::deque<Queued> queued_;  // of the thread alone; what it holds goes after the engine
   const std::unique_ptr<CopyEngine> engine_;
@@ -92,11 +122,12 @@ class CopyingThread {
   const std::int64_t num_experts_;
   const std::vector<std::uint8_t*> slots_;
   const double bytes_per_second_;
+  FetchWords words_;
   double behind_ = 0.0;  // seconds that copies have been too fast
 
   std::mutex mutex_;  // of what follows; held for moments only
   std::condition_variable changed_;
-  std::deque<Job> jobs_;
+  std::deque<Job> fetches_, jobs_;
   std::vector<std::int64_t> to_clear_;
   std::vector<Arrival> arrivals_;
   std::uint64_t launched_ = 0, begun_ = 0;

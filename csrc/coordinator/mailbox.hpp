@@ -9,6 +9,8 @@
 //   choice    i32 (rows, top_k)   the router's; outside 0..num_experts-1 is padding
 //   is_hit    i32 (rows, top_k)   1: the device computes it, or it is padding; 0: the host does
 //   weights   f32 (rows, top_k)   the router's, for policies that read them
+//   fetched   u64 (rows, top_k)   where a miss lies that the host has copied meanwhile; 0: the host
+//                                 has computed it. Not used where nothing is ever fetched
 //
 // Behind the blocks of all layers, shared by them:
 //
@@ -17,9 +19,11 @@
 //
 // Order. The device: choice, is_hit, weights, hidden, done = 0 (1 if nothing misses) -> doorbell = 1
 // -> its hits -> waits for done == 1 -> reads the results -> may publish the next layer. The host:
-// takes the doorbell (acquire), reads, writes the results of all misses -> done = 1 (release). Where
-// nothing misses the host never writes `done`. Flags, not counters, because operations of a captured
-// graph carry constants. Between steps all doorbells and errors are 0, and all blocks have been read.
+// takes the doorbell (acquire), reads, writes fetched and the results of all other misses ->
+// done = 1 (release). The device reads fetched behind its wait, and computes what lies there before
+// it reads results. Where nothing misses the host never writes `done` or fetched. Flags, not
+// counters, because operations of a captured graph carry constants. Between steps all doorbells and
+// errors are 0, and all blocks have been read.
 #pragma once
 
 #include <cstddef>
@@ -40,7 +44,8 @@ struct MailboxLayout {
   std::int64_t pairs() const { return num_rows * top_k; }
   std::int64_t is_hit() const { return kChoice + lines(pairs() * 4); }
   std::int64_t weights() const { return is_hit() + lines(pairs() * 4); }
-  std::int64_t layer_bytes() const { return weights() + lines(pairs() * 4); }
+  std::int64_t fetched() const { return weights() + lines(pairs() * 4); }
+  std::int64_t layer_bytes() const { return fetched() + lines(pairs() * 8); }
   std::int64_t hidden() const { return num_layers * layer_bytes(); }
   std::int64_t results() const {
     return hidden() + lines(num_rows * hidden_size * value_bytes(type));
@@ -75,6 +80,9 @@ class Mailbox {
     return at<std::int32_t>(layer, layout_.is_hit());
   }
   float* weights(std::int64_t layer) const { return at<float>(layer, layout_.weights()); }
+  std::uint64_t* fetched(std::int64_t layer) const {
+    return at<std::uint64_t>(layer, layout_.fetched());
+  }
   void* hidden() const { return memory_ + layout_.hidden(); }
   float* results() const { return reinterpret_cast<float*>(memory_ + layout_.results()); }
 

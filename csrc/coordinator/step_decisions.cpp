@@ -1,37 +1,64 @@
 #include "coordinator/step_decisions.hpp"
 
+#include "coordinator/words.hpp"
+
 namespace tandem {
 
 void StepDecisions::begin_step() {
   copying_.begin_step();
   num_decided_ = 0;
+  is_decided_ = false;
   if (policy_ != nullptr) policy_->begin_step(dense_);
+}
+
+std::span<const Fetch> StepDecisions::fetch(std::int64_t layer,
+                                            std::span<const std::int32_t> choice) {
+  fetches_.clear();
+  if (!fetches()) return {};
+  decide(layer, choice, steady_seconds());
+  is_decided_ = true;
+  for (const FetchCopy& found : copies_.fetch) {
+    const FetchWord word = copying_.fetch(found.copy, found.is_staged);
+    fetches_.push_back({found.copy.expert, copying_.address(found.copy.slot),
+                        found.arrives + found.cpu_seconds, word});
+  }
+  return fetches_;
 }
 
 void StepDecisions::note(const LayerRecord& record) {
   if (policy_ == nullptr) return;
+  if (!std::exchange(is_decided_, false)) {
+    decide(record.layer, record.choice, record.answered);
+    for (const FetchCopy& found : copies_.fetch)  // nobody waits for it any more
+      copying_.fetch(found.copy, found.is_staged).claim();
+  }
+  copying_.submit(copies_.insert);
+  policy_->learn(static_cast<std::int32_t>(record.layer));
+}
+
+void StepDecisions::decide(std::int64_t layer, std::span<const std::int32_t> choice, double now) {
   if (decided_.size() == num_decided_) decided_.emplace_back();
-  DecidedLayer& now = decided_[num_decided_++];
-  now.layer = static_cast<std::int32_t>(record.layer);
-  now.now = record.answered;
-  now.arrivals.clear();
-  copying_.take_arrivals(now.arrivals);
-  for (const Arrival& arrival : now.arrivals)
+  DecidedLayer& here = decided_[num_decided_++];
+  here.layer = static_cast<std::int32_t>(layer);
+  here.now = now;
+  here.arrivals.clear();
+  copying_.take_arrivals(here.arrivals);
+  for (const Arrival& arrival : here.arrivals)
     policy_->copy_finished(arrival.layer, arrival.expert, arrival.seconds);
-  count(record);
-  // Nothing is fetched for a layer that has been answered: its rule is `ready-on-gpu`.
-  const std::span<const SlotCopy> copies =
-      policy_->decide(now.layer, experts_, tokens_, record.answered).insert;
-  now.copies.assign(copies.begin(), copies.end());
-  copying_.submit(copies);
-  policy_->learn(now.layer);
+  count(choice);
+  copies_ = policy_->decide(here.layer, experts_, tokens_, now);
+  here.copies.assign(copies_.entered.begin(), copies_.entered.end());
+  here.staged.clear();
+  for (const FetchCopy& found : copies_.fetch)
+    if (found.is_staged) here.staged.push_back(found.copy);
+  here.asked = copies_.asked;
 }
 
 // The active experts in ascending order, and how many tokens each has.
-void StepDecisions::count(const LayerRecord& record) {
+void StepDecisions::count(std::span<const std::int32_t> choice) {
   const std::int64_t num_experts = policy_->resident().num_experts;
   tokens_of_.assign(num_experts, 0);
-  for (const std::int32_t expert : record.choice)
+  for (const std::int32_t expert : choice)
     if (expert >= 0 && expert < num_experts) ++tokens_of_[expert];
   experts_.clear();
   tokens_.clear();

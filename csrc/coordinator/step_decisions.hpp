@@ -1,6 +1,7 @@
-// What follows each answer of a captured step: ended copies are told to the policy, it decides, its
-// copies go to the copying thread, it learns. All on the answering thread, while the device goes
-// on. Without a policy the caller decides between steps.
+// What is decided about each layer of a captured step: ended copies are told to the policy, it
+// decides, its copies go to the copying thread, it learns. All on the answering thread: what is
+// fetched for the layer itself ahead of its answer, everything else behind it, while the device
+// goes on. Without a policy the caller decides between steps.
 #pragma once
 
 #include <cstdint>
@@ -14,15 +15,17 @@
 
 namespace tandem {
 
-// What was decided behind one layer, in the order in which it happened: first the arrivals.
+// What was decided about one layer, in the order in which it happened: first the arrivals.
 struct DecidedLayer {
   std::int32_t layer;
   double now;
   std::vector<Arrival> arrivals;
-  std::vector<SlotCopy> copies;
+  std::vector<SlotCopy> copies;  // into slots, fetched or not
+  std::vector<SlotCopy> staged;  // for one use
+  std::int64_t asked;            // staging slots that there should have been
 };
 
-class StepDecisions : public AfterAnswer {
+class StepDecisions : public LayerDecisions {
  public:
   // Both must outlive it.
   StepDecisions(StepPolicy* policy, CopyingThread& copying)
@@ -30,7 +33,9 @@ class StepDecisions : public AfterAnswer {
 
   void set_dense_seconds(double seconds) { dense_ = seconds; }  // of a layer; between steps
 
+  bool fetches() const override { return policy_ != nullptr && policy_->fetches(); }
   void begin_step() override;
+  std::span<const Fetch> fetch(std::int64_t layer, std::span<const std::int32_t> choice) override;
   void note(const LayerRecord& record) override;
 
   // Of the last step; between steps, once.
@@ -39,12 +44,16 @@ class StepDecisions : public AfterAnswer {
   }
 
  private:
-  void count(const LayerRecord& record);
+  void decide(std::int64_t layer, std::span<const std::int32_t> choice, double now);
+  void count(std::span<const std::int32_t> choice);
 
   StepPolicy* policy_;  // may be null
   CopyingThread& copying_;
   double dense_ = 0.0;
   Ids experts_, tokens_, tokens_of_;
+  StepCopies copies_;  // of the layer that runs
+  bool is_decided_ = false;
+  std::vector<Fetch> fetches_;
   std::vector<DecidedLayer> decided_;  // their memory is used again
   std::size_t num_decided_ = 0;
 };

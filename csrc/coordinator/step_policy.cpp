@@ -43,13 +43,17 @@ bool Resident::has_every_expert() const {
 StepPolicy::StepPolicy(Costs costs, std::vector<SuccessorTable*> tables, Resident resident,
                        GraphRule rule)
     : costs_(std::move(costs)), tables_(std::move(tables)), rule_(rule) {
-  load(std::move(resident), 0.0, 0);
+  load(std::move(resident), 0.0, {});
 }
 
-void StepPolicy::load(Resident resident, double link_free_at, std::int64_t num_pending) {
+void StepPolicy::load(Resident resident, double link_free_at,
+                      const std::vector<std::int64_t>& pending) {
   resident_ = std::move(resident);
   link_free_at_ = link_free_at;
-  num_pending_ = num_pending;
+  num_pending_ = static_cast<std::int64_t>(pending.size());
+  staged_.clear();
+  for (const std::int64_t key : pending)
+    if (resident_.state.at(key) == kEmpty) staged_.push_back(key);
 }
 
 void StepPolicy::begin_step(double dense_seconds) {
@@ -62,11 +66,13 @@ StepCopies StepPolicy::decide(std::int32_t layer, const Ids& experts, const Ids&
                               double now) {
   fetches_.clear();
   inserts_.clear();
+  entered_.clear();
+  asked_ = 0;
   if (has_every_expert_ || experts.empty()) return {};
   SuccessorTable& table = *tables_[layer];
   table.note(experts, tokens, 1, experts, above_);
   above_ = experts;
-  const std::uint8_t* states = resident_.state.data() + layer * resident_.num_experts;
+  const std::uint8_t* states = states_of(layer);
   if (std::none_of(experts.begin(), experts.end(),
                    [&](std::int32_t e) { return states[e] == kEmpty; }))
     return {};
@@ -90,9 +96,21 @@ StepCopies StepPolicy::decide(std::int32_t layer, const Ids& experts, const Ids&
                            resident_.members[layer],
                            static_cast<std::int64_t>(resident_.free[layer].size()),
                            0.0, now, dense_, 0.0};
-  place(layer, fetched, admit(now_here, newcomers(states, experts, scores, room, fetched)));
-  issue(now);
-  return {fetches_, inserts_};
+  enter(layer, admit(now_here, newcomers(states, experts, scores, room, fetched)));
+  place(layer, split.fetch, experts, now);
+  return {fetches_, inserts_, entered_, asked_};
+}
+
+// An expert that an earlier step has fetched, and whose copy has not ended yet, is under way too:
+// the CPU has claimed it, and does so again.
+const std::uint8_t* StepPolicy::states_of(std::int32_t layer) {
+  const std::int64_t num = resident_.num_experts, first = layer * num;
+  const std::uint8_t* states = resident_.state.data() + first;
+  if (staged_.empty()) return states;
+  states_.assign(states, states + num);
+  for (const std::int64_t key : staged_)
+    if (key >= first && key < first + num) states_[key - first] = kCopying;
+  return states_.data();
 }
 
 // The layer's problem, without what experts are worth.
@@ -116,25 +134,35 @@ void StepPolicy::pose(const std::uint8_t* states, const Ids& experts, const Ids&
   problem.max_fetches = costs_.max_fetches;
 }
 
-// Gives slots to admitted experts, and staging slots to those that are fetched for one use: as far
-// as there are some, the CPU computes the others.
-void StepPolicy::place(std::int32_t layer, const Ids& fetched, const Admitted& admitted) {
+// Gives slots to admitted experts.
+void StepPolicy::enter(std::int32_t layer, const Admitted& admitted) {
   for (const auto& [newcomer, victim] : admitted) {
     if (victim != kNobody) resident_.remove(layer, victim);
-    inserts_.push_back({layer, newcomer, resident_.insert(layer, newcomer), victim});
+    entered_.push_back({layer, newcomer, resident_.insert(layer, newcomer), victim});
   }
-  std::size_t num_staged = 0;
-  for (const std::int32_t expert : fetched) {
+}
+
+// Issues the copies. Fetched experts (by position) without a slot get staging slots, as far as
+// there are some: the CPU computes the others.
+void StepPolicy::place(std::int32_t layer, const Ids& fetched, const Ids& experts, double now) {
+  inserts_ = entered_;
+  for (const std::int32_t i : fetched) {
+    const std::int32_t expert = experts[i];
     const auto at = std::find_if(inserts_.begin(), inserts_.end(),
                                  [&](const SlotCopy& copy) { return copy.expert == expert; });
-    if (at == inserts_.end()) {
-      if (num_staged < resident_.staging.size())
-        fetches_.push_back({layer, expert, resident_.staging[num_staged++], kNobody});
-      continue;
+    const bool is_staged = at == inserts_.end();
+    if (is_staged && asked_++ >= static_cast<std::int64_t>(resident_.staging.size())) continue;
+    const double cpu = problem_.cpu[i];
+    if (is_staged) {
+      const SlotCopy copy{layer, expert, resident_.staging[asked_ - 1], kNobody};
+      fetches_.push_back({copy, true, issue(now), cpu});
+      staged_.push_back(layer * resident_.num_experts + expert);
+    } else {
+      fetches_.push_back({*at, false, issue(now), cpu});
+      inserts_.erase(at);
     }
-    fetches_.push_back(*at);
-    inserts_.erase(at);
   }
+  for (std::size_t i = 0; i < inserts_.size(); ++i) issue(now);
 }
 
 // How many copies end before the next layer; one if the link has nothing to do.
@@ -162,17 +190,19 @@ Ids StepPolicy::newcomers(const std::uint8_t* states, const Ids& experts, const 
   return found;
 }
 
-void StepPolicy::issue(double now) {
-  for (std::size_t i = 0; i < fetches_.size() + inserts_.size(); ++i) {
-    link_free_at_ = std::max(link_free_at_, now) + costs_.link;
-    ++num_pending_;
-  }
+// Returns when the copy is expected to end.
+double StepPolicy::issue(double now) {
+  link_free_at_ = std::max(link_free_at_, now) + costs_.link;
+  ++num_pending_;
+  return link_free_at_;
 }
 
 void StepPolicy::copy_finished(std::int32_t layer, std::int32_t expert, double now) {
   --num_pending_;
   link_free_at_ = now + static_cast<double>(num_pending_) * costs_.link;
-  std::uint8_t& state = resident_.state[layer * resident_.num_experts + expert];
+  const std::int64_t key = layer * resident_.num_experts + expert;
+  std::erase(staged_, key);
+  std::uint8_t& state = resident_.state[key];
   if (state == kCopying) state = kReady;
 }
 

@@ -35,10 +35,22 @@ struct Resident {
   bool has_every_expert() const;
 };
 
-// The copies of a layer; the link serves them in this order.
+// A copy for the layer that runs.
+struct FetchCopy {
+  SlotCopy copy;
+  bool is_staged;  // for this use alone
+  // When it is expected, and what the CPU would need for it. It is waited for until then and for as
+  // long again as computing takes: who waits for less claims too many, as copies vary and a thread
+  // that sleeps wakes up late; who waits for more pays more than the computing is worth.
+  double arrives, cpu_seconds;
+};
+
+// The copies of a layer; the link serves fetches first, both in this order.
 struct StepCopies {
-  std::span<const SlotCopy> fetch;   // for the layer itself, which runs each when it is there
-  std::span<const SlotCopy> insert;  // for later steps
+  std::span<const FetchCopy> fetch;
+  std::span<const SlotCopy> insert;   // for later steps
+  std::span<const SlotCopy> entered;  // who got a slot, fetched or not, in this order
+  std::int64_t asked = 0;             // staging slots that there should have been
 };
 
 class StepPolicy {
@@ -54,9 +66,9 @@ class StepPolicy {
   StepPolicy(Costs costs, std::vector<SuccessorTable*> tables, Resident resident,
              GraphRule rule = GraphRule::kReadyOnGpu);
 
-  // Between steps: takes the place of what is known. So many copies are under way: those of experts
-  // with a slot, and of fetched ones.
-  void load(Resident resident, double link_free_at, std::int64_t num_pending);
+  // Between steps: takes the place of what is known. `pending` are the keys whose copies have not
+  // ended, of experts with a slot and of those that were fetched for one use.
+  void load(Resident resident, double link_free_at, const std::vector<std::int64_t>& pending);
   const Resident& resident() const { return resident_; }
   double link_free_at() const { return link_free_at_; }
 
@@ -71,12 +83,14 @@ class StepPolicy {
   void learn(std::int32_t layer) { tables_[layer]->learn(); }
 
  private:
+  const std::uint8_t* states_of(std::int32_t layer);
   void pose(const std::uint8_t* states, const Ids& experts, const Ids& tokens, double now);
+  double issue(double now);
   std::int64_t idle_copies(double now, double next_plan) const;
   Ids newcomers(const std::uint8_t* states, const Ids& experts, const Scores& scores,
                 std::int64_t room, const Ids& fetched) const;
-  void place(std::int32_t layer, const Ids& fetched, const Admitted& admitted);
-  void issue(double now);
+  void enter(std::int32_t layer, const Admitted& admitted);
+  void place(std::int32_t layer, const Ids& fetched, const Ids& experts, double now);
 
   Costs costs_;
   std::vector<SuccessorTable*> tables_;
@@ -84,7 +98,11 @@ class StepPolicy {
   Ids above_;  // experts in use in the layer above
   const GraphRule rule_;
   GraphProblem problem_;
-  std::vector<SlotCopy> fetches_, inserts_;
+  std::vector<FetchCopy> fetches_;
+  std::vector<SlotCopy> inserts_, entered_;
+  std::int64_t asked_ = 0;
+  std::vector<std::int64_t> staged_;   // keys that were fetched for one use, not yet ended
+  std::vector<std::uint8_t> states_;  // of the layer, if it has some of these
   double dense_ = 0.0, link_free_at_ = 0.0;
   std::int64_t num_pending_ = 0;  // copies that have not ended
   bool has_every_expert_ = false;

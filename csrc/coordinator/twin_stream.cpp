@@ -33,6 +33,7 @@ TwinStream::TwinStream(std::vector<RoutedLayer> layers, const Mailbox& box,
       most_delay_(most_delay),
       random_(seed),
       used_(box.layout().pairs()),
+      fetched_(box.layout().pairs()),
       rows_(box.layout().pairs() * box.layout().hidden_size),
       weights_(box.layout().pairs()),
       sums_(box.layout().num_rows * box.layout().hidden_size),
@@ -59,6 +60,8 @@ void TwinStream::run(const TwinCall& call) {
   be_late();
   wait(call.layer);
   times_[call.layer].went_on = steady_seconds();
+  be_late();
+  add_fetched(call);
   be_late();
   combine(call);
 }
@@ -109,13 +112,26 @@ void TwinStream::wait(std::int64_t layer) {
                    " was answered with an error: the thread that answers has ended");
 }
 
+// The second launch: over the misses that the host has brought, and over none where nothing misses.
+void TwinStream::add_fetched(const TwinCall& call) {
+  const RoutedLayer& layer = layers_[call.layer];
+  const MailboxLayout& layout = box_.layout();
+  fetched_.assign(layout.pairs(), nullptr);
+  if (!box_.has_misses(call.layer)) return;
+  for (std::int64_t i = 0; i < layout.pairs(); ++i)
+    fetched_[i] = reinterpret_cast<const std::uint8_t*>(box_.fetched(call.layer)[i]);
+  hits_.run(layer.layout, layer.activation,
+            {call.num_tokens, layout.top_k, fetched_.data(), layout.type, call.hidden,
+             rows_.data()});
+}
+
 void TwinStream::combine(const TwinCall& call) {
   if (call.num_tokens == 0) return;
   const MailboxLayout& layout = box_.layout();
   const std::int64_t size = layout.hidden_size;
   const std::int32_t* is_hit = box_.is_hit(call.layer);
   for (std::int64_t i = 0; i < call.num_tokens * layout.top_k; ++i)
-    if (is_hit[i] == 0)
+    if (is_hit[i] == 0 && fetched_[i] == nullptr)
       std::copy_n(box_.results() + i * size, size, rows_.data() + i * size);
   engine_.add_rows({call.num_tokens, layout.top_k, size, rows_.data(), row_of_.data(),
                     weights_.data(), sums_.data()});

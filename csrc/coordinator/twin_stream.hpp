@@ -1,5 +1,5 @@
-// A CPU twin of what a captured decode step does for its experts: publish, hits, wait, combine. It
-// stands for a GPU's stream in tests.
+// A CPU twin of what a captured decode step does for its experts: publish, hits, wait, hits of what
+// was fetched meanwhile, combine. It stands for a GPU's stream in tests.
 // It can be late at every moment at which a GPU may be.
 #pragma once
 
@@ -53,6 +53,7 @@ class TwinStream {
  private:
   void publish(const TwinCall& call);
   void wait(std::int64_t layer);
+  void add_fetched(const TwinCall& call);
   void combine(const TwinCall& call);
   void be_late();
 
@@ -64,7 +65,8 @@ class TwinStream {
   RowExperts hits_;
   const int most_delay_;
   std::mt19937 random_;
-  std::vector<const std::uint8_t*> used_;  // the addresses that publish has read
+  // The addresses that publish has read, and those that the host has answered with.
+  std::vector<const std::uint8_t*> used_, fetched_;
   std::vector<float> rows_, weights_, sums_;
   std::vector<std::int32_t> row_of_;
   std::vector<Times> times_;

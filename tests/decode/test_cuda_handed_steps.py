@@ -40,10 +40,12 @@ from tandem.hf.machine.parts import ObservedModel, observe
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.formats.expert import ExpertLayout
 from tandem.kernels.reference import expert_ffn
+from tandem.policy.assignment import IN_GRAPH
 from tandem.trace import RoutingTrace, TraceMeta
 from tests.decode.twin_capture import TwinCapture
 from tests.decode.whole_pool import WholePool, cuda_pool, logits_of
 from tests.disk.loading import slots_of, with_share
+from tests.experts.captured import SLOW_CPU
 from tests.experts.driver_library import DriverLibrary
 from tests.experts.lazy_streams import LazyStreams
 from tests.experts.machines import make_machine
@@ -134,13 +136,17 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> DriverLibrary:
 
 
 @pytest.fixture
-def executor(model: Any, library: DriverLibrary, tmp_path: Path) -> Iterator[HybridExecutor]:
-    """Run the model's experts on the twins, a part of them resident."""
+def executor(
+    model: Any, library: DriverLibrary, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[HybridExecutor]:
+    """Run the model's experts on the twins, a part of them resident, by an assignment."""
+    assignment = getattr(request, "param", None)
     library.reset(delay=50)
-    save_profile(make_machine(cpu=2e-4, gpu=4e-5, link=1e-6, dense=1e-4).profile, tmp_path / "p")
+    cpu = 2e-4 if assignment is None else SLOW_CPU
+    save_profile(make_machine(cpu=cpu, gpu=4e-5, link=1e-6, dense=1e-4).profile, tmp_path / "p")
     config = OffloadConfig(
         device="cuda", gpu_memory="32MB", threads=1, cache_dir=str(tmp_path),
-        profile=str(tmp_path / "p"),
+        profile=str(tmp_path / "p"), assignment=assignment,
     )  # fmt: skip
     runtime = require_runtime(model)
     before = runtime.executor
@@ -242,6 +248,25 @@ def test_a_step_is_one_graph_and_gives_the_cpus_logits(
     num_layers = len(executor.store)
     assert [event.layer for event in events] == [*range(num_layers)] * (len(TOKENS) + num_rows)
     assert all(event.num_tokens == num_rows for event in events[-num_layers:])
+    check_slots(executor)
+
+
+@pytest.mark.parametrize("executor", IN_GRAPH[1:], indirect=True)
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_misses_are_fetched_in_the_same_graph(
+    model: Any, executor: HybridExecutor, num_rows: int
+) -> None:
+    expected, events = expected_of(model, prompts(num_rows)), list[LayerExecuted]()
+    executor.listeners.append(events.append)
+    for compile_one in steps_of(executor).compilations():
+        compile_one()
+    rows = cuda_pool(model, prompts(num_rows), 30, make_capture=TwinCapture)
+    for ours, theirs in zip(logits_of(rows, num_rows, TOKENS), expected, strict=True):
+        assert_alike(ours, theirs)
+    assert rows.step.is_replaying, rows.step.why_not
+    assert rows.num_segments == 1
+    plans = [e.plan for e in events if e.num_tokens == num_rows and e.plan is not None]
+    assert sum(len(plan.fetch) for plan in plans) > 0
     check_slots(executor)
 
 

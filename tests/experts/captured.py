@@ -6,15 +6,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.experts.cache.policy_tables import NATIVE_TABLES, native_step_policy
 from tandem.experts.execution.routed_layers import native_layer
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels import _native
 from tandem.kernels.engine import best_isa, start_engine
 from tandem.kernels.native import TOKEN_DTYPES
+from tandem.policy.cost import CostTable
 from tandem.policy.plan import Geometry
-from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN
+from tandem.policy.settings import PlannerSettings, make_planner
+from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_machine
 
 PATIENCE = 20.0
+SLOW_CPU = 5e-3  # seconds of an expert, for which fetched ones are waited for
 
 
 class LayerTokens(NamedTuple):
@@ -51,6 +55,18 @@ def random_step(
         index = torch.where(is_padding, geometry.num_experts, index)
         found.append(LayerTokens(hidden, index, weights, torch.empty_like(hidden)))
     return found
+
+
+def fetching_policy(rule: str, num_slots: int) -> _native.StepPolicy:
+    """Return a policy for which copies are quick, and a CPU that is slow."""
+    machine = make_machine(cpu=SLOW_CPU, gpu=1e-5, link=2e-5)
+    settings = PlannerSettings(assignment=rule, prefetch="none", never_worse_than_cpu=False)
+    planner = make_planner(
+        settings, GEOMETRY, CostTable(machine.shape), num_slots, tables=NATIVE_TABLES
+    )
+    policy = native_step_policy(planner)
+    assert policy is not None
+    return policy
 
 
 class TwinMachine:

@@ -130,9 +130,10 @@ def make_real_executor(
     geometry: Geometry = GEOMETRY,
     disturbance: Disturbance | None = None,
     bytes_per_second: float | None = None,
+    cpu: float = 2e-5,
 ) -> HybridExecutor:
     """Return a hybrid executor with a copy thread and a device thread, on the wall clock."""
-    machine = make_machine(geometry, cpu=2e-5, gpu=1e-5, link=2e-5, dense=1e-4)
+    machine = make_machine(geometry, cpu=cpu, gpu=1e-5, link=2e-5, dense=1e-4)
     clock = WallClock()
 
     def make_engine(store: HostStore, slots: Slots, geometry: Geometry, clock: Clock) -> CopyThread:

@@ -17,8 +17,9 @@ from tandem.experts.store.host_store import HostStore
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.kernels.dense import CpuThreads
-from tandem.policy.plan import Copy
-from tests.experts.captured import native_layers
+from tandem.policy.assignment import IN_GRAPH
+from tandem.policy.settings import PlannerSettings
+from tests.experts.captured import SLOW_CPU, native_layers
 from tests.experts.machines import FUNCTIONS, GEOMETRY, make_real_executor, route
 from tests.experts.twin_steps import TwinSteps
 from tests.policy.integrity import check_integrity
@@ -26,9 +27,11 @@ from tests.policy.integrity import check_integrity
 NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
 
 
-@pytest.fixture
-def executor(store: HostStore) -> Iterator[HybridExecutor]:
-    executor = make_real_executor(store, 8)
+@pytest.fixture(params=IN_GRAPH)
+def executor(store: HostStore, request: pytest.FixtureRequest) -> Iterator[HybridExecutor]:
+    cpu = 2e-5 if request.param == "ready-on-gpu" else SLOW_CPU
+    settings = PlannerSettings(assignment=request.param)
+    executor = make_real_executor(store, 8, settings, cpu=cpu)
     threads = CpuThreads(num_threads=1)
     executor.captured = TwinSteps(executor.cache, native_layers(store), threads, torch.float32)
     yield executor
@@ -83,6 +86,23 @@ def test_decode_steps_are_captured_and_prompts_planned(
     assert statistics.copies > 0
 
 
+@pytest.mark.parametrize("executor", IN_GRAPH[1:], indirect=True)
+def test_the_device_computes_what_is_fetched_meanwhile(
+    executor: HybridExecutor, store: HostStore
+) -> None:
+    """Slots of the cache are lent for it, and prompts have them back."""
+    events, most_lent = list[LayerExecuted](), 0
+    executor.listeners.append(events.append)
+    residency = executor.cache.planner.residency
+    for seed in range(80):
+        step(executor, store, 12 if seed % 40 == 39 else 3, seed)
+        most_lent = max(most_lent, len(residency.lent))
+    plans = [event.plan for event in events if event.num_tokens == 3]
+    assert sum(len(plan.fetch) for plan in plans if plan is not None) > 0
+    assert most_lent > 0
+    check_slots(executor, store)
+
+
 def test_python_hears_of_no_layer_in_which_nothing_was_copied(
     executor: HybridExecutor, store: HostStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,9 +110,9 @@ def test_python_hears_of_no_layer_in_which_nothing_was_copied(
     assert steps is not None
     apply = steps._apply
 
-    def noted(layer: int, now: float, arrivals: list[Any], copies: list[Any]) -> tuple[Copy, ...]:
+    def noted(layer: int, now: float, arrivals: list[Any], copies: list[Any], *more: Any) -> Any:
         heard.append(len(arrivals) + len(copies))
-        return apply(layer, now, arrivals, copies)
+        return apply(layer, now, arrivals, copies, *more)
 
     monkeypatch.setattr(steps, "_apply", noted)
     for seed in range(20):

@@ -14,7 +14,14 @@ from tandem.experts.store.host_store import HostStore
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.native import TOKEN_DTYPES
-from tests.experts.captured import PATIENCE, LayerTokens, TwinMachine, random_step
+from tandem.policy.assignment import IN_GRAPH
+from tests.experts.captured import (
+    PATIENCE,
+    LayerTokens,
+    TwinMachine,
+    fetching_policy,
+    random_step,
+)
 from tests.experts.machines import FUNCTIONS, GEOMETRY, make_store
 
 NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
@@ -67,12 +74,13 @@ def test_a_record_says_what_the_router_chose(store: HostStore, machine: TwinMach
     step = random_step(1, torch.Generator().manual_seed(0))
     check(machine, store, step)
     for layer, record in enumerate(machine.coordinator.records()):
-        number, choice, is_hit, weights, num_computed, *times = record
+        number, choice, is_hit, weights, num_computed, *times, in_time = record
         assert number == layer
         assert choice == step[layer].chosen[0].tolist()
         assert weights == step[layer].weights[0].tolist()
         assert num_computed == is_hit.count(0)
         assert times == sorted(times)
+        assert in_time == []
 
 
 @pytest.mark.parametrize("kind", ["dies", "stalls"])
@@ -149,6 +157,48 @@ def test_copies_that_block_until_the_step_ends_stop_nothing(store: HostStore) ->
     machine.close()
 
 
+@pytest.mark.parametrize("rule", IN_GRAPH[1:])
+@pytest.mark.parametrize("num_slots", [4, 12])
+def test_each_miss_is_fetched_or_computed_by_the_cpu(
+    store: HostStore, rule: str, num_slots: int
+) -> None:
+    machine = TwinMachine(
+        store, 2, num_slots=num_slots, most_delay=50, policy=fetching_policy(rule, num_slots)
+    )
+    num_fetched = 0
+    for seed in range(30):
+        check(machine, store, random_step(2, torch.Generator().manual_seed(seed)))
+        for record in machine.coordinator.records():
+            _, choice, is_hit, _, num_computed, *_, in_time = record
+            missed = {e for e, hit in zip(choice, is_hit, strict=True) if not hit}
+            assert num_computed + len(in_time) == len(missed)
+            assert {*in_time} <= missed
+            num_fetched += len(in_time)
+    assert num_fetched > 0
+    machine.close()
+
+
+@pytest.mark.parametrize("rule", IN_GRAPH[1:])
+def test_the_cpu_claims_what_a_blocked_driver_does_not_bring(store: HostStore, rule: str) -> None:
+    """The graph never waits for a copy alone: the driver may wait for the graph."""
+    may_copy = threading.Event()
+    machine = TwinMachine(
+        store, 1, num_slots=12, policy=fetching_policy(rule, 12),
+        before_copy=lambda: assert_soon(may_copy),
+    )  # fmt: skip
+    for seed in range(3):
+        check(machine, store, random_step(1, torch.Generator().manual_seed(seed)))
+        for record in machine.coordinator.records():
+            assert record[4] == record[2].count(0)
+            assert record[-1] == []
+    may_copy.set()
+    machine.coordinator.drain_copies()
+    assert machine.table.any()  # those that had got a slot have come
+    for seed in range(3, 6):
+        check(machine, store, random_step(1, torch.Generator().manual_seed(seed)))
+    machine.close()
+
+
 def test_a_slot_is_not_written_while_it_may_be_read(store: HostStore) -> None:
     machine = TwinMachine(store, 1, num_slots=1)
     machine.copy(0, 1, 0)
@@ -216,3 +266,4 @@ def test_a_short_stress() -> None:
     outcome = stress(seconds=1.0, seed=1)
     assert outcome.steps > 40
     assert outcome.hits > 0
+    assert outcome.experts_fetched > 0

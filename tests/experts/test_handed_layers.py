@@ -22,7 +22,8 @@ from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.engine import best_isa
 from tandem.kernels.native import TOKEN_DTYPES
-from tests.experts.captured import native_layers
+from tandem.policy.assignment import IN_GRAPH
+from tests.experts.captured import fetching_policy, native_layers
 from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN
 from tests.kernels.interpreter import interpreted_module
 
@@ -50,10 +51,18 @@ class Machine:
     """A coordinator, and the layers of a step of so many rows with some experts resident."""
 
     def __init__(
-        self, handed: ModuleType, store: HostStore, num_rows: int, resident: set[int], signals: Any
+        self,
+        handed: ModuleType,
+        store: HostStore,
+        num_rows: int,
+        resident: set[int],
+        signals: Any,
+        *,
+        fetches: bool = False,
     ) -> None:
         from tandem.triton_kernels.experts import TritonExperts
 
+        self.store = store
         self.coordinator = _native.StepCoordinator(native_layers(store), 1, best_isa())
         box = _native.MailboxLayout(
             GEOMETRY.num_layers, num_rows, GEOMETRY.top_k, HIDDEN, TOKEN_DTYPES[torch.float32]
@@ -69,8 +78,18 @@ class Machine:
                 self.table[number, expert] = layer.buffers[expert].data_ptr()
         words = torch.zeros(1, dtype=torch.int32)
         self.waits = handed.handing.WaitWords.on(torch.device("cpu"), words)
+        self.box, self.memory = box, memory
         self.layers = handed.HandedLayers(
-            store, box, memory, self.table, TritonExperts(), signals, self.waits
+            store, box, memory, self.table, TritonExperts(), signals, self.waits, fetches=fetches
+        )
+
+    def manage_slots(self, num_slots: int, rule: str) -> None:
+        """Let experts be copied as a rule decides."""
+        self.slots = torch.zeros(num_slots, self.store[0].image_bytes, dtype=torch.uint8)
+        addresses = [slot.data_ptr() for slot in self.slots]
+        self.policy = fetching_policy(rule, num_slots)
+        self.coordinator.manage_slots(
+            self.table, addresses, self.slots.shape[1], self.policy, 0.0, None
         )
 
     def step(self, calls: list[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
@@ -122,6 +141,38 @@ def test_hits_and_misses_together_are_the_layer(
             for _, index, _ in calls
         ]
         assert misses == wanted
+    machine.coordinator.close()
+
+
+@pytest.mark.parametrize("make_signals", [HostSignals, None], ids=["words", "kernels"])
+@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("rule", IN_GRAPH)
+def test_what_the_host_has_fetched_is_launched_again(
+    handed: ModuleType,
+    store: HostStore,
+    rule: str,
+    num_rows: int,
+    make_signals: Callable[[], Any] | None,
+) -> None:
+    signals = make_signals() if make_signals else KernelSignals(9.0)
+    fetches = rule != "ready-on-gpu"
+    machine = Machine(handed, store, num_rows, set(), signals, fetches=fetches)
+    machine.manage_slots(8, rule)
+    cpu, num_fetched = CpuExecutor(store, CpuThreads(num_threads=1)), 0
+    for seed in range(8):
+        calls = random_calls(num_rows, seed)
+        machine.coordinator.clear_entries()
+        for layer, (call, found) in enumerate(zip(calls, machine.step(calls), strict=True)):
+            expected = cpu.execute(layer, *call, FUNCTIONS)
+            assert float((found - expected).norm() / expected.norm()) < 0.03
+        num_fetched += sum(len(record[-1]) for record in machine.coordinator.records())
+    assert (num_fetched > 0) == fetches
+    assert int(machine.waits.given_up) == 0
+    answers = [
+        machine.memory[start : start + 8 * num_rows * GEOMETRY.top_k]
+        for start in (layer * machine.box.layer_bytes + machine.box.fetched for layer in range(2))
+    ]
+    assert any(bool(answer.any()) for answer in answers) <= fetches  # else nobody writes there
     machine.coordinator.close()
 
 

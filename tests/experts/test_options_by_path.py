@@ -18,7 +18,7 @@ from tandem.core.config import add_flags
 from tandem.core.errors import ConfigError
 from tandem.devices.options import OffloadOptions, offload_options
 from tandem.hardware.profiles import load_profile
-from tandem.policy.assignment import ASSIGNMENTS, IN_GRAPH, RUNS_IN_GRAPH
+from tandem.policy.assignment import ASSIGNMENTS, IN_GRAPH
 from tandem.policy.cost import CostTable
 from tandem.policy.eviction import EVICTIONS, IN_HOST_SLOTS
 from tandem.policy.plan import LayerLoad
@@ -34,7 +34,7 @@ DESKTOP = load_profile("desktop-12gb")
 # Flags of decisions, and why steps are planned with them; None: one graph follows them.
 DECISIONS: list[tuple[list[str], str | None]] = [
     *(
-        (["--assignment", name], None if name in RUNS_IN_GRAPH else f"assignment {name}")
+        (["--assignment", name], None if name in IN_GRAPH else f"assignment {name}")
         for name in ASSIGNMENTS
         if not name.startswith("exact")  # the simulator's
     ),

@@ -63,7 +63,7 @@ def test_the_same_experts_are_fetched_enter_and_leave(
         planner.begin_step(len(step.tokens), timeline.now, in_graph=True)
         if rule is not None:  # staging slots may have changed
             link = planner.link
-            policy.load(*resident_lists(planner), link.free_at, len(link.pending))
+            policy.load(*resident_lists(planner), link.free_at, [*link.pending])
         policy.begin_step(planner.costs.dense(len(step.tokens)))
         for load in reader.loads(step):
             timeline.run_dense(len(step.tokens))

@@ -46,7 +46,7 @@ from tests.kernels.compile_triton import (
 KERNELS = (
     (attention, ("store_token", "attend_parts", "join_parts")),
     (small, ("norm_rows", "add_and_norm_rows", "rotate_heads", "choose_experts")),
-    (hand_over, ("publish", "combine")),
+    (hand_over, ("publish", "take_fetched", "combine")),
     (recurrent, ("convolve_tokens", "recur_tokens")),
     (chains, ("run_chain",)),
 )
@@ -171,10 +171,15 @@ def hand_layers_over(
     hidden = torch.zeros(num_rows, hidden_size, dtype=dtype)
     word = words[:1]
     waits = handing.WaitWords(word, word)
-    box = handing.MailboxTensors(word, word, words, words, weights, hidden, rows, waits)
+    box = handing.MailboxTensors(
+        word, word, words, words, weights, words.long(), hidden, rows, waits
+    )
     table, rings = torch.zeros(num_experts, dtype=torch.int64), wait_seconds > 0
     addresses = handing.publish(box, table, hidden, index, weights, rings=rings)
     for layer in layers:
+        handing.take_fetched(
+            box, addresses, index, num_experts, layer=layer, wait_seconds=wait_seconds
+        )
         handing.combine(
             box, rows, addresses, index, weights, num_experts, hidden,
             layer=layer, wait_seconds=wait_seconds,

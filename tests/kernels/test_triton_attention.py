@@ -164,6 +164,9 @@ def require_ordered(code: dict[str, list[str]]) -> None:
     assert "bar.sync" in barrier
     assert "fence.acq_rel.sys" in fence
     assert "st.global" in doorbell
+    taken = code["take_fetched"]
+    answers = [n for n, line in enumerate(taken) if "ld.volatile.global" in line and "b64" in line]
+    assert answers[0] > max(n for n, line in enumerate(taken) if "fence.acq_rel.sys" in line)
     fences = [n for n, line in enumerate(code["combine"]) if "fence.acq_rel.sys" in line]
     assert len(fences) == 2  # of the program that asks the host, and of the others
     for waiting in (code["combine"][: fences[0]], code["combine"][fences[0] : fences[1]]):

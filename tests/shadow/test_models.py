@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.policy.assignment import IN_GRAPH
 from tests.architectures import architectures
 from tests.generate.test_architectures import (
     NOT_GENERATING_UPSTREAM,
@@ -42,6 +43,15 @@ def test_a_model_says_the_same_on_a_gpu(name: str, tmp_path: Path) -> None:
     gpu = require_same_on_gpu(name, tmp_path, values=values, expert_dtype="mxfp4")
     handed = set() if name in NOT_HANDED else {"publish", "combine"}
     assert {"graph", *handed} <= set(gpu.launched)
+    assert "take_fetched" not in gpu.launched
+
+
+@pytest.mark.parametrize("rule", IN_GRAPH[1:])
+def test_a_model_that_fetches_within_its_steps_says_the_same_on_a_gpu(
+    rule: str, tmp_path: Path
+) -> None:
+    gpu = require_same_on_gpu("mixtral", tmp_path, expert_dtype="mxfp4", assignment=rule)
+    assert {"graph", "publish", "take_fetched", "combine"} <= set(gpu.launched)
 
 
 @pytest.mark.filterwarnings("ignore:Triton is not installed")

@@ -12,7 +12,7 @@ from tandem.core.units import parse_bandwidth, parse_bytes
 from tandem.devices import DEVICES, kind_of
 from tandem.experts.cache.sizing import parse_gpu_memory
 from tandem.experts.cache.start import STARTS
-from tandem.policy.assignment import ASSIGNMENTS, RUNS_IN_GRAPH
+from tandem.policy.assignment import ASSIGNMENTS, IN_GRAPH
 from tandem.policy.eviction import EVICTIONS, IN_HOST_SLOTS
 from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.settings import POOLS, PlannerSettings
@@ -126,7 +126,7 @@ class OffloadOptions:
         parse_gpu_memory(self.gpu_memory)
         self.planner_settings()
         if self.expert_memory_bytes is not None:
-            self.require_host_eviction()
+            self.require_slots_follow()
 
     @property
     def expert_memory_bytes(self) -> int | None:
@@ -143,12 +143,18 @@ class OffloadOptions:
                 "from the disk in packed form; pack it first (tandem pack, or --pack-to-disk)"
             )
 
-    def require_host_eviction(self) -> None:
-        """Raise `ConfigError` for an eviction by which no experts of a disk are kept in memory."""
+    def require_slots_follow(self) -> None:
+        """Raise `ConfigError` for what experts on a disk cannot follow."""
         if self.eviction not in IN_HOST_SLOTS:
             raise ConfigError(
                 f"eviction is {self.eviction!r}, and experts on a disk are kept in memory by one "
                 f"of {', '.join(IN_HOST_SLOTS)}; choose one of them, or free memory for all experts"
+            )
+        if self.device != "cpu" and self.assignment in IN_GRAPH[1:]:
+            raise ConfigError(
+                f"assignment is {self.assignment!r}, which fetches within a step, and experts on a "
+                f"disk are not fetched so; choose {IN_GRAPH[0]} or one that plans each layer "
+                "(balanced), or free memory for all experts"
             )
 
     def planner_settings(self) -> PlannerSettings:
@@ -174,8 +180,6 @@ class OffloadOptions:
             return "no-decode-graph"
         if self.look_ahead:
             return "look-ahead"
-        if self.assignment not in (None, *RUNS_IN_GRAPH):
-            return f"assignment {self.assignment}"
         return self.planner_settings().why_planned()
 
 

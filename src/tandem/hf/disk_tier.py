@@ -56,7 +56,7 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig, *, beside_bytes: 
     if memory is None:
         memory = room_for_experts(free, _kv_bytes(model, options))
     top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or _USUAL_TOP_K
-    options.require_host_eviction()
+    options.require_slots_follow()
     try:
         slots = HostSlots(layers, places, memory, eviction=options.eviction, top_k=top_k)
     except CapacityError:

@@ -104,10 +104,13 @@ class Planner:
         return self._copies_ahead(0, frozenset(), now, now + self._dense_seconds)
 
     def _begin_ring(self, *, in_graph: bool) -> None:
-        self._max_fetches = self._most_fetches
-        if in_graph:
-            self._max_fetches = min(self._most_fetches, self.ring.graph_size)
+        self._max_fetches = self.max_graph_fetches if in_graph else self._most_fetches
         self.ring.begin_step(in_graph=in_graph, may_fetch=self._rule.fetches)
+
+    @property
+    def max_graph_fetches(self) -> int:
+        """How many experts a layer of a step in one graph may fetch."""
+        return min(self._most_fetches, self.ring.graph_size)
 
     @property
     def stages_predictions(self) -> bool:

@@ -36,24 +36,25 @@ class Ring:
         self._quiet_steps = self._graph_steps = 0
         self._asked = 0, 0  # by a layer in one graph, at most: lately, and in the steps before
 
-    def begin_step(self, *, in_graph: bool = False, may_fetch: bool = True) -> None:
+    def begin_step(self, *, in_graph: bool = False, may_fetch: bool = True) -> list[int]:
         """Give the cache its slots back if nothing is fetched, or was not for some steps.
 
         A step in one graph has all its slots from the beginning: as many as one layer of the latest
-        steps has asked for.
+        steps has asked for. Returns the keys that have left for them.
         """
         self._quiet_steps += 1
         if not may_fetch or self._quiet_steps > QUIET_STEPS:
             self._residency.take_back()
         if not in_graph or not may_fetch:
-            return
+            return []
         self._graph_steps += 1
         if self._graph_steps % QUIET_STEPS == 0:
             self._asked = 0, self._asked[0]
             self._residency.take_back()
-        wanted = min(max(self._asked), self.graph_size)
-        while self._num_slots < wanted and self._borrow(()) is not None:
-            pass
+        wanted, left = min(max(self._asked), self.graph_size), []
+        while self._num_slots < wanted and (borrowed := self._borrow(())):
+            left.append(borrowed[1])
+        return [key for key in left if key != NOWHERE]
 
     @property
     def _num_slots(self) -> int:
@@ -76,9 +77,13 @@ class Ring:
 
         Nobody leaves them, and each holds one expert: all of them are there at the same time.
         """
+        self.note_asked(count)
+        return iter([(slot, NOWHERE) for slot in self.held_slots()[:count]])
+
+    def note_asked(self, count: int) -> None:
+        """Note how many slots a layer in one graph would have liked."""
         self._quiet_steps = 0
         self._asked = max(self._asked[0], count), self._asked[1]
-        return iter([(slot, NOWHERE) for slot in self.held_slots()[:count]])
 
     def held_slots(self) -> list[int]:
         """Return its own slots and those that it has borrowed."""

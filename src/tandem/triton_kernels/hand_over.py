@@ -3,6 +3,8 @@
     publish   looks the chosen experts up, writes the layer's mailbox in mapped host memory
       -> the doorbell: publish itself (`rings`), or a stream's write behind it
       -> hits: the vector kernels on the addresses that publish has used; 0 is no expert
+      -> where misses may be fetched, `take_fetched`: waits as combine does, if anything misses, and
+         brings the addresses that the host has answered with; then the same vector kernels on these
       -> combine: waits for `done` (`waits`; else a stream's wait stands before it); rows of the GPU
          and rows of the host, added in the router's order
 
@@ -147,6 +149,44 @@ def publish(
             )
     if rings:
         ring(doorbell, on_gpu)
+
+
+@triton.jit(do_not_specialize=["number"])
+def take_fetched(
+    done: tensor,
+    turn: tensor,
+    given_up: tensor,
+    number: tensor,
+    fetched: tensor,
+    top_k_index: tensor,
+    addresses: tensor,
+    brought: tensor,
+    num_choices: constexpr,
+    choice_width: constexpr,
+    num_experts: constexpr,
+    most: constexpr,
+    on_gpu: constexpr,
+) -> None:
+    """Bring where the misses lie that the host has copied meanwhile: one program, behind the hits.
+
+    `fetched` is the layer's mailbox, `brought` (rows * top_k,) int64 what a second launch reads, 0
+    where the host has computed the row. In `addresses` both are together, for `combine`. A layer
+    without misses does not wait. `most` and `number` are as there.
+    """
+    place = tl.arange(0, choice_width)
+    is_there = place < num_choices
+    chosen = tl.load(top_k_index + place, mask=is_there, other=-1)
+    address = tl.load(addresses + place, mask=is_there, other=0)
+    is_miss = (chosen >= 0) & (chosen < num_experts) & (address == 0)
+    found = address - address
+    num_misses = tl.reduce(is_miss.to(tl.int32), 0, tl.standard._sum_combine)
+    if num_misses != 0:
+        is_answered = num_misses != 0
+        if most > 0:
+            is_answered = wait_for_host(done, turn, given_up, number, most, on_gpu)
+        found = tl.load(fetched + place, mask=is_miss & is_answered, other=0, volatile=True)
+    tl.store(brought + place, found, mask=is_there)
+    tl.store(addresses + place, address + found, mask=is_there)
 
 
 @triton.jit(do_not_specialize=["number"])

@@ -131,7 +131,7 @@ class Trial:
         self._results = shared[hidden_size:]
         with torch.inference_mode(False):
             device = streams.device
-            self._hidden, self._rows = (torch.ones(1, hidden_size, device=device) for _ in range(2))
+            self._hidden = torch.ones(1, hidden_size, device=device)
             self._one = torch.ones(1, 1, device=device)
             self._address_of = torch.zeros(1, dtype=torch.int64, device=device)
             self._index = {
@@ -140,7 +140,8 @@ class Trial:
             }
         self._box = handing.MailboxTensors(
             self._doorbell, self._done, words[32:33], words[33:34],
-            words[34:35].view(torch.float32), shared[:hidden_size], self._results,
+            words[34:35].view(torch.float32), words[36:38].view(torch.int64),
+            shared[:hidden_size], self._results,
             handing.WaitWords.on(device, self._given_up),
         )  # fmt: skip
         self._out = self._hidden
@@ -192,7 +193,7 @@ class Trial:
             self._box.waits.begin_step()
         self._out = self._layer(
             self._box, signals, self._address_of, self._hidden, self._index[expert], self._one,
-            lambda _: self._rows, layer=layer,
+            lambda addresses, rows: None, layer=layer,
         )  # fmt: skip
 
     def _comes_through(self, work: Callable[[], None], result: float) -> bool:

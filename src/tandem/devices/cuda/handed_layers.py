@@ -2,11 +2,12 @@
 
     publish -> doorbell -> hits (vector kernels) -> wait for `done` -> combine
 
+Where the host may fetch misses, the vector kernels are launched a second time, over those that it
+has brought: between the wait and combine.
+
 It stands where `ResidentLayers` does, so that a step with it is one graph. The host's side is the
 coordinator (docs/decisions/0016-coordinator.md), whose mailbox and table of addresses it reads.
 """
-
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,16 +37,18 @@ class HandedLayers:
         words: handing.WaitWords,
         *,
         host_table: Tensor | None = None,
+        fetches: bool = False,
     ) -> None:
         """Hand over through a mailbox, whose bytes are `memory` (num_bytes,) uint8, mapped.
 
         `table` (layers, experts) int64 on the device has the address of each resident expert, 0
         for the others. Each step begins with bringing `host_table`, pinned, if there is one.
-        `words` are for all mailboxes: a step is under way in one of them.
+        `words` are for all mailboxes: a step is under way in one of them. `fetches` tells whether
+        the host may answer with addresses.
         """
         self._store, self._box, self._memory, self._table = store, box, memory, table
         self._experts, self._signals, self._host_table = experts, signals, host_table
-        self._words = words
+        self._words, self._fetches = words, fetches
 
     def serves(self, layer: int, functions: ExpertFunctions, index: Tensor) -> bool:
         """Tell whether a layer is handed over: packed, plainly gated, of few rows."""
@@ -68,32 +71,26 @@ class HandedLayers:
                 self._table.copy_(self._host_table, non_blocking=True)
         hidden, index = hidden.contiguous(), index.contiguous()
 
-        def hits(addresses: Tensor) -> Tensor:
+        def hits(addresses: Tensor, computed: Tensor) -> None:
             rows = each_row_alone(addresses, *index.shape)
-            computed = self._rows(hidden, addresses)
             self._experts.compute(host.layout, functions.native, hidden, rows, computed)
-            return computed
 
         return handing.hand_over_layer(
             self._tensors(layer, hidden, index.numel()), self._signals,
             self._table[layer, : host.arrivals.num_experts], hidden, index,
-            weights.float().contiguous(), hits, layer=layer,
+            weights.float().contiguous(), hits, layer=layer, fetches=self._fetches,
         )  # fmt: skip
 
     def launch_once(self, hidden: Tensor, top_k: int) -> None:
-        """Queue a layer's first and last kernel, for rows that have chosen no expert."""
+        """Queue all kernels of a layer but the experts', for rows that have chosen no expert."""
         with torch.inference_mode(False):
             index = torch.full((len(hidden), top_k), -1, device=hidden.device)
             weights = torch.zeros(len(hidden), top_k, device=hidden.device)
         handing.hand_over_layer(
             self._tensors(0, hidden, index.numel()), KernelSignals(self._signals.wait_seconds),
             self._table[0, : self._store[0].arrivals.num_experts], hidden, index, weights,
-            partial(self._rows, hidden), layer=0,
+            lambda addresses, rows: None, layer=0, fetches=self._fetches,
         )  # fmt: skip
-
-    def _rows(self, hidden: Tensor, addresses: Tensor) -> Tensor:
-        """Return memory for what experts make of each choice."""
-        return hidden.new_empty(len(addresses), hidden.shape[1], dtype=torch.float32)
 
     def _tensors(self, layer: int, hidden: Tensor, pairs: int) -> handing.MailboxTensors:
         """Return the mailbox of a layer as tensors of the host's memory, for so many choices."""
@@ -108,6 +105,7 @@ class HandedLayers:
             part(start + box.choice, pairs, torch.int32),
             part(start + box.is_hit, pairs, torch.int32),
             part(start + box.weights, pairs, torch.float32),
+            part(start + box.fetched, pairs, torch.int64),
             part(box.hidden, hidden.numel(), hidden.dtype),
             part(box.results, pairs * hidden.shape[1], torch.float32),
             self._words,

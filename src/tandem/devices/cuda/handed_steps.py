@@ -109,7 +109,7 @@ class HandedSteps(CapturedSteps):
                 number,
                 HandedLayers(
                     self._cache.store, box, memory, self._device_table, self._experts,
-                    self._signals, self._words, host_table=self._host_table,
+                    self._signals, self._words, host_table=self._host_table, fetches=self.fetches,
                 ),
             )  # fmt: skip
         return self._layers[num_rows][1]
@@ -133,7 +133,10 @@ class HandedSteps(CapturedSteps):
 
         box, memory = self._mailbox(num_rows)
         store, table, geometry = self._cache.store, self._device_table, self._cache.geometry
-        layers = HandedLayers(store, box, memory, table, self._experts, self._signals, self._words)
+        layers = HandedLayers(
+            store, box, memory, table, self._experts, self._signals, self._words,
+            fetches=self.fetches,
+        )  # fmt: skip
         with torch.inference_mode(False):
             hidden = torch.zeros(
                 num_rows, self._hidden_size, dtype=self._dtype, device=table.device

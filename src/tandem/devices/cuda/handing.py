@@ -44,6 +44,7 @@ class MailboxTensors(NamedTuple):
     choice: Tensor  # (rows, top_k) int32
     is_hit: Tensor  # (rows, top_k) int32
     weights: Tensor  # (rows, top_k) fp32
+    fetched: Tensor  # (rows, top_k) int64
     hidden: Tensor  # (rows, hidden_size) in the model's dtype
     results: Tensor  # (rows * top_k, hidden_size) fp32
     waits: WaitWords
@@ -56,21 +57,28 @@ def hand_over_layer(
     hidden: Tensor,
     index: Tensor,
     weights: Tensor,
-    hits: Callable[[Tensor], Tensor],
+    hits: Callable[[Tensor, Tensor], None],
     *,
     layer: int,
+    fetches: bool = False,
 ) -> Tensor:
     """Queue a whole layer; return where its result will be, like `hidden`.
 
     `address_of` is (num_experts,) int64, 0 for experts that the device has not. `hits` queues what
-    computes the others, at the addresses (rows * top_k,) that it is given, 0 for no hit, and
-    returns their rows.
+    computes the others, at the addresses (rows * top_k,) that it is given, 0 for no hit, into their
+    rows. If the host `fetches` misses meanwhile, it is called again for these, behind the wait.
     """
     inside = signals.wait_seconds
     addresses = publish(box, address_of, hidden, index, weights, rings=inside > 0)
     signals.ring(box.doorbell)
-    rows = hits(addresses)
+    rows = hidden.new_empty(len(addresses), hidden.shape[1], dtype=torch.float32)
+    hits(addresses, rows)
     signals.wait(box.done)
+    if fetches:
+        num_experts = len(address_of)
+        hits(
+            take_fetched(box, addresses, index, num_experts, layer=layer, wait_seconds=inside), rows
+        )
     out = torch.empty_like(hidden)
     combine(
         box, rows, addresses, index, weights, len(address_of), out, layer=layer, wait_seconds=inside
@@ -97,11 +105,42 @@ def publish(
     hand_over.publish[(1,)](
         index, weights, hidden, address_of, addresses, box.doorbell, box.done, box.choice,
         box.is_hit, box.weights, box.hidden, num_choices=num_choices,
-        choice_width=1 << max(4, (num_choices - 1).bit_length()), num_experts=len(address_of),
+        choice_width=_choice_width(num_choices), num_experts=len(address_of),
         num_values=num_values, block_values=_PUBLISHED_AT_ONCE, rings=rings,
         on_gpu=index.is_cuda, num_warps=4,
     )  # fmt: skip
     return addresses
+
+
+def take_fetched(
+    box: MailboxTensors,
+    addresses: Tensor,
+    index: Tensor,
+    num_experts: int,
+    *,
+    layer: int,
+    wait_seconds: float,
+) -> Tensor:
+    """Return the addresses (rows * top_k,) of misses that the host has copied, 0 for the others.
+
+    They are put into `addresses` too. For `wait_seconds` see `combine`.
+    """
+    num_choices, brought = index.numel(), torch.empty_like(addresses)
+    hand_over.take_fetched[(1,)](
+        box.done, box.waits.turn, box.waits.given_up, layer + 1, box.fetched, index, addresses,
+        brought, num_choices=num_choices, choice_width=_choice_width(num_choices),
+        num_experts=num_experts, most=_most(wait_seconds, index), on_gpu=index.is_cuda, num_warps=1,
+    )  # fmt: skip
+    return brought
+
+
+def _choice_width(num_choices: int) -> int:
+    return 1 << max(4, (num_choices - 1).bit_length())
+
+
+def _most(wait_seconds: float, tensor: Tensor) -> int:
+    """Return for how long a kernel waits, as it counts."""
+    return round(wait_seconds * 1e9) if tensor.is_cuda or not wait_seconds else _LOOKS_OFF_GPU
 
 
 def combine(
@@ -122,10 +161,9 @@ def combine(
     Its products and sums are not joined, as they are not on the CPU.
     """
     num_rows, num_cols = out.shape
-    most = round(wait_seconds * 1e9) if out.is_cuda or not wait_seconds else _LOOKS_OFF_GPU
     hand_over.combine[-(-num_cols // _COMBINE_COLS), num_rows](
         box.done, box.waits.turn, box.waits.given_up, layer + 1, rows, box.results, addresses,
         index, weights, out, num_cols=num_cols, top_k=index.shape[1], num_experts=num_experts,
-        block_cols=_COMBINE_COLS, most=most, on_gpu=out.is_cuda, num_warps=_COMBINE_WARPS,
-        enable_fp_fusion=False,
+        block_cols=_COMBINE_COLS, most=_most(wait_seconds, out), on_gpu=out.is_cuda,
+        num_warps=_COMBINE_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -138,7 +138,7 @@ def native_step_policy(planner: Planner) -> _native.StepPolicy | None:
     costs = planner.costs
     return _native.StepPolicy(
         costs.cpu, costs.gpu, costs.cpu_first, costs.link, costs.cpu_slowdown, costs.link_slowdown,
-        planner.ring.graph_size, _GRAPH_RULES.index(type(planner.graph_rule.assignment)), tables,
+        planner.max_graph_fetches, _GRAPH_RULES.index(type(planner.graph_rule.assignment)), tables,
         *resident_lists(planner),
     )  # fmt: skip
 

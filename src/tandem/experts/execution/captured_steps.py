@@ -1,7 +1,8 @@
 """Decode steps that a coordinator answers: Python begins and ends one, native code does the rest.
 
     begin(ids)     what was copied by plans has ended; entries of evicted experts are cleared
-      -> layers    publish, hits, wait, combine: in a recorded or captured step, without Python
+      -> layers    publish, hits, wait, combine: in a recorded or captured step, without Python;
+                   behind the wait a second launch, if some misses are fetched meanwhile
       -> finish    the planner and the listeners get what was decided behind the layers
 
 What the layers run on is a subclass: a GPU's graph, or on the emulated device the caller's thread
@@ -10,6 +11,7 @@ takes over what captured ones have copied, and the other way round, at the borde
 """
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +33,17 @@ from tandem.policy.step_path import MAX_GRAPH_TOKENS
 PATIENCE_SECONDS = 10.0
 NUM_ROWS = (1, 2, 4, MAX_GRAPH_TOKENS)  # a step of other tokens has idle rows
 MAX_ROWS = NUM_ROWS[-1]
+
+
+_SlotCopy = tuple[int, int, int, int]  # layer, expert, slot, who leaves it or -1
+_Record = tuple[int, list[int], list[int], list[float], int, float, float, float, float, list[int]]
+
+
+class _Copies(NamedTuple):
+    """What was copied for a layer: into slots of the cache, and for one use."""
+
+    entered: tuple[Copy, ...] = ()
+    staged: tuple[Copy, ...] = ()
 
 
 class CapturedSteps:
@@ -55,6 +68,7 @@ class CapturedSteps:
         self._slots: object = None  # those that the coordinator knows
         self._policy: _native.StepPolicy | None = None
         self._is_entered = False
+        self._ring: list[int] = []  # slots that the policy fetches into
         self._changed: dict[int, int] = {}  # slot -> key, since the last planned step
         self._num_tokens = 0  # of the step under way
 
@@ -62,6 +76,11 @@ class CapturedSteps:
     def is_under_way(self) -> bool:
         """Tell whether a step has begun and not ended."""
         return self._num_tokens > 0
+
+    @property
+    def fetches(self) -> bool:
+        """Whether misses may be copied for the layer itself."""
+        return self._cache.planner.graph_rule.fetches
 
     def link(self) -> _native.DriverLink | None:
         """Return how copies go to a GPU; None: slots are in the host's memory."""
@@ -73,6 +92,8 @@ class CapturedSteps:
     def begin_on(self, box: int, num_tokens: int) -> None:
         """Begin a step of so many tokens on one of the coordinator's mailboxes."""
         self._enter()
+        if self.fetches:
+            self._lend_slots()
         self._cache.tell_host()
         self.coordinator.clear_entries()
         self.coordinator.set_dense_seconds(self._cache.planner.costs.dense(num_tokens))
@@ -91,7 +112,7 @@ class CapturedSteps:
         if not listeners:
             return
         for record in self.coordinator.records():
-            event = self._event(record, copies.get(record[0], ()))
+            event = self._event(record, copies.get(record[0], _Copies()))
             for listener in listeners:
                 listener(event)
 
@@ -154,25 +175,46 @@ class CapturedSteps:
                 self._table, addresses, slots.slot_bytes, self._policy, self._rate, None,
                 self.link(),
             )  # fmt: skip
-        link = planner.link
-        self._policy.load(*resident_lists(planner), link.free_at, len(link.pending))
+        self._load_policy()
         slot_of = planner.residency.slot_of
         addresses = [slots.address(slot) if slot >= 0 else 0 for slot in slot_of]
         self._table[:] = np.reshape(addresses, self._table.shape)
         self._is_entered = True
+
+    def _load_policy(self) -> None:
+        """Bring the native policy to where the planner is."""
+        assert self._policy is not None
+        planner = self._cache.planner
+        link, self._ring = planner.link, planner.ring.held_slots()
+        self._policy.load(*resident_lists(planner), link.free_at, [*link.pending])
+
+    def _lend_slots(self) -> None:
+        """Let fetches of this step have the slots that those of the latest ones have asked for."""
+        ring = self._cache.planner.ring
+        left = ring.begin_step(in_graph=True)
+        if left or ring.held_slots() != self._ring:
+            self.coordinator.clear(left)
+            self._load_policy()
 
     def _apply(
         self,
         layer: int,
         now: float,
         arrivals: Sequence[tuple[int, int, float]],
-        copies: Sequence[tuple[int, int, int, int]],
-    ) -> tuple[Copy, ...]:
-        """Tell the planner what has ended and what was decided, in this order."""
+        copies: Sequence[_SlotCopy],
+        staged: Sequence[_SlotCopy],
+        asked: int,
+    ) -> _Copies:
+        """Tell the planner what has ended and what was decided, in this order.
+
+        `asked` is the number of staging slots that there should have been.
+        """
         cache, planner = self._cache, self._cache.planner
         geometry, residency = cache.geometry, planner.residency
         for arrival in arrivals:
             planner.copy_finished(*arrival)
+        if copies or asked:
+            planner.ring.note_asked(asked)
         found = []
         for _, expert, slot, victim in copies:
             evicts = None
@@ -184,17 +226,18 @@ class CapturedSteps:
             assert given == slot, f"the planner gives slot {given}, the coordinator {slot}"
             self._changed[slot] = key
             found.append(Copy(layer, expert, slot, evicts))
-        for copy in found:
+        for_one_use = [Copy(layer, expert, slot, None) for _, expert, slot, _ in staged]
+        for copy in (*for_one_use, *found):
             planner.link.issue(geometry.key(layer, copy.expert), now)
-        return tuple(found)
+        return _Copies(tuple(found), tuple(for_one_use))
 
     def _event(
         self,
-        record: tuple[int, list[int], list[int], list[float], int, float, float, float, float],
-        insert: tuple[Copy, ...],
+        record: _Record,
+        copies: _Copies,
     ) -> LayerExecuted:
         """Return what listeners hear of a layer."""
-        layer, choice, is_hit, _, _, rung, begun, ended, answered = record
+        layer, choice, is_hit, _, _, rung, begun, ended, answered, in_time = record
         host, top_k = self._cache.store[layer], self._cache.geometry.top_k
         missed = {e for e, hit in zip(choice, is_hit, strict=True) if not hit}
         experts = sorted({e for e in choice if 0 <= e < host.arrivals.num_experts})
@@ -202,9 +245,11 @@ class CapturedSteps:
         rows = [choice[at : at + top_k] for at in range(0, len(choice), top_k)]
         routes = [row for row in rows if min(row) >= 0]
         on_gpu = tuple(e for e in experts if e not in missed)
-        on_cpu = tuple(e for e in experts if e in missed)
+        on_cpu = tuple(e for e in experts if e in missed and e not in in_time)
+        fetch = tuple(c for c in (*copies.entered, *copies.staged) if c.expert in in_time)
+        insert = tuple(c for c in copies.entered if c.expert not in in_time)
         seconds = 0.0, ended - begun
-        plan = LayerPlan(layer, on_gpu, (), (), on_cpu, insert, (), *seconds, len(on_gpu))
+        plan = LayerPlan(layer, on_gpu, (), fetch, on_cpu, insert, (), *seconds, len(on_gpu))
         return LayerExecuted(
             layer=layer,
             num_tokens=len(routes),

@@ -5,12 +5,10 @@ from tandem.policy.assignment import baselines, in_graph
 from tandem.policy.assignment.balanced import Balanced
 from tandem.policy.assignment.problem import Assignment, LayerProblem, Split
 
-__all__ = ["ASSIGNMENTS", "IN_GRAPH", "RUNS_IN_GRAPH", "Assignment", "LayerProblem", "Split"]
+__all__ = ["ASSIGNMENTS", "IN_GRAPH", "Assignment", "LayerProblem", "Split"]
 
-# Those that a decode step in one graph can follow, as its hits stay the device's; and of them
-# those that it runs by now. The others are the simulator's.
+# Those that a decode step in one graph can follow, as its hits stay the device's.
 IN_GRAPH = ("ready-on-gpu", "balanced-in-graph", "dali-in-graph")
-RUNS_IN_GRAPH = ("ready-on-gpu",)
 
 ASSIGNMENTS: Registry[Assignment] = Registry("assignment")
 ASSIGNMENTS.register("balanced")(Balanced)
