@@ -156,6 +156,6 @@ def test_size_changes_between_steps_keep_the_best_experts(store: HostStore, make
     executor.close()
 
 
-def test_a_quarter_of_a_minute_of_stress_ends_well() -> None:
+def test_a_short_stress_ends_well() -> None:
     """`python -m tests.experts.stress` goes on for as long as it is told."""
-    assert stress(seconds=15.0, seed=1).steps > 12
+    assert stress(seconds=5.0, seed=1).steps > 12
