@@ -19,7 +19,7 @@ GPU_OUT ?= build/gpu
 SHAPE ?= qwen3-30b-a3b
 # Tests with one instruction set of the CPU kernels: make test ISA=portable. Without it they run with
 # the best, and one architecture of those whose results depend on the kernels with each that this
-# processor has; make test-all-isas has them all.
+# processor has (AVX-VNNI is AVX2 but for products); make test-all-isas has them all.
 ISA ?=
 PYTEST := $(BIN)/pytest -n 3 --dist loadgroup $(if $(ISA),--isa $(ISA))
 

@@ -2,10 +2,10 @@
 
 The machine must not decide what is tested: `--isa NAME` (or `best`) runs all tests with that
 instruction set of the CPU kernels. Without it tests marked `every_isa`, whose results depend on the
-kernels, run with each that this processor has; but of the parameter `first_of` names, such as the
-architecture, all values run with the best alone and the first one with the others. `--isa all` runs
-all values with all. Their fixtures that start kernels ask for `isa`, so that they start again.
-`--write-docs` writes generated documents.
+kernels, run with each that this processor has and that has kernels of all kinds; but of the
+parameter `first_of` names, such as the architecture, all values run with the best alone and the
+first one with the others. `--isa all` runs all values with all. Their fixtures that start kernels
+ask for `isa`, so that they start again. `--write-docs` writes generated documents.
 """
 
 import os
