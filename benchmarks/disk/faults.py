@@ -47,6 +47,7 @@ _SHAPE = ModelShape(
 )  # fmt: skip
 _SLOTS_SHARE = 0.33
 _HANG_SECONDS = 90.0
+_LOAD_SECONDS = 600.0  # until the first answer, on a busy machine
 _AMPLE_BYTES = 4 << 30
 _LEFT_BYTES = 256 << 20  # beside what is used, when memory is short
 # Of a period: how long there is plenty, the warning before the limit, how long it stays.
@@ -133,10 +134,11 @@ def answers_of(
             if line is None:
                 break
             lines.append(json.loads(line))
-        if time.monotonic() - alive > _HANG_SECONDS:
+        patience = _HANG_SECONDS if lines else _LOAD_SECONDS
+        if time.monotonic() - alive > patience:
             process.kill()
             process.wait()
-            return lines, f"hung: no answer for {_HANG_SECONDS:.0f} s"
+            return lines, f"hung: no answer for {patience:.0f} s"
     code = process.wait()
     return lines, "" if code == 0 else f"ended with {code}"
 

@@ -103,7 +103,20 @@ def _outcome(
         return ("sentence" if text and "\n" not in text else "no sentence"), text
     except Exception as error:  # what a user must never see
         return "other error", repr(error)
-    return ("right" if found == expected[number] else "wrong"), ""
+    if found == expected[number]:
+        return "right", ""
+    return "wrong", f"request {number}: {_difference(found, expected[number])}"
+
+
+def _difference(found: list[Any], expected: list[Any]) -> str:
+    """Say which answers differ from where on, and by how much the scores do."""
+    parts = []
+    for row, (ours, right) in enumerate(zip(found[:-1], expected[:-1], strict=True)):
+        at = next((i for i, (a, b) in enumerate(zip(ours, right, strict=False)) if a != b), None)
+        if ours != right:
+            parts.append(f"answer {row} from token {at} on")
+    most = max(abs(a - b) for a, b in zip(found[-1], expected[-1], strict=True))
+    return ", ".join([*parts, f"scores by {most:.3g}"])
 
 
 def faults(native: Any, file: Path) -> list[Fault]:

@@ -221,7 +221,7 @@ def test_an_eviction_that_slots_cannot_follow_is_refused_where_a_model_does_not_
 
 def test_an_assignment_that_fetches_within_a_step_is_refused(packed: Path, profile: str) -> None:
     more: dict[str, Any] = {"device": "emulated", "gpu_memory": "300KB", "profile": profile}
-    with pytest.raises(ConfigError, match="balanced-in-graph.*choose ready-on-gpu"):
+    with pytest.raises(ConfigError, match=r"balanced-in-graph.*choose ready-on-gpu"):
         tandem.load(packed, expert_memory="1MB", assignment="balanced-in-graph", **more)
 
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tandem.core.errors import TandemWarning
+from tandem.core.errors import ModelError, TandemWarning
 from tandem.experts.execution.executor import Executor, unheard
 from tandem.recording.recorder import NotRecordableError
 
@@ -120,6 +120,9 @@ class ReplayedStep:
             return self._compared(self._step(), self._recording, go_back)
         try:
             expected, recording = self._record()
+        except ModelError:  # a disk gave no experts: that says nothing of the recording
+            go_back()
+            raise
         except _FAILURES as error:
             self._give_up(error)
             go_back()
@@ -139,6 +142,9 @@ class ReplayedStep:
                 self._announce()
                 result = recording.run()
             share = _share_equal(result.float(), expected.float(), self._tolerance)
+        except ModelError:
+            go_on()
+            raise
         except _FAILURES as error:
             self._give_up(error)
             go_on()

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from tandem.core.errors import ExecutionError, TandemWarning
+from tandem.core.errors import ExecutionError, ModelError, TandemWarning
 from tandem.devices.cuda.captures import Capture, Graph, on_capture_stream
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.executor import Executor, unheard
@@ -266,7 +266,7 @@ def new_graphed_step(
         layers = find_layers()
         try:
             return capture(layers)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, ModelError):  # the latter: a disk that gave no experts
             raise
         except Exception as error:
             if layers is None or not layers.give_up(error):
@@ -303,7 +303,7 @@ def _shortest(
             return capture(record_first())
         except NotRecordableError:
             pass
-        except (torch.OutOfMemoryError, ExecutionError):
+        except (torch.OutOfMemoryError, ExecutionError, ModelError):
             raise
         except Exception as error:  # Triton's compilers and tools raise what they like
             first_line = str(error).partition("\n")[0]
