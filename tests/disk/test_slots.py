@@ -20,12 +20,14 @@ from transformers import AutoModelForCausalLM
 
 import tandem
 from tandem.core.errors import CapacityError, ConfigError, ModelError, TandemError
+from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.experts.cache.memory_watch import MemoryWatch
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.formats.weight_format import find_format
 from tandem.policy.plan import Geometry
+from tandem.recording.recorded_graph import RecordedGraph
 from tests.architectures import VOCABULARY
 from tests.disk.loading import put_on_disk, slots_of, with_share
 from tests.experts.machines import FUNCTIONS, route
@@ -157,6 +159,34 @@ def test_a_failed_read_in_a_recorded_step_fails_its_request_alone(
     (found,) = generator.generate(prompt, max_new_tokens=20)
     (right,) = tandem.Generator(in_memory).generate(prompt, max_new_tokens=20)
     assert found.token_ids == right.token_ids
+
+
+@pytest.mark.parametrize("failing_step", range(4))
+def test_a_read_that_fails_while_steps_are_recorded_ends_no_recording(
+    packed: Path, in_memory: Any, failing_step: int
+) -> None:
+    model = with_share(packed, 0.0)
+    pools = [
+        tandem.Generator(m, speculate="none").slot_pool(1, capacity=64) for m in (model, in_memory)
+    ]
+    pool, _ = pools
+    prompt = {0: ids(9)[0].tolist()}
+    for one in pools:
+        one.prefill(prompt)
+    for step in range(failing_step):
+        assert torch.equal(*(one.decode({0: 5 + step}) for one in pools))
+    slots_of(model).native.fail(errno.EIO, 1, 0.0)
+    with pytest.raises(ModelError, match="Input/output error"):
+        pool.decode({0: 7})
+    slots_of(model).native.fail(0, 0, 0.0)
+    for one in pools:
+        one.keep(0, 0)
+        one.prefill(prompt)
+    for step in range(8):
+        assert torch.equal(*(one.decode({0: 5 + step}) for one in pools))
+    assert isinstance(pool, CpuSlotPool)
+    assert pool.step is not None
+    assert isinstance(pool.step.recording, RecordedGraph)
 
 
 def test_slow_reads_change_no_bit(packed: Path, in_memory: Any) -> None:
