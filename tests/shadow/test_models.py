@@ -22,7 +22,7 @@ IS_WHOLE = os.environ.get("TANDEM_DRY_GPU") == "1"
 KINDS = {
     "mixtral": 2,  # plain attention
     "deepseek_v2": 3,  # latents; the first layer has no experts
-    "deepseek_v32": 3,  # an indexer
+    "deepseek_v32": 4,  # an indexer; its config names a type for each
     "qwen3_5_moe": 4,  # states, and weights that a recording makes
 }
 """With numbers of layers that have all there is between two that hand over."""

@@ -35,11 +35,10 @@ class DiskOptions:
 
     def __post_init__(self) -> None:
         """Refuse what says nothing, or the same twice."""
-        given = [n for n in ("host_experts", "expert_memory") if getattr(self, n) is not None]
+        named = {"--host-experts": self.host_experts, "--expert-memory": self.expert_memory}
+        given = [name for name, value in named.items() if value is not None]
         if given and self.disk is None:
-            raise ConfigError(
-                f"--{given[0].replace('_', '-')}: that is memory over a disk; give --disk too"
-            )
+            raise ConfigError(f"{given[0]}: that is memory over a disk; give --disk too")
         if len(given) > 1:
             raise ConfigError("--host-experts and --expert-memory say the same; leave one out")
 
