@@ -53,8 +53,7 @@ void init_layer(Layer* self, std::string path, std::int64_t first, std::int64_t 
 
 // Of the transit slots the last `num_held` are for experts that are held.
 void init_slots(HostSlots* self, const std::vector<Layer>& layers, const Tensor& transit,
-                std::int64_t num_held, int num_readers, std::int64_t piece_bytes, double patience,
-                ForesightTables* prediction) {
+                std::int64_t num_held, int num_readers, std::int64_t piece_bytes, double patience) {
   transit.require_dims("transit", 2);
   require(num_readers > 0 && num_readers <= kMostReaders && piece_bytes >= kDiskPage &&
               piece_bytes <= kMostPieceBytes && patience > 0.0,
@@ -62,8 +61,6 @@ void init_slots(HostSlots* self, const std::vector<Layer>& layers, const Tensor&
   require(!layers.empty() && num_held >= 0 && transit.size(0) > num_held,
           "a layer and a transit slot or more");
   for (const Layer& layer : layers) {
-    require(prediction == nullptr || layer.num_experts <= prediction->num_experts(),
-            "a prediction of as many experts");
     require(layer.slot_bytes() <= transit.size(1), "transit slots of the largest layer's size");
     // A table reads the experts of the layer above, too.
     for (const Layer& other : layers)
@@ -75,7 +72,7 @@ void init_slots(HostSlots* self, const std::vector<Layer>& layers, const Tensor&
               transit.size(1) % kDiskPage == 0,
           "memory of whole pages");
   new (self) HostSlots(layers, {memory, transit.size(0) - num_held, transit.size(1), num_held,
-                                num_readers, piece_bytes, patience, prediction});
+                                num_readers, piece_bytes, patience});
 }
 
 // With `waits` there is one.
@@ -152,7 +149,6 @@ void bind_disk(nb::module_& m) {
       .def_ro("hits", &HostSlots::Counts::hits)
       .def_ro("misses", &HostSlots::Counts::misses)
       .def_ro("ahead", &HostSlots::Counts::ahead)
-      .def_ro("predicted", &HostSlots::Counts::predicted)
       .def_ro("kept", &HostSlots::Counts::kept)
       .def_ro("read_bytes", &HostSlots::Counts::read_bytes)
       .def_ro("waited_seconds", &HostSlots::Counts::waited_seconds);
@@ -175,9 +171,7 @@ void bind_disk(nb::module_& m) {
            })
       .def("let_go", &HeldExpert::let_go);
   nb::class_<HostSlots>(m, "HostSlots")
-      .def("__init__", &init_slots, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-           nb::arg(), nb::arg().none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
-           nb::keep_alive<1, 8>())
+      .def("__init__", &init_slots, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
       .def("hold",
            [](HostSlots& self, std::int32_t layer, std::int32_t expert) {
              return std::move(*hold(self, layer, expert, true));

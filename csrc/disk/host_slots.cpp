@@ -26,7 +26,6 @@ HostSlots::HostSlots(std::vector<Layer> layers, const Options& options)
     : layers_(std::move(layers)),
       slots_(layers_.size()),
       unused_(layers_.size()),
-      prediction_(options.prediction, static_cast<std::int32_t>(layers_.size())),
       patience_(options.patience),
       readers_(options.num_readers, options.piece_bytes, [this] { fill_next(); }) {
   std::int64_t most_experts = 0;
@@ -141,9 +140,6 @@ void HostSlots::begin(const ExpertUse& use) {
     ++(slot == nullptr ? counts_.misses : counts_.hits);
     counts_.ahead += slot != nullptr && !has_slot;
   }
-  const bool is_missing = std::any_of(wanted_.begin(), wanted_.end(),
-                                      [](const Wanted& one) { return one.slot == nullptr; });
-  prediction_.begin(layer_, is_prompt_ ? use.last : use.experts, !is_prompt_, is_missing);
   order_ahead();
   admit_absent(scores_, std::move(absent));
   use_transit_slots();
@@ -276,14 +272,6 @@ bool HostSlots::read_ahead(std::int32_t layer, std::int32_t expert) {
   return slot != nullptr;
 }
 
-// Behind a decode step's layer: its disk would stand still until the next one.
-void HostSlots::read_predicted() {
-  const std::int32_t expert = prediction_.next([this](std::int32_t layer, std::int32_t one) {
-    return one < layers_[layer].num_experts && find(layer, one, transit_) == nullptr;
-  });
-  if (expert != kNobody) counts_.predicted += read_ahead(prediction_.next_layer(), expert);
-}
-
 // Of a prompt, the next layer's experts: those with the highest scores are read first, at the end. For
 // the others there is no slot then, and a prompt does not use all of them.
 void HostSlots::order_ahead() {
@@ -326,7 +314,6 @@ std::span<const HostSlots::Arrived> HostSlots::next() {
         require_read(*one.slot, layer_, one.is_asked);
         continue;
       }
-      if (one.is_asked) prediction_.note_read(one.slot->read.seconds);
       one.is_handed_out = true;
       arrived_.push_back({static_cast<std::int64_t>(i), one.slot->read.data()});
     }
@@ -384,7 +371,6 @@ void HostSlots::end() noexcept {
   learn();
   settle(layer_);
   resize(layer_);
-  read_predicted();
 }
 
 }  // namespace tandem

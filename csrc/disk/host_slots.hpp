@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "coordinator/step_policy.hpp"
-#include "disk/expert_prediction.hpp"
 #include "disk/reader_pool.hpp"
 #include "expert_source.hpp"
 #include "policy_tables.hpp"
@@ -42,11 +41,9 @@ class HostSlots final : public ExpertSource {
     int num_readers;
     std::int64_t piece_bytes;
     double patience;  // seconds without a byte until a use fails
-    ForesightTables* prediction;  // of all layers; outlive this; null: nothing is predicted
   };
   struct Counts {
     std::int64_t hits = 0, misses = 0, ahead = 0, read_bytes = 0;  // ahead: of the hits
-    std::int64_t predicted = 0;  // reads for decode steps that nobody had asked for
     std::int64_t kept = 0;  // experts that came back from a device
     double waited_seconds = 0.0;
   };
@@ -140,7 +137,6 @@ class HostSlots final : public ExpertSource {
   void use_transit_slots();
   void order_ahead();
   bool read_ahead(std::int32_t layer, std::int32_t expert);
-  void read_predicted();
   Slot* free_transit();
   void release_handed_out();
   void learn();
@@ -167,7 +163,6 @@ class HostSlots final : public ExpertSource {
   std::vector<Ids> unused_;  // by layer: slots without memory
   bool is_filled_ = false;  // or is being filled
   std::int32_t filling_ = 0;  // the layer
-  ExpertPrediction prediction_;
   std::atomic<double> share_{1.0};
   std::atomic<bool> is_pinned_{false};
   double patience_;

@@ -16,7 +16,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "coordinator/words.hpp"
 #include "crc32c.hpp"
 
 namespace tandem {
@@ -142,7 +141,6 @@ ReaderPool::~ReaderPool() {
 
 void ReaderPool::ask(DiskRead& read, bool is_demand) {
   const std::int64_t count = (read.bytes + piece_bytes_ - 1) / piece_bytes_;
-  read.seconds = -steady_seconds();
   read.error.store(0, std::memory_order_relaxed);
   read.left.store(count, std::memory_order_relaxed);
   read.sums.assign(read.sum == nullptr ? 0 : count, 0);
@@ -237,7 +235,6 @@ void ReaderPool::end(DiskRead& read) {
     read.error.store(DiskRead::kDamaged, std::memory_order_relaxed);
   const bool is_good = read.error.load(std::memory_order_relaxed) == 0;
   const bool is_filling = read.is_filling && is_good;  // its slot may be another expert's in a moment
-  read.seconds += steady_seconds();
   read.state.store(is_good ? DiskRead::State::kDone : DiskRead::State::kFailed,
                    std::memory_order_release);
   {

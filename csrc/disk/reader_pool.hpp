@@ -56,7 +56,6 @@ struct DiskRead {
   bool is_filling = false;  // asked for by nobody: another one may follow it
   std::vector<std::uint32_t> sums;  // of the wanted bytes of each piece, where there is a sum
   std::atomic<std::int64_t> left{0};  // pieces
-  double seconds = 0.0;  // it took, once it has ended
   std::atomic<int> error{0};  // errno, or one of the two below
   std::atomic<State> state{State::kDone};
 

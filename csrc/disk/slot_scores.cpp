@@ -57,7 +57,6 @@ void HostSlots::note_on_device(const std::uint8_t* states) {
 void HostSlots::learn() {
   if (!has_learned_) layers_[layer_].table->learn();
   has_learned_ = true;
-  prediction_.learn();
 }
 
 }  // namespace tandem

@@ -1,6 +1,5 @@
 """Slots of a running model hit and miss what the simulator says of the same steps."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +70,7 @@ def run_live(model: Any, trace: RoutingTrace, eviction: str) -> list[Step]:
 
 @pytest.mark.parametrize("eviction", ["successor", "lru"])
 @pytest.mark.parametrize("share", [0.3, 0.6])
-def test_live_and_simulated_slots_miss_the_same(
-    packed: Path, share: float, eviction: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The simulator reads nothing ahead of a decode step.
-    monkeypatch.setattr("tandem.experts.cache.host_slots._prediction", lambda *_: None)
+def test_live_and_simulated_slots_miss_the_same(packed: Path, share: float, eviction: str) -> None:
     trace = typical_routing(GEOMETRY, num_sequences=1, num_tokens=2 * (PROMPT + STEPS))
     model = with_share(packed, share, eviction=eviction)
     steps = run_live(model, trace, eviction)
@@ -96,15 +91,3 @@ def test_live_and_simulated_slots_miss_the_same(
     # A step that is recorded runs again: its experts are there by then.
     again = live.hits + live.misses - demands
     assert again % (GEOMETRY.num_layers * GEOMETRY.top_k) == 0
-
-
-def test_what_steps_repeat_is_read_before_it_is_asked_for(packed: Path) -> None:
-    trace = typical_routing(GEOMETRY, num_sequences=1, num_tokens=2 * (PROMPT + STEPS))
-    of_token = GEOMETRY.top_k * (np.arange(len(trace.experts)) % 4)
-    experts = of_token[:, None, None] + np.arange(GEOMETRY.top_k)
-    experts = np.broadcast_to(experts, trace.experts.shape).astype(trace.experts.dtype)
-    model = with_share(packed, 0.3)
-    run_live(model, replace(trace, experts=experts), "successor")
-    counts = slots_of(model).native.counts()
-    assert counts.predicted > STEPS // 4
-    assert counts.ahead > counts.predicted // 2

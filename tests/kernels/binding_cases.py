@@ -161,7 +161,7 @@ def making_cases() -> dict[str, Case]:
     routed = layout, 0, 1.0, 1.0, 0.0, _bytes(EXPERTS, _layout().num_bytes)
     no_sums: list[int] = []
     slots = __file__, 0, 64, 64, no_sums, EXPERTS, _pages(2, _PAGES), None
-    on_disk = [_native.SlotLayer(*slots)], _pages(2, _PAGES), 1, 1, 4096, 1.0, None
+    on_disk = [_native.SlotLayer(*slots)], _pages(2, _PAGES), 1, 1, 4096, 1.0
     tables = _native.RowTables([([(__file__, 0, 8)], 64)], 1, 1.0)
     numbers = 0, HEADS, 1, DIM, DIM, 0.25, 0.0, 0
     layer, index = _native.AttentionLayer(*numbers, None), _native.IndexLayer()

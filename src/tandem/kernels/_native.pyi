@@ -632,7 +632,6 @@ class SlotCounts:
     hits: int
     misses: int
     ahead: int
-    predicted: int
     kept: int
     read_bytes: int
     waited_seconds: float
@@ -653,7 +652,6 @@ class HostSlots:
         num_readers: int,
         piece_bytes: int,
         patience: float,
-        prediction: ForesightTables | None,
         /,
     ) -> None: ...
     def hold(self, layer: int, expert: int, /) -> HeldExpert: ...

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.core.errors import CapacityError, ModelError
 from tandem.core.units import format_bytes
-from tandem.experts.cache.policy_tables import host_slot_tables, prediction_tables
+from tandem.experts.cache.policy_tables import host_slot_tables
 from tandem.experts.store.layer_slots import LayerSlots
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.store.pinning import Pin, pin_slots
@@ -108,12 +108,10 @@ class HostSlots:
                 layers, places, self._memory, self._tables, strict=True
             )
         ]  # fmt: skip
-        self._prediction = _prediction(eviction, counts, top_k)
         try:
             self.native = _native.HostSlots(
-                entries, self._transit, _HELD_SLOTS, _READERS, _PIECE_BYTES, _PATIENCE_SECONDS,
-                self._prediction,
-            )  # fmt: skip
+                entries, self._transit, _HELD_SLOTS, _READERS, _PIECE_BYTES, _PATIENCE_SECONDS
+            )
         except RuntimeError as error:
             raise ModelError(str(error)) from None
         for number, layer in enumerate(layers):
@@ -169,13 +167,6 @@ def _tables(
     if eviction == "lru":
         return [None] * len(counts)
     return host_slot_tables(Geometry(len(counts), max(counts), top_k), max(num_slots))
-
-
-def _prediction(eviction: str, counts: Sequence[int], top_k: int) -> _native.ForesightTables | None:
-    """Return what learns which expert is wanted next; None where nothing learns."""
-    if eviction == "lru":
-        return None
-    return prediction_tables(Geometry(len(counts), max(counts), top_k))
 
 
 def page_aligned(num_slots: int, slot_bytes: int) -> Tensor:

@@ -74,7 +74,6 @@ class _PredictionTables:
             regression_predictor.RATE,
             regression_predictor.TOKEN_RATE,
         )
-        self.native = native
         self._teach, self.begin_step, self._scores = native.teach, native.begin_step, native.scores
 
     def scores(self, layer: int, above: Sequence[int], before: Sequence[int]) -> memoryview:
@@ -93,11 +92,6 @@ def host_slot_tables(geometry: Geometry, num_slots: int) -> list[_native.Success
     """Return the tables in which the eviction of so many host slots a layer learns, by layer."""
     span = next_use.span_for(num_slots, geometry.top_k)
     return [table.native for table in _next_use_tables(geometry, span)]
-
-
-def prediction_tables(geometry: Geometry) -> _native.ForesightTables:
-    """Return the tables of the regression predictor for native code to learn in."""
-    return _PredictionTables(geometry).native
 
 
 NATIVE_TABLES = Tables(_next_use_tables, _PredictionTables, _decide_single_token)
