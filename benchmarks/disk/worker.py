@@ -64,11 +64,9 @@ def measure_tier(job: Job) -> dict[str, Any]:
     report: dict[str, Any] = {"load_seconds": time.perf_counter() - begin}
     running = RunningModel(model, job.prompt + job.steps + 64)
     watch = watch_of(model, trace, job.folder)
-    touch_seconds = _touch(watch)
     watch.time(lambda: running.prompt(job.cold_prompt), job.cold_prompt)
     report |= {
-        "touch_seconds": touch_seconds,
-        "first_token_seconds": time.perf_counter() - begin - touch_seconds,
+        "first_token_seconds": time.perf_counter() - begin,
         "cold_device_bytes": device.read() - before,
     }
     layers = [layer for layer in require_runtime(model).store if isinstance(layer, PackedLayer)]
@@ -98,19 +96,6 @@ def measure_tier(job: Job) -> dict[str, Any]:
             "huge_page_bytes": _huge_page_bytes(),
         }
     return report
-
-
-def _touch(watch: Watch) -> float:
-    """Have the system give the slots their memory; returns the seconds.
-
-    A virtual machine gets memory that it has given back at a quarter of a disk's rate, which has
-    nothing to do with the disk.
-    """
-    begin = time.perf_counter()
-    if watch.slots is not None:
-        for memory in watch.slots.memory:
-            memory.zero_()
-    return time.perf_counter() - begin
 
 
 def _huge_page_bytes() -> int:
