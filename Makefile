@@ -27,7 +27,7 @@ PYTEST := $(BIN)/pytest -n 3 --dist loadgroup $(if $(ISA),--isa $(ISA))
 # that follow.
 WHEEL_PYTHONS ?= $(PYTHON)
 
-.PHONY: test-fast test-all-isas fuzz-files wheel check-wheel check-clang check-commits check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
+.PHONY: test-fast test-all-isas fuzz-files wheel check-wheel check-clang check-commits check-threads check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
@@ -108,6 +108,11 @@ try-readme:  ## README's "Install, and run" as it stands, with PYTHON, in a new 
 
 check-clang:  ## All of csrc by the wheels' compiler, which is Clang: syntax and types
 	@wheels/clang.sh $(PYTHON)
+
+check-threads:  ## The threads that answer captured steps, copy and read the disk, under ThreadSanitizer: minutes
+	@cmake -S csrc -B build/threads -DTANDEM_SANITIZE_THREADS=ON >/dev/null
+	@cmake --build build/threads --target check_coordinator --parallel 2 >/dev/null
+	build/threads/check_coordinator
 
 check-arm:  ## The kernels compiled for 64-bit Arm; their checks, under qemu
 	csrc/checks/arm.sh $(PYTHON)
