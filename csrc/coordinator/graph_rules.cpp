@@ -67,7 +67,7 @@ GraphSplit balanced(const GraphProblem& problem) {
   Positions order = layer.absent;
   std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
     return problem.cpu[a] > problem.cpu[b] ||
-           (problem.cpu[a] == problem.cpu[b] && problem.worth[a] > problem.worth[b]);
+           (problem.cpu[a] == problem.cpu[b] && problem.scores[a] > problem.scores[b]);
   });
   GraphSplit best = priced(problem, layer, {});
   const auto most = std::min(static_cast<std::int64_t>(order.size()), problem.max_fetches);

@@ -17,7 +17,7 @@ enum class GraphRule : std::uint8_t { kReadyOnGpu, kBalanced, kDali };
 struct GraphProblem {
   std::vector<double> cpu, gpu;       // seconds
   std::vector<std::uint8_t> states;   // kEmpty, kCopying, kReady
-  std::vector<std::uint32_t> worth;
+  std::vector<std::uint32_t> scores;
   double cpu_first, link, link_busy;  // as tandem.policy.assignment.problem has them
   double cpu_slowdown, link_slowdown;
   std::int64_t max_fetches;

@@ -80,7 +80,7 @@ StepCopies StepPolicy::decide(std::int32_t layer, const Ids& experts, const Ids&
   Scores scores;
   if (fetches()) {
     scores = table.values();
-    for (const std::int32_t expert : experts) problem_.worth.push_back(scores[expert]);
+    for (const std::int32_t expert : experts) problem_.scores.push_back(scores[expert]);
   }
   const GraphSplit split = tandem::split(rule_, problem_);
   Ids fetched;
@@ -113,14 +113,14 @@ const std::uint8_t* StepPolicy::states_of(std::int32_t layer) {
   return states_.data();
 }
 
-// The layer's problem, without what experts are worth.
+// The layer's problem, without the scores.
 void StepPolicy::pose(const std::uint8_t* states, const Ids& experts, const Ids& tokens,
                       double now) {
   GraphProblem& problem = problem_;
   problem.cpu.clear();
   problem.gpu.clear();
   problem.states.clear();
-  problem.worth.clear();
+  problem.scores.clear();
   for (std::size_t i = 0; i < experts.size(); ++i) {
     problem.cpu.push_back(of(costs_.cpu, tokens[i]));
     problem.gpu.push_back(of(costs_.gpu, tokens[i]));

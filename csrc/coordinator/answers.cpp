@@ -1,0 +1,220 @@
+// The thread that answers: what it does about each layer of a step.
+#include <algorithm>
+
+#include "coordinator/coordinator.hpp"
+#include "coordinator/words.hpp"
+
+namespace tandem {
+namespace {
+
+// For so long a thread keeps its processor while it looks at a doorbell. Then it gives way between
+// looks: that costs nothing where nobody waits for the processor, and where the device itself does
+// (a CPU twin on a busy machine), 500 microseconds of spinning were 500 for each layer.
+constexpr double kSpinSeconds = 1e-5;
+constexpr int kSpins = 64;  // between two looks at the clock
+constexpr double kDiskPatience = 0.5;  // seconds that a device waits for a read
+
+// A use of a source, which ends behind all that is done about a layer.
+class SourceUse {
+ public:
+  explicit SourceUse(ExpertSource* source) : source_(source) {}
+  ~SourceUse() {
+    if (source_ != nullptr) source_->end();
+  }
+  SourceUse(const SourceUse&) = delete;
+  SourceUse& operator=(const SourceUse&) = delete;
+
+ private:
+  ExpertSource* source_;
+};
+
+// What a thread does between two looks at a word.
+class BetweenLooks {
+ public:
+  void operator()() {
+    if (++spin_ % kSpins == 0) is_patient_ = is_patient_ && steady_seconds() < end_;
+    if (is_patient_) {
+      pause();
+    } else {
+      std::this_thread::yield();
+    }
+  }
+
+ private:
+  const double end_ = steady_seconds() + kSpinSeconds;
+  int spin_ = 0;
+  bool is_patient_ = true;
+};
+
+}  // namespace
+
+void Coordinator::answer_step() {
+  const ThreadPool::Alert alert(engine_.pool());
+  for (std::int64_t layer = 0; layer < static_cast<std::int64_t>(layers_.size()); ++layer) {
+    if (!wait_for_doorbell(layer)) return;
+    if (layer == 0 && decisions_) decisions_->begin_step();
+    answer(layer);
+  }
+}
+
+bool Coordinator::wait_for_doorbell(std::int64_t layer) {
+  std::uint32_t* doorbell = box_->doorbell(layer);
+  for (BetweenLooks give_way; load_acquire(doorbell) != 1; give_way())
+    if (is_lost_.load(std::memory_order_relaxed)) return false;
+  std::uint8_t open = kOpen;
+  if (!answers_[layer].compare_exchange_strong(open, kTaken)) return false;
+  store_release(doorbell, 0u);
+  return true;
+}
+
+void Coordinator::answer(std::int64_t layer) {
+  const double rung = begun_ = ended_ = steady_seconds();
+  const RoutedLayer& host = layers_[layer];
+  if (hook_) hook_(layer);
+  if (answers_[layer].load() != kTaken) return;
+  fetched_.clear();
+  const bool has_misses = find_misses(layer, host.num_experts);
+  const bool is_asked =
+      host.source != nullptr && std::any_of(missed_.begin(), missed_.end(),
+                                            [](std::int32_t expert) { return expert >= 0; });
+  const SourceUse at_end(is_asked ? host.source : nullptr);
+  // What lies on a disk is not fetched: nobody knows when it comes.
+  std::span<const Fetch> fetches;
+  if (has_misses && !is_asked) fetches = fetch(layer);
+  std::int64_t num_computed = is_asked ? compute_coming(host) : compute(host, fetches);
+  num_computed += settle(host, fetches);
+  if (!fetches.empty() && is_lost_.load()) return;
+  std::uint8_t taken = kTaken;
+  if (!answers_[layer].compare_exchange_strong(taken, kClosed)) return;
+  if (has_misses) {
+    if (decisions_ && decisions_->fetches()) publish_fetched(layer, fetches);
+    store_release(box_->done(layer), 1u);
+  }
+  note(layer, num_computed, rung);
+  progress_.fetch_add(1);
+}
+
+// Tells whether a layer has misses; notes which expert each row wants.
+bool Coordinator::find_misses(std::int64_t layer, std::int64_t num_experts) {
+  const MailboxLayout& layout = box_->layout();
+  const std::int32_t *choice = box_->choice(layer), *is_hit = box_->is_hit(layer);
+  missed_.assign(layout.pairs(), -1);
+  bool has_misses = false;
+  for (std::int64_t i = 0; i < layout.pairs(); ++i) {
+    if (is_hit[i] != 0) continue;
+    has_misses = true;
+    if (choice[i] >= 0 && choice[i] < num_experts)
+      missed_[i] = choice[i];
+    else  // published by mistake: nothing is read outside
+      std::fill_n(box_->results() + i * layout.hidden_size, layout.hidden_size, 0.0f);
+  }
+  return has_misses;
+}
+
+std::span<const Fetch> Coordinator::fetch(std::int64_t layer) {
+  if (!decisions_) return {};
+  const auto pairs = static_cast<std::size_t>(box_->layout().pairs());
+  return decisions_->fetch(layer, {box_->choice(layer), pairs});
+}
+
+// The misses that are not fetched. Returns how many experts that are.
+std::int64_t Coordinator::compute(const RoutedLayer& host, std::span<const Fetch> fetches) {
+  addresses_.assign(missed_.size(), nullptr);
+  for (std::size_t i = 0; i < missed_.size(); ++i) {
+    const auto is_it = [&](const Fetch& fetch) { return fetch.expert == missed_[i]; };
+    if (missed_[i] >= 0 && std::none_of(fetches.begin(), fetches.end(), is_it))
+      addresses_[i] = host.expert(missed_[i]);
+  }
+  return compute_rows(host);
+}
+
+// Waits until each fetched expert is there or computed: those whose time is over at once, while
+// the others may still come. Returns how many were computed.
+std::int64_t Coordinator::settle(const RoutedLayer& host, std::span<const Fetch> fetches) {
+  if (fetches.empty()) return 0;
+  std::int64_t num_computed = 0;
+  for (BetweenLooks give_way; !is_lost_.load(std::memory_order_relaxed); give_way()) {
+    bool is_open = false, is_late = false;
+    addresses_.assign(missed_.size(), nullptr);
+    for (const Fetch& fetch : fetches) {
+      if (!fetch.word.is_open()) continue;
+      if (steady_seconds() < fetch.until || !fetch.word.claim()) {
+        is_open = true;
+        continue;
+      }
+      is_late = true;
+      for (std::size_t i = 0; i < missed_.size(); ++i)
+        if (missed_[i] == fetch.expert) addresses_[i] = host.expert(fetch.expert);
+    }
+    if (is_late) num_computed += compute_rows(host);
+    if (!is_open) break;
+  }
+  return num_computed;
+}
+
+// Of a layer whose experts come from a disk, as they come. The caller ends the use.
+std::int64_t Coordinator::compute_coming(const RoutedLayer& host) {
+  asked_.clear();
+  for (const std::int32_t expert : missed_)
+    if (expert >= 0) asked_.push_back(expert);
+  std::sort(asked_.begin(), asked_.end());
+  asked_.erase(std::unique(asked_.begin(), asked_.end()), asked_.end());
+  tokens_.clear();
+  for (const std::int32_t expert : asked_)
+    tokens_.push_back(static_cast<std::int32_t>(std::count(missed_.begin(), missed_.end(), expert)));
+  host.source->begin(
+      {host.number, asked_, tokens_, {}, box_->layout().num_rows, kDiskPatience});
+  std::int64_t num_computed = 0;
+  for (auto arrived = host.source->next(); !arrived.empty(); arrived = host.source->next()) {
+    addresses_.assign(missed_.size(), nullptr);
+    for (const auto& [place, address] : arrived)
+      for (std::size_t i = 0; i < missed_.size(); ++i)
+        if (missed_[i] == asked_[place]) addresses_[i] = address;
+    num_computed += compute_rows(host);
+  }
+  return num_computed;
+}
+
+// Computes the rows whose expert has an address. Returns how many experts that are.
+std::int64_t Coordinator::compute_rows(const RoutedLayer& host) {
+  const MailboxLayout& layout = box_->layout();
+  const std::int64_t count =
+      experts_.run(host.layout, host.activation,
+                   {layout.num_rows, layout.top_k, addresses_.data(), layout.type, box_->hidden(),
+                    box_->results()});
+  if (count == 0) return 0;
+  if (begun_ == ended_) begun_ = experts_.begun();
+  ended_ = experts_.ended();
+  return count;
+}
+
+void Coordinator::publish_fetched(std::int64_t layer, std::span<const Fetch> fetches) {
+  std::uint64_t* const to = box_->fetched(layer);
+  std::fill_n(to, missed_.size(), std::uint64_t{0});
+  for (const Fetch& fetch : fetches) {
+    if (!fetch.word.has_landed()) continue;
+    fetched_.push_back(fetch.expert);
+    for (std::size_t i = 0; i < missed_.size(); ++i)
+      if (missed_[i] == fetch.expert) to[i] = fetch.address;
+  }
+}
+
+void Coordinator::note(std::int64_t layer, std::int64_t num_computed, double rung) {
+  const std::int64_t pairs = box_->layout().pairs();
+  const std::int32_t *choice = box_->choice(layer), *is_hit = box_->is_hit(layer);
+  const float* weights = box_->weights(layer);
+  LayerRecord& record = records_[num_records_++];
+  record.layer = layer;
+  record.choice.assign(choice, choice + pairs);
+  record.is_hit.assign(is_hit, is_hit + pairs);
+  record.weights.assign(weights, weights + pairs);
+  record.fetched = fetched_;
+  record.num_computed = num_computed;
+  record.rung = rung;
+  record.begun = begun_;
+  record.ended = ended_;
+  record.answered = steady_seconds();
+  if (decisions_) decisions_->note(record);
+}
+
+}  // namespace tandem
