@@ -4,13 +4,24 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 import tandem
 from tandem.experts.cache.host_slots import ExpertPlace, HostSlots
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.kernels import _native
 from tandem.kernels.formats.weight_format import FILE_ALIGNMENT_BYTES, aligned
+from tests.architectures import VOCABULARY
 from tests.inside import runtime_in
+
+EXPERTS, TOP_K, LAYERS = 16, 4, 3  # of the fixture `packed`
+
+
+def ids(count: int, seed: int = 3) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randint(4, VOCABULARY, (1, count), generator=random)
 
 
 def slots_of(model: Any) -> HostSlots:

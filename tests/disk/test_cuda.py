@@ -23,7 +23,7 @@ from tandem.policy.settings import PlannerSettings
 from tests.architectures import build_tiny_model
 from tests.disk.loading import memory_for, put_on_disk, slots_of, with_share
 from tests.disk.test_architectures import KINDS, outputs_of
-from tests.disk.test_slots import CUT, DAMAGED
+from tests.disk.test_failed_reads import CUT, DAMAGED
 from tests.disk.twin_gpu import NativeKernels, twin_gpu
 from tests.experts.captured import TwinMachine, random_step
 from tests.experts.driver_library import DriverLibrary

@@ -67,22 +67,26 @@ def test_a_file_system_that_buffers_in_silence_is_found() -> None:
     assert costs.reads == "buffered"
 
 
+@pytest.fixture
+def direct(files: list[Path]) -> Path:
+    """A file that is read past the page cache: where the temporary folder lies on a disk."""
+    if how_reads_go(files[0]) != "direct":
+        pytest.skip("the temporary folder lies in memory")
+    return files[0]
+
+
 def test_buffers_that_show_in_the_page_cache_are_found(
-    files: list[Path], monkeypatch: pytest.MonkeyPatch
+    direct: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file system that takes O_DIRECT and buffers reads as one without O_DIRECT does."""
-    if how_reads_go(files[0]) != "direct":
-        pytest.skip("no direct reads here")
     monkeypatch.setattr(os, "O_DIRECT", 0)
-    assert how_reads_go(files[0]) == "silently buffered"
+    assert how_reads_go(direct) == "silently buffered"
 
 
-def test_pages_that_are_held_tell_nothing(files: list[Path]) -> None:
-    if how_reads_go(files[0]) != "direct":
-        pytest.skip("no direct reads here")
-    with files[0].open("rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as held:
+def test_pages_that_are_held_tell_nothing(direct: Path) -> None:
+    with direct.open("rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as held:
         assert sum(held[:: mmap.PAGESIZE]) > 0  # mapped pages stay
-        assert how_reads_go(files[0]) == "direct"
+        assert how_reads_go(direct) == "direct"
 
 
 def test_a_file_below_a_page_is_not_read(files: list[Path]) -> None:
