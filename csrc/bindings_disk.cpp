@@ -215,7 +215,7 @@ void bind_disk(nb::module_& m) {
   nb::class_<RowTables>(m, "RowTables")
       .def("__init__", &init_tables)
       .def("read", &read_rows)
-      .def("counts", &RowTables::counts)
+      .def("counts", &RowTables::counts, nb::call_guard<nb::gil_scoped_release>())
       .def("is_direct", &RowTables::is_direct)
       .def("close", &RowTables::close, nb::call_guard<nb::gil_scoped_release>())
       .def("fail", [](RowTables& self, int error, std::int64_t every, double delay_seconds) {

@@ -1,6 +1,5 @@
 // Slots that are free after a load are filled while the disk has nothing else to do: a prompt wants
 // nearly all experts, and would wait for them.
-#include <algorithm>
 #include <utility>
 
 #include "disk/host_slots.hpp"
@@ -24,18 +23,12 @@ void HostSlots::fill_next() {
   for (; filling_ < resident_.num_layers; ++filling_) {
     if (resident_.free[filling_].empty()) continue;
     for (std::int32_t expert = 0; expert < layers_[filling_].num_experts; ++expert) {
-      if (is_wanted_or_here(filling_, expert)) continue;
+      if (is_wanted(filling_, expert) || find(filling_, expert, transit_) != nullptr) continue;
       Slot& slot = slots_[filling_][resident_.insert(filling_, expert)];
       read_into(slot, filling_, expert, Cause::kFilling);
       return;
     }
   }
-}
-
-bool HostSlots::is_wanted_or_here(std::int32_t layer, std::int32_t expert) {
-  const bool is_wanted = layer == layer_ && !wanted_.empty() &&
-                         std::find(experts_.begin(), experts_.end(), expert) != experts_.end();
-  return is_wanted || find(layer, expert, transit_) != nullptr;
 }
 
 }  // namespace tandem

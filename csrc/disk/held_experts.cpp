@@ -108,7 +108,9 @@ Admitted HostSlots::admitted_back(std::int32_t layer, std::int32_t expert) const
   Scores scores = scores_of(layer);
   const SuccessorTable* table = layers_[layer].table;
   scores[expert] = table == nullptr ? last_use_[layer][expert] : table->values()[expert];
-  const LoneLayer now{{},
+  // What a use reads meanwhile stays.
+  const Ids used = layer == layer_ && !wanted_.empty() ? experts_ : Ids{};
+  const LoneLayer now{used,
                       resident_.state.data() + layer * resident_.num_experts,
                       scores.data(),
                       resident_.members[layer],

@@ -87,16 +87,25 @@ void HostSlots::settle(std::int32_t layer) {
     if (!read.has_ended() || slot.num_holders > 0) continue;
     if (read.state == DiskRead::State::kDone)
       resident_.state[first + expert] = kReady;
-    else
+    else if (!is_wanted(layer, expert))  // else the use reads it again
       resident_.remove(layer, expert);
   }
 }
 
+// What was read ahead stays, for a prompt's next chunk too.
 void HostSlots::settle_transit(std::int32_t layer) {
-  for (Slot& slot : transit_)
+  for (Slot& slot : transit_) {
+    const bool is_ahead = slot.layer == layer || slot.layer == layer + 1;
     if (slot.layer >= 0 && slot.read.has_ended() &&
-        (slot.layer != layer || slot.read.state == DiskRead::State::kFailed))
+        (!is_ahead || slot.read.state == DiskRead::State::kFailed))
       leave(slot);
+  }
+}
+
+// Whether the use that is under way wants it.
+bool HostSlots::is_wanted(std::int32_t layer, std::int32_t expert) const {
+  return layer == layer_ && !wanted_.empty() &&
+         std::find(experts_.begin(), experts_.end(), expert) != experts_.end();
 }
 
 // Frees a transit slot, at once or with its last holder.
@@ -239,8 +248,8 @@ void HostSlots::read_into(Slot& slot, std::int32_t layer, std::int32_t expert, C
 
 HostSlots::Slot* HostSlots::free_transit() {
   for (Slot& slot : transit_) {
-    if (slot.layer >= 0 && slot.layer != layer_ && slot.layer != layer_ + 1 && slot.read.has_ended())
-      leave(slot);
+    const bool stays = slot.layer == layer_ + 1 || is_wanted(slot.layer, slot.expert);
+    if (slot.layer >= 0 && !stays && slot.read.has_ended()) leave(slot);
     if (slot.layer < 0) return &slot;
   }
   return nullptr;

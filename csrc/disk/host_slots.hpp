@@ -141,7 +141,7 @@ class HostSlots final : public ExpertSource {
   void release_handed_out();
   void learn();
   void fill_next();
-  bool is_wanted_or_here(std::int32_t layer, std::int32_t expert);
+  bool is_wanted(std::int32_t layer, std::int32_t expert) const;
 
   std::vector<Layer> layers_;
   std::vector<ExpertFile> files_;

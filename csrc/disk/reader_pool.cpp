@@ -234,7 +234,7 @@ void ReaderPool::end(DiskRead& read) {
   if (read.error.load(std::memory_order_relaxed) == 0 && read.sum != nullptr && is_damaged(read))
     read.error.store(DiskRead::kDamaged, std::memory_order_relaxed);
   const bool is_good = read.error.load(std::memory_order_relaxed) == 0;
-  const bool is_filling = read.is_filling && is_good;  // its slot may be another expert's in a moment
+  const bool is_filling = read.is_filling;  // its slot may be another expert's in a moment
   read.state.store(is_good ? DiskRead::State::kDone : DiskRead::State::kFailed,
                    std::memory_order_release);
   {

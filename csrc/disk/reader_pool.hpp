@@ -68,7 +68,7 @@ struct DiskRead {
 
 class ReaderPool {
  public:
-  // A reader calls `filled` after a read that was filling has come.
+  // A reader calls `filled` after a read that was filling has ended.
   ReaderPool(int num_readers, std::int64_t piece_bytes, std::function<void()> filled = {});
   ~ReaderPool();  // after what is being read
   ReaderPool(const ReaderPool&) = delete;

@@ -16,10 +16,8 @@ constexpr std::int64_t kPromptTokens = 16;
 
 // Gives the eviction what is in use.
 void HostSlots::note(const ExpertUse& use) {
-  if (use.layer <= layer_) {
-    ++step_;
-    above_.clear();
-  }
+  if (use.layer <= layer_) ++step_;
+  if (use.layer != layer_ + 1) above_.clear();
   is_prompt_ = use.num_tokens > kMostStepTokens;
   SuccessorTable* table = layers_[use.layer].table;
   const Ids in_use(is_prompt_ ? use.last.begin() : use.experts.begin(),

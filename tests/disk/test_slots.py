@@ -87,6 +87,23 @@ def test_slots_are_filled_while_nothing_is_asked_of_the_disk(
     assert native.counts().hits > 0
 
 
+def test_what_was_read_ahead_in_vain_gives_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of one token, over and over, wants few of those that fill all transit slots."""
+    monkeypatch.setattr("tandem.experts.cache.host_slots._PATIENCE_SECONDS", 5.0)
+    plain = save_tiny_checkpoint(
+        tmp_path / "plain", "qwen3_moe", num_experts=128, num_experts_per_tok=2,
+        num_hidden_layers=6,
+    )  # fmt: skip
+    many = tandem.save(tandem.load(plain, expert_dtype="int8"), tmp_path / "packed")
+    model, whole = with_share(many, 0.0), tandem.load(many)
+    with torch.inference_mode():
+        for token in range(5, 9):
+            prompt = torch.full((1, 60), token)
+            assert torch.equal(model(prompt).logits, whole(prompt).logits)
+
+
 def test_a_prompt_reads_the_next_layer_ahead(packed: Path) -> None:
     model = with_share(packed, 0.5)
     with torch.inference_mode():

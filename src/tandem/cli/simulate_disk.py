@@ -39,6 +39,8 @@ class DiskOptions:
         given = [name for name, value in named.items() if value is not None]
         if given and self.disk is None:
             raise ConfigError(f"{given[0]}: that is memory over a disk; give --disk too")
+        if self.host_experts is not None and not 0 <= self.host_experts <= 1:
+            raise ConfigError(f"--host-experts is {self.host_experts}; expected 0 to 1")
         if len(given) > 1:
             raise ConfigError("--host-experts and --expert-memory say the same; leave one out")
 

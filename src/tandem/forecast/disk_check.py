@@ -29,7 +29,8 @@ _REMEDIES: dict[Reads, tuple[str, str]] = {
 def check_disk(checkpoint: Checkpoint) -> Finding | None:
     """Measure the disk at the size of a packed model's experts; None for one without experts."""
     suffix = f".{packed_name(STORED_NAME)}"
-    experts = [e for name, e in checkpoint.files.entries.items() if name.endswith(suffix)]
+    entries = checkpoint.files.entries.items()
+    experts = [e for name, e in entries if name.endswith(suffix) and e.shape and e.shape[0]]
     if not experts:
         return None
     files = sorted({entry.file for entry in experts})

@@ -82,7 +82,8 @@ class OffloadedModel:
         """Return the bytes that the model takes, packed weights and experts in host memory too."""
         num_bytes = int(super().get_memory_footprint(return_buffers))  # type: ignore[misc]
         packed = sum(weight.num_bytes for weight in self._packed_weights())
-        return num_bytes + packed + require_runtime(self).store.num_bytes
+        runtime = require_runtime(self)
+        return num_bytes + packed + (runtime.host_slots or runtime.store).num_bytes
 
     def _packed_weights(self) -> Iterable[DenseWeight]:
         """Return each packed matrix once: a head and embeddings may share one."""

@@ -121,7 +121,6 @@ def map_packed(model: PreTrainedModel, options: OffloadConfig) -> None:
         copy_out_of_files(model)
         slots_over(model, options)
         fill_slots(model)
-    if total > available:
         return
     with _progress(total) as bar:
         map_ahead(tensors, bar.update)
