@@ -14,6 +14,7 @@
 #include <chrono>
 #include <cstring>
 #include <stdexcept>
+#include <system_error>
 #include <utility>
 
 #include "crc32c.hpp"
@@ -125,10 +126,18 @@ std::string DiskRead::why() const {
 ReaderPool::ReaderPool(int num_readers, std::int64_t piece_bytes, std::function<void()> filled)
     : piece_bytes_(std::max(kDiskPage, piece_bytes / kDiskPage * kDiskPage)),
       filled_(std::move(filled)) {
-  for (int i = 0; i < std::max(1, num_readers); ++i) readers_.emplace_back([this] { work(); });
+  try {
+    for (int i = 0; i < std::max(1, num_readers); ++i) readers_.emplace_back([this] { work(); });
+  } catch (const std::system_error& error) {
+    close();
+    throw std::runtime_error(std::string("no thread can be started that reads the disk (") +
+                             error.what() + "); end other programs, or raise the limit of threads");
+  }
 }
 
-ReaderPool::~ReaderPool() {
+ReaderPool::~ReaderPool() { close(); }
+
+void ReaderPool::close() {
   {
     const std::lock_guard lock(mutex_);
     is_closing_ = true;

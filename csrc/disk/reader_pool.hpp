@@ -91,6 +91,7 @@ class ReaderPool {
     std::int64_t from, bytes;
   };
 
+  void close();
   void work();
   void do_piece(const Piece& piece);
   void inject_fault(const Piece& piece, std::int64_t& found);

@@ -122,3 +122,13 @@ def test_a_byte_that_changed_on_the_disk_is_a_sentence(packed: Path, tmp_path: P
         stream.write(bytes([byte ^ 1]))
     with torch.inference_mode(), pytest.raises(ModelError, match="other bytes than were written"):
         with_share(copy, 0.3)(ids(100))
+
+
+def test_experts_of_another_type_are_a_sentence(packed: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(packed, tmp_path / "copy")
+    file = sorted(copy.glob("tandem-experts-*"))[0]
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b'"dtype":"U8"', b'"dtype":"I8"', 1))
+    assert file.read_bytes() != data
+    with pytest.raises(ModelError, match=r"type torch.int8, expected .* in bytes"):
+        tandem.load(copy)

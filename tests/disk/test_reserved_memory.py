@@ -76,6 +76,14 @@ def test_a_plan_shares_memory_out_as_the_load_does(
     assert planned["from_disk"]["resident_share"] == pytest.approx(loaded.share, abs=0.01)
 
 
+@pytest.mark.parametrize("memory", ["0", "1B"])
+def test_a_plan_refuses_the_memory_that_a_load_refuses(
+    memory: str, packed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(packed), "--expert-memory", memory, "--threads", "1"]) == 2
+    assert "are the least" in capsys.readouterr().err
+
+
 def test_memory_that_is_given_is_taken_whole(packed: Path) -> None:
     one, other = (
         slots_of(tandem.load(packed, expert_memory="700KB", context=context))

@@ -149,7 +149,10 @@ def test_a_limit_without_any_decode_step_is_said(
         ([TRACE, "--disk", "profile"], "desktop-12gb has none; give a rate"),
         ([TRACE, "--disk", "2GB/s", "--prefetch", "2"], "--prefetch: with --disk the CPU"),
         ([TRACE, "--disk", "2GB/s", "--expert-memory", "1MB"], "are the least"),
-        ([TRACE, "--disk", "2GB/s", "--host-experts", "2"], "share is 2.0; expected a fraction"),
+        (
+            [TRACE, "--disk", "2GB/s", "--host-experts", "2"],
+            "--host-experts is 2.0; expected 0 to 1",
+        ),
         ([TRACE, "--host-experts", "0.4"], "--host-experts: that is memory over a disk"),
     ],
 )

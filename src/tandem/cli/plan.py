@@ -164,12 +164,15 @@ def _from_disk(
     if room is None:  # as loading shares the memory out, once the dense parts are there
         free = max(0, plan.available_bytes - plan.sizes.total_dense_bytes)
         room = room_for_experts(free, plan.kv_cache_bytes)
-    disk = measure_disk(files, plan.sizes.expert_image_bytes) if room > 0 else None
+    may_run = room > 0 or given is not None
+    disk = measure_disk(files, plan.sizes.expert_image_bytes) if may_run else None
     if disk is None:
         return None
     try:
         return forecast_from_disk(plan.sizes, plan.speed, disk, room)
     except CapacityError:  # not even the slots that layers share
+        if given is not None:
+            raise
         return None
 
 

@@ -185,10 +185,12 @@ class PackedLayer:
             return
         expected = (self.arrivals.num_experts, aligned(self.layout.num_bytes, FILE_ALIGNMENT_BYTES))
         without_gaps = (self.arrivals.num_experts, self.layout.num_bytes)  # before format 3
-        if stored_name != STORED_NAME or tuple(tensor.shape) not in (expected, without_gaps):
+        has_shape = tuple(tensor.shape) in (expected, without_gaps)
+        if stored_name != STORED_NAME or not has_shape or tensor.dtype != torch.uint8:
             raise ModelError(
-                f"{self.arrivals.name} holds {stored_name} of shape {tuple(tensor.shape)}, "
-                f"expected {STORED_NAME} of shape {expected} in {self.layout.format_name}"
+                f"{self.arrivals.name} holds {stored_name} of shape {tuple(tensor.shape)} and type "
+                f"{tensor.dtype}, expected {STORED_NAME} of shape {expected} in bytes "
+                f"in {self.layout.format_name}"
             )
         self._keep(tensor)
         for tensor_name in self.arrivals.shapes:
