@@ -21,7 +21,7 @@ SHAPE ?= qwen3-30b-a3b
 # the best, and one architecture of those whose results depend on the kernels with each that this
 # processor has (AVX-VNNI is AVX2 but for products); make test-all-isas has them all.
 ISA ?=
-PYTEST := $(BIN)/pytest -n 3 --dist loadgroup $(if $(ISA),--isa $(ISA))
+PYTEST := $(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder $(if $(ISA),--isa $(ISA))
 
 # Which Pythons to build and check wheels with: 3.11 gives one for 3.11, one from 3.12 on gives one for all
 # that follow.
@@ -32,11 +32,10 @@ WHEEL_PYTHONS ?= $(PYTHON)
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
 
-# What uses one core runs beside what waits, or beside what uses the other.
+# Three at a time on two cores, as unit waits for servers and programs: what compiles runs beside it.
 test: $(BIN)/python  ## Everything that CI runs
-	@$(MAKE) --no-print-directory -j2 -Otarget setup sanitize
-	@$(MAKE) --no-print-directory -j2 -Otarget lint types floors check-clang fuzz-files
-	@$(MAKE) --no-print-directory -j2 -Oline unit seam-oldest
+	@$(MAKE) --no-print-directory -j3 -Oline \
+		setup sanitize lint floors unit types seam-oldest check-clang fuzz-files
 
 setup: $(VENV)/dev.stamp
 
@@ -95,7 +94,7 @@ check-wheel:  ## Each wheel in a new environment without a compiler: the demo mo
 test-fast: setup  ## While working: the tests of the packages that changed since SINCE, with one instruction set
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports >/dev/null
-	$(BIN)/pytest -n 3 --dist loadgroup -q --isa best \
+	$(PYTEST) $(if $(ISA),,--isa best) \
 		$$($(BIN)/python -m tests.of_change $(SINCE))
 
 # check-commits looks at the commits since this one.
