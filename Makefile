@@ -32,10 +32,10 @@ WHEEL_PYTHONS ?= $(PYTHON)
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
 
-# Three at a time on two cores, as unit waits for servers and programs: what compiles runs beside it.
+# What waits, for downloads or servers, runs beside what computes; unit, which takes longest, early.
 test: $(BIN)/python  ## Everything that CI runs
-	@$(MAKE) --no-print-directory -j3 -Oline \
-		setup sanitize lint floors unit types seam-oldest check-clang fuzz-files
+	@$(MAKE) --no-print-directory -j2 -Otarget setup check-clang
+	@$(MAKE) --no-print-directory -j3 -Oline lint floors unit sanitize types seam-oldest fuzz-files
 
 setup: $(VENV)/dev.stamp
 
@@ -62,8 +62,8 @@ test-all-isas: setup  ## Every architecture with every instruction set of the CP
 
 SANITIZED := matmul kernels layers attention recurrent quantize tensors blocks crc32c
 FUZZED := experts rows
-# Of native code, and as many of model files.
-FUZZ_SECONDS ?= 60
+# Of native code, and as many of model files: a minute of both.
+FUZZ_SECONDS ?= 30
 sanitize: $(SANITIZED:%=sanitized-%) $(FUZZED:%=fuzzed-%)  ## The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 
 sanitized:
