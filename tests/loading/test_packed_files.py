@@ -17,6 +17,8 @@ from tandem.checkpoint.packed_files import require_checksums
 from tandem.checkpoint.sources.safetensors_header import read_header
 from tandem.core.errors import ModelError
 from tandem.experts.store.packed_layer import PackedLayer
+from tandem.forecast.machine_check import check_model_files
+from tandem.hf.checkpoint import open_model
 from tandem.kernels import _native
 from tests.hf.tiny import edit_json, save_tiny_checkpoint
 from tests.inside import logits_of, runtime_in
@@ -113,32 +115,65 @@ def test_files_of_before_load_and_are_saved_with_gaps(packed: Path, tmp_path: Pa
     assert expert_sums(again) == sums
 
 
-def test_a_damaged_expert_is_named(packed: Path) -> None:
-    file = sorted(packed.glob("tandem-experts-*.safetensors"))[1]
+def damage(file: Path, expert: int) -> str:
+    """Flip a bit of an expert; return the name of its tensor."""
     name = experts_name(file)
-    stride = read_header(file)[name].shape[1]
     content = bytearray(file.read_bytes())
-    content[data_begin(file) + 3 * stride + 5] ^= 1
+    content[data_begin(file) + expert * read_header(file)[name].shape[1] + 5] ^= 1
     file.write_bytes(content)
+    return name
+
+
+def with_sums(packed: Path, sums: object) -> None:
+    """Put something else in place of the experts' sums."""
+    metadata = json.loads((packed / INDEX_FILE).read_text())["metadata"]
+    edit_json(packed / INDEX_FILE, metadata=metadata | {"expert_crc32c": sums})
+
+
+def test_a_damaged_expert_is_named(packed: Path) -> None:
+    name = damage(packed / "tandem-experts-00001.safetensors", 3)
     with pytest.raises(ModelError, match=rf"tensor {name} other bytes .*, of expert 3 first"):
         require_checksums(packed)
 
 
-@pytest.mark.parametrize("sums", [None, 5, {}, {"x": 1}, "short", "texts"])
-def test_damage_is_named_whatever_the_sums_of_experts_are(packed: Path, sums: object) -> None:
-    known, metadata = expert_sums(packed), json.loads((packed / INDEX_FILE).read_text())["metadata"]
-    kinds: dict[object, Any] = {
+def test_a_wrong_sum_of_an_expert_is_named_though_its_file_is_whole(packed: Path) -> None:
+    sums = expert_sums(packed)
+    name = experts_name(packed / "tandem-experts-00001.safetensors")
+    sums[name][3] ^= 1
+    with_sums(packed, sums)
+    said = rf"{INDEX_FILE}: the CRC-32C of expert 3 of {name} is {sums[name][3]}, and .* holds"
+    with pytest.raises(ModelError, match=said):
+        tandem.load(packed, verify=True)
+    with pytest.raises(ModelError, match=said):
+        check_model_files(open_model(packed))
+
+
+@pytest.mark.parametrize("kind", ["number", "none", "other", "short", "texts", "long", "negative"])
+def test_what_are_no_sums_of_experts_is_refused(packed: Path, kind: str) -> None:
+    known = expert_sums(packed)
+    kinds: dict[str, Any] = {
+        "number": 5,
+        "none": {},
+        "other": {"x": 1},
         "short": {name: one[:-1] for name, one in known.items()},
         "texts": {name: ["x"] * len(one) for name, one in known.items()},
+        "long": {name: [1 << 32] * len(one) for name, one in known.items()},
+        "negative": {name: [-1] * len(one) for name, one in known.items()},
     }
-    found = kinds.get(sums, sums) if isinstance(sums, str) else sums
-    edit_json(packed / INDEX_FILE, metadata=metadata | {"expert_crc32c": found})
-    assert require_checksums(packed) > 1
-    file = packed / "tandem-experts-00001.safetensors"
-    content = bytearray(file.read_bytes())
-    content[data_begin(file)] ^= 1
-    file.write_bytes(content)
+    with_sums(packed, kinds[kind])
+    said = r"expert_crc32c of .* is .*, expected \d+ numbers of 32 bits; copy the index again"
+    with pytest.raises(ModelError, match=said):
+        require_checksums(packed)
+    damage(packed / "tandem-experts-00000.safetensors", 0)
     with pytest.raises(ModelError, match=r"tensor .* other bytes than were written"):
+        require_checksums(packed)
+
+
+def test_files_without_sums_of_experts_are_verified_as_files(packed: Path) -> None:
+    with_sums(packed, None)
+    assert require_checksums(packed) > 1
+    damage(packed / "tandem-experts-00001.safetensors", 3)
+    with pytest.raises(ModelError, match=r"tensor .* other bytes than were written;"):
         require_checksums(packed)
 
 

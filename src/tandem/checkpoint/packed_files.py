@@ -8,20 +8,37 @@ import contextlib
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple, TypeGuard
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tandem.checkpoint.file_writer import FileSums
-from tandem.checkpoint.json_files import JsonObject, read_json
-from tandem.checkpoint.packed import CHECKSUMS_KEY, EXPERT_SUMS_KEY, INDEX_FILE, TENSOR_SUMS_KEY
+from tandem.checkpoint.json_files import JsonObject, is_int, read_json, shown
+from tandem.checkpoint.packed import (
+    CHECKSUMS_KEY,
+    EXPERT_SUMS_KEY,
+    INDEX_FILE,
+    TENSOR_SUMS_KEY,
+    packed_name,
+)
+from tandem.checkpoint.sources.safetensors_header import TensorEntry, read_header
 from tandem.core.errors import ModelError
+from tandem.experts.store.packed_layer import STORED_NAME
 from tandem.kernels import _native
 
 _CHUNK_BYTES = 1 << 24
+_MOST_SUM = (1 << 32) - 1
+_AGAIN = "copy the index again, or pack the model again"
+
+
+def experts_tensor(module: str) -> str:
+    """Name the tensor that holds the packed experts of an experts module."""
+    return f"{module}.{packed_name(STORED_NAME)}"
 
 
 def write_index(
@@ -40,68 +57,152 @@ def write_index(
     (directory / INDEX_FILE).write_text(text, encoding="utf-8")
 
 
-def sha256_of(file: Path, on_bytes: Callable[[int], None] | None = None) -> str:
-    """Return a file's SHA-256 in hex; `on_bytes` gets how many were read."""
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            if on_bytes is not None:
-                on_bytes(len(chunk))
-    return digest.hexdigest()
+def read_metadata(directory: Path) -> JsonObject:
+    """Return what the index of a packed checkpoint says beside where its tensors are."""
+    metadata = read_json(directory, INDEX_FILE).get("metadata")
+    return metadata if isinstance(metadata, dict) else {}
 
 
-def require_checksums(directory: Path, on_bytes: Callable[[int], None] | None = None) -> int:
-    """Read all files of a packed checkpoint; return how many have the checksum of the index.
+def expert_sums(
+    directory: Path, metadata: JsonObject, name: str, num_experts: int
+) -> tuple[int, ...]:
+    """Return the CRC32C of each expert of a tensor; none where the index has none at all.
 
-    Raises `ModelError` naming the first one that has another or none, and its first damaged tensor;
-    0 for a checkpoint without checksums.
+    Raises `ModelError` for what are no such sums.
     """
-    index = read_json(directory, INDEX_FILE)
-    metadata = index.get("metadata")
-    if not isinstance(metadata, dict) or not (checksums := metadata.get(CHECKSUMS_KEY)):
+    found = metadata.get(EXPERT_SUMS_KEY)
+    if found is None:  # packed by an older version
+        return ()
+    sums = found.get(name) if isinstance(found, dict) else None
+    if not _are_sums(sums) or len(sums) != num_experts:
+        raise ModelError(
+            f"{directory / INDEX_FILE}: {EXPERT_SUMS_KEY} of {name} is {shown(sums)}, expected "
+            f"{num_experts} numbers of 32 bits; {_AGAIN}"
+        )
+    return tuple(sums)
+
+
+def _are_sums(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(is_int(x) and 0 <= x <= _MOST_SUM for x in value)
+
+
+def _first_other(sums: Sequence[int], known: Sequence[object]) -> int | None:
+    """Return the first expert that has another sum than the one that is known, if any is."""
+    pairs = enumerate(zip(sums, known, strict=False))
+    return next((expert for expert, (crc, expected) in pairs if crc != expected), None)
+
+
+def require_checksums(
+    directory: Path, on_bytes: Callable[[int], object] = lambda count: None
+) -> int:
+    """Read all files of a packed checkpoint; return how many have the sums of the index.
+
+    Of each file its SHA-256, of each expert its CRC32C. Raises `ModelError` naming the first file
+    that has another or none, and its first damaged tensor and expert; 0 for a checkpoint without
+    checksums. `on_bytes` gets how many were read.
+    """
+    weight_map = read_json(directory, INDEX_FILE)["weight_map"]
+    metadata = read_metadata(directory)
+    if not metadata.get(CHECKSUMS_KEY):
         return 0
-    names = dict.fromkeys(index["weight_map"].values())
-    for name in names:
-        expected = checksums.get(name) if isinstance(checksums, dict) else None
-        if not isinstance(expected, str):
-            raise ModelError(
-                f"{directory / INDEX_FILE} has no SHA-256 of {name}, but of other files; copy the "
-                "index again, or pack the model again"
-            )
-        found = sha256_of(directory / name, on_bytes)
-        if found != expected:
-            damage = _damage(directory / name, metadata)
-            raise ModelError(
-                f"{directory / name} has the SHA-256 {found[:16]}..., expected {expected[:16]}..., "
-                f"{damage}; the disk or a copy has damaged it: pack the model again or copy the "
-                "file again"
-            )
-    return len(names)
+    files = dict.fromkeys(weight_map.values())
+    for name in files:
+        _require_sums(directory / name, metadata, on_bytes)
+    return len(files)
 
 
-def _damage(file: Path, metadata: JsonObject) -> str:
+def _require_sums(file: Path, metadata: JsonObject, on_bytes: Callable[[int], object]) -> None:
+    checksums, experts = metadata[CHECKSUMS_KEY], _experts_in(file, metadata)
+    expected = checksums.get(file.name) if isinstance(checksums, dict) else None
+    if not isinstance(expected, str):
+        raise ModelError(
+            f"{file.with_name(INDEX_FILE)} has no SHA-256 of {file.name}, but of other files; "
+            f"{_AGAIN}"
+        )
+    found, sums = _sums_of(file, experts, on_bytes)
+    other = None if experts is None else _first_other(sums, experts.known)
+    if found != expected:
+        damage = _damage(file, metadata, experts, other)
+        raise ModelError(
+            f"{file} has the SHA-256 {found[:16]}..., expected {expected[:16]}..., {damage}; the "
+            "disk or a copy has damaged it: pack the model again or copy the file again"
+        )
+    if experts is not None:
+        expert_sums(file.parent, metadata, experts.name, experts.entry.shape[0])
+        if other is not None:
+            raise ModelError(
+                f"{file.with_name(INDEX_FILE)}: the CRC-32C of expert {other} of {experts.name} is "
+                f"{experts.known[other]}, and {file.name}, which has its SHA-256, holds one of "
+                f"{sums[other]}; {_AGAIN}"
+            )
+
+
+def sha256_of(file: Path) -> str:
+    """Return a file's SHA-256 in hex."""
+    return _sums_of(file, None, lambda count: None)[0]
+
+
+class _Experts(NamedTuple):
+    """The tensor of a file whose rows are experts."""
+
+    name: str
+    entry: TensorEntry
+    known: Sequence[object]
+    """What the index has as their sums, one for each; empty if it has something else."""
+
+
+def _experts_in(file: Path, metadata: JsonObject) -> _Experts | None:
+    sums = metadata.get(EXPERT_SUMS_KEY)
+    with contextlib.suppress(ModelError):  # a damaged header has another SHA-256
+        for name, entry in read_header(file).items():
+            if name == experts_tensor(name.rpartition(".")[0]) and len(entry.shape) == 2:
+                found = sums.get(name) if isinstance(sums, dict) else None
+                if isinstance(found, list) and len(found) == entry.shape[0]:
+                    return _Experts(name, entry, found)
+                return _Experts(name, entry, ())
+    return None
+
+
+def _sums_of(
+    file: Path, experts: _Experts | None, on_bytes: Callable[[int], object]
+) -> tuple[str, list[int]]:
+    """Read a file once; return its SHA-256, and the CRC32C of each expert if some are known."""
+    digest, sums = hashlib.sha256(), list[int]()
+    room = np.empty(_CHUNK_BYTES, np.uint8)
+    with file.open("rb") as stream:
+
+        def take(left: int) -> int:
+            count = stream.readinto(room[: min(left, _CHUNK_BYTES)].data)
+            digest.update(room[:count].data)
+            on_bytes(count)
+            return count
+
+        if experts is not None and experts.known:
+            left = experts.entry.first
+            while left > 0 and (count := take(left)):
+                left -= count
+            for _ in experts.known:
+                crc, left = 0, experts.entry.num_bytes // len(experts.known)
+                while left > 0 and (count := take(left)):
+                    crc, left = _native.crc32c(room[:count], crc), left - count
+                sums.append(crc)
+        while take(_CHUNK_BYTES):
+            pass
+    return digest.hexdigest(), sums
+
+
+def _damage(file: Path, metadata: JsonObject, experts: _Experts | None, expert: int | None) -> str:
     """Say which tensor of a damaged file, and which expert, has other bytes than were written."""
-    sums, expert_sums = metadata.get(TENSOR_SUMS_KEY), metadata.get(EXPERT_SUMS_KEY)
+    sums = metadata.get(TENSOR_SUMS_KEY)
     if not isinstance(sums, dict):  # packed by an older version
         return "in one of its tensors or its header"
     with contextlib.suppress(SafetensorError), safe_open(file, "pt") as opened:
         for name in opened.keys():  # noqa: SIM118
-            tensor = opened.get_tensor(name)
-            if sums.get(name) != _crc32_of(tensor):
-                of_experts = expert_sums.get(name) if isinstance(expert_sums, dict) else None
-                where = _damaged_expert(tensor, of_experts)
+            if sums.get(name) != _crc32_of(opened.get_tensor(name)):
+                is_theirs = experts is not None and name == experts.name and expert is not None
+                where = f", of expert {expert} first" if is_theirs else ""
                 return f"and tensor {name} other bytes than were written{where}"
     return "in its header"
-
-
-def _damaged_expert(tensor: Tensor, sums: object) -> str:
-    """Name the first expert that has another sum; nothing where none are known."""
-    if isinstance(sums, list) and tensor.dim() == 2 and len(sums) == len(tensor):
-        for expert, (row, expected) in enumerate(zip(tensor, sums, strict=True)):
-            if _native.crc32c(row, 0) != expected:
-                return f", of expert {expert} first"
-    return ""
 
 
 def _crc32_of(tensor: Tensor) -> int:

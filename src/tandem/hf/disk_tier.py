@@ -2,21 +2,18 @@
 
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TypeGuard
 
 from tandem.checkpoint.config_values import value_of
-from tandem.checkpoint.json_files import is_int, read_json, shown
 from tandem.checkpoint.mapped_files import places_of
-from tandem.checkpoint.packed import EXPERT_SUMS_KEY, INDEX_FILE, packed_name
-from tandem.core.errors import CapacityError, ConfigError, ModelError, TandemWarning
+from tandem.checkpoint.packed_files import expert_sums, experts_tensor, read_metadata
+from tandem.core.errors import CapacityError, ConfigError, TandemWarning
 from tandem.core.units import format_bytes
 from tandem.devices import kind_of
 from tandem.experts.cache.host_slots import ExpertPlace, HostSlots
 from tandem.experts.cache.memory_watch import MemoryWatch
 from tandem.experts.cache.sizing import DeviceMemory, budget_bytes, parse_gpu_memory
 from tandem.experts.store.host_memory import available_bytes
-from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
+from tandem.experts.store.packed_layer import PackedLayer
 from tandem.foreign_types import PreTrainedModel
 from tandem.hardware.page_cache import how_reads_go
 from tandem.hf.config import OffloadConfig
@@ -30,7 +27,6 @@ _RESERVED_BYTES = 1 << 30
 _RESERVED_SHARE = 0.06
 _MOST_KV_SHARE = 0.5
 _USUAL_TOP_K = 8
-_MOST_SUM = (1 << 32) - 1
 
 
 def slots_over(model: PreTrainedModel, options: OffloadConfig, *, beside_bytes: int = 0) -> bool:
@@ -126,32 +122,17 @@ def _places(layers: Sequence[PackedLayer]) -> list[ExpertPlace] | None:
     found = places_of([layer.buffers for layer in layers])
     if found is None:
         return None
-    index = found[0][0].parent / INDEX_FILE
-    metadata = read_json(index.parent, INDEX_FILE).get("metadata")
-    sums = metadata.get(EXPERT_SUMS_KEY) if isinstance(metadata, dict) else None
+    directory = found[0][0].parent
+    metadata = read_metadata(directory)
+
+    def sums_of(layer: PackedLayer) -> tuple[int, ...]:
+        name, num_experts = experts_tensor(layer.arrivals.name), layer.arrivals.num_experts
+        return expert_sums(directory, metadata, name, num_experts)
+
     return [
-        ExpertPlace(file, first, layer.buffers.stride(0), _sums_of(layer, sums, index))
+        ExpertPlace(file, first, layer.buffers.stride(0), sums_of(layer))
         for layer, (file, first) in zip(layers, found, strict=True)
     ]
-
-
-def _sums_of(layer: PackedLayer, found: object, index: Path) -> tuple[int, ...]:
-    """Return the checksums of a layer's experts; none where the index has none at all."""
-    if found is None:  # packed by an older version
-        return ()
-    name = f"{layer.arrivals.name}.{packed_name(STORED_NAME)}"
-    sums = found.get(name) if isinstance(found, dict) else None
-    expected = layer.arrivals.num_experts
-    if not _are_sums(sums) or len(sums) != expected:
-        raise ModelError(
-            f"{index}: {EXPERT_SUMS_KEY} of {name} is {shown(sums)}, expected {expected} numbers "
-            "of 32 bits; copy the index again, or pack the model again"
-        )
-    return tuple(sums)
-
-
-def _are_sums(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(is_int(x) and 0 <= x <= _MOST_SUM for x in value)
 
 
 def _warn(sentence: str) -> None:

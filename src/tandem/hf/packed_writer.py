@@ -13,12 +13,12 @@ from torch import Tensor
 
 from tandem.checkpoint.file_writer import FileSums, Parts, write_tensors
 from tandem.checkpoint.packed import DENSE_FILE, experts_file, packed_name, rows_file
-from tandem.checkpoint.packed_files import sha256_of, write_index
+from tandem.checkpoint.packed_files import experts_tensor, sha256_of, write_index
 from tandem.checkpoint.sources.safetensors_header import read_header
 from tandem.core.errors import CapacityError, ModelError
 from tandem.core.units import format_bytes
 from tandem.experts.store.host_store import HostLayer
-from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
+from tandem.experts.store.packed_layer import PackedLayer
 from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
 from tandem.hf.config import PACKED_FORMAT_VERSION, OffloadConfig, plain_name
 from tandem.hf.dense import packed_layers
@@ -48,7 +48,7 @@ class PackedWriter:
     def write_experts(self, layer: HostLayer) -> None:
         """Write the file of a layer."""
         name, tensors = experts_file(layer.layer), _layer_tensors(layer)
-        experts = f"{layer.arrivals.name}.{packed_name(STORED_NAME)}"
+        experts = experts_tensor(layer.arrivals.name)
         self._write(name, tensors, experts if experts in tensors else None)
 
     def write_dense(self, model: PreTrainedModel) -> None:
