@@ -197,6 +197,28 @@ def test_a_model_with_tables_on_the_disk_is_written_with_them(packed: Path, tmp_
         assert (copy / file.name).read_bytes() == file.read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [("damage", r"has other bytes than were written"), ("cut", "cannot be read")],
+)
+def test_a_table_that_was_damaged_is_not_saved_with_a_new_sum(
+    packed: Path, tmp_path: Path, harm: str, said: str
+) -> None:
+    copy = shutil.copytree(packed, tmp_path / "copy")
+    model = from_disk(copy)
+    with (copy / FILE).open("rb+") as stream:
+        stream.seek(-1, 2)
+        last = stream.read(1)[0]
+        stream.seek(-1, 2)
+        if harm == "damage":
+            stream.write(bytes([last ^ 1]))
+        else:
+            stream.truncate()
+    with pytest.raises(ModelError, match=rf"{FILE}.* {said}"):
+        tandem.save(model, tmp_path / "again")
+    assert list(tmp_path.iterdir()) == [copy]
+
+
 def test_packing_loads_no_table(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,7 +149,7 @@ def test_a_wrong_sum_of_an_expert_is_named_though_its_file_is_whole(packed: Path
 
 
 @pytest.mark.parametrize("kind", ["number", "none", "other", "short", "texts", "long", "negative"])
-def test_what_are_no_sums_of_experts_is_refused(packed: Path, kind: str) -> None:
+def test_what_are_no_sums_of_experts_is_refused(packed: Path, tmp_path: Path, kind: str) -> None:
     known = expert_sums(packed)
     kinds: dict[str, Any] = {
         "number": 5,
@@ -164,17 +164,56 @@ def test_what_are_no_sums_of_experts_is_refused(packed: Path, kind: str) -> None
     said = r"expert_crc32c of .* is .*, expected \d+ numbers of 32 bits; copy the index again"
     with pytest.raises(ModelError, match=said):
         require_checksums(packed)
+    with pytest.raises(ModelError, match=said):
+        tandem.save(tandem.load(packed), tmp_path / "again")
+    assert list(tmp_path.iterdir()) == [packed]
     damage(packed / "tandem-experts-00000.safetensors", 0)
     with pytest.raises(ModelError, match=r"tensor .* other bytes than were written"):
         require_checksums(packed)
 
 
-def test_files_without_sums_of_experts_are_verified_as_files(packed: Path) -> None:
+def test_files_without_sums_of_experts_are_verified_as_files(packed: Path, tmp_path: Path) -> None:
+    sums = expert_sums(packed)
     with_sums(packed, None)
     assert require_checksums(packed) > 1
+    assert expert_sums(tandem.save(tandem.load(packed), tmp_path / "again")) == sums
     damage(packed / "tandem-experts-00001.safetensors", 3)
     with pytest.raises(ModelError, match=r"tensor .* other bytes than were written;"):
         require_checksums(packed)
+
+
+@pytest.mark.parametrize("options", [{}, {"expert_memory": "1GB"}], ids=["memory", "disk"])
+def test_damage_is_not_saved_with_new_sums(
+    packed: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    file = packed / "tandem-experts-00001.safetensors"
+    name = damage(file, 3)
+    model = tandem.load(packed, **options)
+    with pytest.raises(ModelError, match=rf"{file.name}: expert 3 of {name} has other bytes"):
+        tandem.save(model, tmp_path / "again")
+    assert list(tmp_path.iterdir()) == [packed]
+
+
+def test_damage_of_plain_experts_is_not_saved_with_new_sums(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    plain = tandem.save(tandem.load(checkpoint, expert_dtype="fp32"), tmp_path / "plain")
+    file = plain / "tandem-experts-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[data_begin(file)] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ModelError, match=rf"{file.name}: .*tandem_down_proj has other bytes"):
+        tandem.save(tandem.load(plain), tmp_path / "again")
+    assert list(tmp_path.iterdir()) == [plain]
+
+
+def test_a_file_that_was_cut_while_it_is_in_use_is_not_saved(packed: Path, tmp_path: Path) -> None:
+    model = tandem.load(packed)
+    file = packed / "tandem-experts-00001.safetensors"
+    os.truncate(file, file.stat().st_size - PAGE)
+    with pytest.raises(ModelError, match=rf"{file.name} has \d+ bytes, expected \d+ or more"):
+        tandem.save(model, tmp_path / "again")
+    assert list(tmp_path.iterdir()) == [packed]
 
 
 def test_every_dtype_comes_back(tmp_path: Path) -> None:

@@ -33,6 +33,10 @@ from tandem.kernels import _native
 
 _CHUNK_BYTES = 1 << 24
 _MOST_SUM = (1 << 32) - 1
+_DAMAGED = (
+    "has other bytes than were written; the disk or a copy has damaged them: copy the file again, "
+    "or pack the model again"
+)
 _AGAIN = "copy the index again, or pack the model again"
 
 
@@ -84,6 +88,24 @@ def expert_sums(
 
 def _are_sums(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(is_int(x) and 0 <= x <= _MOST_SUM for x in value)
+
+
+def require_as_written(file: Path, copied: FileSums) -> None:
+    """Raise `ModelError` if what was copied from a file has other sums than when it was written.
+
+    Older versions have written none; then nothing is compared.
+    """
+    metadata = read_metadata(file.parent)
+    for name, sums in copied.expert_crc32c.items():
+        expert = _first_other(sums, expert_sums(file.parent, metadata, name, len(sums)))
+        if expert is not None:
+            raise ModelError(f"{file}: expert {expert} of {name} {_DAMAGED}")
+    known = metadata.get(TENSOR_SUMS_KEY)
+    if not isinstance(known, dict):
+        return
+    for name, crc in copied.crc32.items():
+        if name not in copied.expert_crc32c and known.get(name) != crc:
+            raise ModelError(f"{file}: {name} {_DAMAGED}")
 
 
 def _first_other(sums: Sequence[int], known: Sequence[object]) -> int | None:

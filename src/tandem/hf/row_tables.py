@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.checkpoint.sources.safetensors_header import TensorEntry, read_header
-from tandem.core.errors import ModelError, TandemWarning
+from tandem.core.errors import ModelError, TandemWarning, first_line
 from tandem.core.units import format_bytes
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import ignore_in_files, target_names
@@ -57,11 +57,17 @@ class TablePlace:
         return parts, self.parts[0].shape[1] * self.dtype.itemsize
 
     def tensors(self) -> list[Tensor]:
-        """Map the parts, to copy them; they cannot be written."""
-        maps = [
-            np.memmap(part.file, np.uint8, "r", offset=part.first, shape=(part.num_bytes,))
-            for part in self.parts
-        ]
+        """Map the parts, to copy them; they cannot be written. Raises `ModelError`."""
+        try:
+            maps = [
+                np.memmap(part.file, np.uint8, "r", offset=part.first, shape=(part.num_bytes,))
+                for part in self.parts
+            ]
+        except (OSError, ValueError) as error:  # the latter of a file that is too short
+            raise ModelError(
+                f"{self.parts[0].file} has a table of rows that cannot be read "
+                f"({first_line(error)}); put the file back, and load the model again"
+            ) from error
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch says that it has no tensors to read alone
             tensors = list(map(torch.from_numpy, maps))

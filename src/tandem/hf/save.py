@@ -1,13 +1,18 @@
 """`tandem.save`: write a loaded model as a packed checkpoint that loads without conversion."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tandem.checkpoint.packed import require_new
+from tandem.checkpoint.file_writer import FileSums
+from tandem.checkpoint.mapped_files import places_of
+from tandem.checkpoint.packed import INDEX_FILE, experts_file, require_new
+from tandem.checkpoint.packed_files import require_as_written
 from tandem.core.errors import ModelError
+from tandem.experts.store.host_store import HostLayer
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.hf.packed_writer import PackedWriter
+from tandem.hf.row_tables import DiskEmbedding
 from tandem.hf.runtime import Runtime, runtime_of
 
 
@@ -21,7 +26,8 @@ def save(
     """Write a model loaded by Tandem, and its tokenizer, to a new directory.
 
     The directory appears at once when everything is written, or not at all. `on_progress` gets the
-    bytes of tensors written so far, after each file; what it raises ends the writing.
+    bytes of tensors written so far, after each file; what it raises ends the writing. Raises
+    `ModelError`, also for packed files of the model's that are damaged.
     """
     target = Path(directory)
     runtime = runtime_of(model)
@@ -58,8 +64,43 @@ def _write(
     """Write the dense parts, one file per MoE layer, and what makes a checkpoint of them."""
     files = PackedWriter(directory)
     files.write_dense(model)
+    _require_tables_as_written(model, files.sums)
     on_progress(files.num_bytes)
     for layer in runtime.store:
+        source = _file_of(layer)
         files.write_experts(layer)
+        if source is not None:
+            require_as_written(source, files.sums[experts_file(layer.layer)])
         on_progress(files.num_bytes)
     files.finish(model)
+
+
+def _file_of(layer: HostLayer) -> Path | None:
+    """Return the packed file in which a layer's experts lie; None: they are in memory.
+
+    Raises `ModelError` for one that was cut: to read what is gone from a mapped file is fatal.
+    """
+    experts = next(iter(layer.stored().values()))
+    found = places_of([experts])
+    if found is None or not _is_packed(file := found[0][0]):
+        return None
+    size, end = file.stat().st_size, found[0][1] + experts.nbytes
+    if size < end:
+        raise ModelError(
+            f"{file} has {size} bytes, expected {end} or more; it was cut or replaced while it was "
+            "in use: copy it again, or pack the model again"
+        )
+    return file
+
+
+def _require_tables_as_written(model: PreTrainedModel, written: Mapping[str, FileSums]) -> None:
+    """Compare tables that were copied from packed files with their sums; raises `ModelError`."""
+    crc32 = {name: crc for sums in written.values() for name, crc in sums.crc32.items()}
+    for path, module in model.named_modules():
+        if isinstance(module, DiskEmbedding) and _is_packed(file := module.place.parts[0].file):
+            name = f"{path}.weight"
+            require_as_written(file, FileSums("", {name: crc32[name]}, {}))
+
+
+def _is_packed(file: Path) -> bool:
+    return file.with_name(INDEX_FILE).is_file()
