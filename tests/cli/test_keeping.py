@@ -253,3 +253,16 @@ def test_a_model_is_packed_to_the_disk_and_runs_from_there(
     again = tandem("run", model, *limited, env=env)
     assert again.stdout == in_memory.stdout
     assert "packing" not in again.stderr
+
+
+def test_a_model_in_fp32_that_would_be_refused_is_not_packed(
+    model: str, env: Mapping[str, str], tmp_path: Path
+) -> None:
+    words = ("run", model, "-p", "hello", "--expert-memory", "400KB", "--expert-dtype", "fp32")
+    for more in ((), ("--pack-to-disk",)):
+        refused = tandem(*words, *more, env=env)
+        assert refused.returncode == 2
+        assert "this model's experts are plain (fp32)" in refused.stderr
+        assert "pack-to-disk" not in refused.stderr
+        assert "Traceback" not in refused.stderr
+    assert not (tmp_path / "cache" / "packed").exists()

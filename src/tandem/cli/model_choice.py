@@ -5,6 +5,7 @@ Also its flags, which are the same wherever a command names a model.
 
 import argparse
 import dataclasses
+import functools
 import os
 import sys
 import time
@@ -21,6 +22,7 @@ from tandem.devices.options import OffloadOptions
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 
 if TYPE_CHECKING:
+    from tandem.forecast.sizes import ModelSizes
     from tandem.hf.checkpoint import AnyCheckpoint
     from tandem.hf.packed_writer import OnProgress
 
@@ -156,14 +158,17 @@ def load_model_and_tokenizer(
     origin = keeper.origin(label, [*checkpoint.weight_files, *configs], options)
     if (copy := keeper.find(origin)) is not None:
         return _load(dataclasses.replace(found, model=str(copy)), offload, dense_dtype), tokenizer
-    keeper.look_ahead(origin, lambda: _packed_bytes(checkpoint, offload, dense_dtype))
+    sizes = functools.partial(_sizes, checkpoint, offload, dense_dtype)
+    keeper.look_ahead(origin, lambda: sizes().total_bytes)
     begin = time.perf_counter()
     try:
         if offload.expert_memory_bytes is not None:  # of a copy on the disk, which is not there yet
             raise HostCapacityError(f"{label} is not packed, and --expert-memory is given")
         model = _load(found, offload, dense_dtype)
     except HostCapacityError as error:
-        num_bytes = _packed_bytes(checkpoint, offload, dense_dtype)
+        if offload.expert_memory_bytes is not None and sizes().has_plain_experts:
+            raise offload.no_slots_for_plain() from None
+        num_bytes = sizes().total_bytes
         copy = keeper.packed_on_disk(origin, num_bytes, _packing(path, offload, dense_dtype))
         if copy is None:
             raise HostCapacityError(f"{error}; or {keeper.how_to_pack(num_bytes)}") from None
@@ -184,13 +189,12 @@ def _packing(
     )  # fmt: skip
 
 
-def _packed_bytes(checkpoint: "AnyCheckpoint", offload: OffloadOptions, dense_dtype: str) -> int:
+def _sizes(checkpoint: "AnyCheckpoint", offload: OffloadOptions, dense_dtype: str) -> "ModelSizes":
     from tandem.forecast.sizes import model_sizes
     from tandem.hf.config import OffloadConfig
 
     options = dataclasses.asdict(offload) | {"dense_dtype": dense_dtype}
-    sizes = model_sizes(checkpoint, OffloadConfig(**options, isa=os.environ.get("TANDEM_ISA")))
-    return sizes.experts_bytes + sizes.total_dense_bytes
+    return model_sizes(checkpoint, OffloadConfig(**options, isa=os.environ.get("TANDEM_ISA")))
 
 
 def source_label(model: str, path: Path) -> str:

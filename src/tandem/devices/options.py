@@ -143,6 +143,14 @@ class OffloadOptions:
                 "from the disk in packed form; pack it first (tandem pack, or --pack-to-disk)"
             )
 
+    def no_slots_for_plain(self) -> ConfigError:
+        """Return the refusal of slots for a model whose experts are fp32."""
+        return ConfigError(
+            f"expert_memory is {self.expert_memory!r}, and this model's experts are plain (fp32): "
+            "they run from memory alone; leave it out, or pack the model with another expert_dtype "
+            "(bf16, int8)"
+        )
+
     def require_slots_follow(self) -> None:
         """Raise `ConfigError` for what experts on a disk cannot follow."""
         if self.eviction not in IN_HOST_SLOTS:

@@ -140,9 +140,19 @@ class ModelSizes:
         return experts_per_token(self.config)
 
     @property
+    def has_plain_experts(self) -> bool:
+        """Whether experts are in no packed format (fp32): such run from memory alone."""
+        return any(name.startswith("float") for name in self.expert_formats)
+
+    @property
     def total_dense_bytes(self) -> int:
         """Bytes of everything but the experts."""
         return sum(self.dense_bytes.values())
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all."""
+        return self.experts_bytes + self.total_dense_bytes
 
 
 def model_sizes(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> ModelSizes:

@@ -41,12 +41,14 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig, *, beside_bytes: 
     layers = [layer for layer in runtime.store if isinstance(layer, PackedLayer)]
     places = _places(layers) if len(layers) == len(runtime.store) else None
     if places is None:
-        if options.expert_memory_bytes is not None:
-            raise ConfigError(
-                f"expert_memory is {options.expert_memory!r}, and this model's experts are plain "
-                "(fp32), or in no file that is mapped; leave it out, or pack them in another dtype"
-            )
-        return False
+        if options.expert_memory_bytes is None:
+            return False
+        if len(layers) < len(runtime.store):
+            raise options.no_slots_for_plain()
+        raise ConfigError(
+            f"expert_memory is {options.expert_memory!r}, and this model's experts are in no file "
+            "that is mapped; leave it out"
+        )
     free = max(0, _free_bytes(options, runtime.store.num_bytes) - beside_bytes)
     memory = options.expert_memory_bytes
     if memory is None:
