@@ -20,7 +20,12 @@ from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.demo import ensure_demo_model
 from tandem.experts.cache.host_slots import share_of
 from tandem.forecast import disk_forecast
-from tandem.forecast.disk_forecast import DiskForecast, forecast_from_disk
+from tandem.forecast.disk_forecast import (
+    DiskForecast,
+    SlotsOverDisk,
+    forecast_from_disk,
+    slots_over_disk,
+)
 from tandem.forecast.gpu_forecast import geometry_of
 from tandem.forecast.model_plan import workspace_bytes
 from tandem.forecast.sizes import ModelSizes, model_sizes
@@ -37,6 +42,7 @@ from tandem.policy.cost import DiskCosts
 from tandem.sim.disk import whole_pages
 from tandem.trace import write_trace
 from tests.architectures import build_tiny_model
+from tests.disk.loading import slots_of
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
 from tests.loading.checkpoints import FORMATS, lose_tensors, write_plain, write_quantised
@@ -221,11 +227,41 @@ def test_a_packed_model_that_does_not_fit_runs_from_the_disk(
     assert plan(capsys, *words)[1]["from_disk"] is None  # not even what is no expert
 
 
+def test_a_plan_that_measures_nothing_says_what_slots_there_are(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed = tandem.pack(checkpoint, tmp_path / "packed", expert_dtype="int8").directory
+    most = sizes_of(packed).experts_bytes
+    words = ["--no-measure", "--context", "16", "--expert-memory", str(most - 1)]
+    out, report = plan(capsys, str(packed), *words)
+    slots = slots_of(tandem.load(packed, expert_memory=str(most - 1)))
+    assert report["from_disk"]["slots"] == sum(slots.num_slots) > 0
+    assert report["from_disk"]["resident_share"] == pytest.approx(slots.share)
+    assert "decode_tokens_per_second" not in report["from_disk"]
+    said = f"{slots.share:.0%} of the experts fit into {sum(slots.num_slots)} slots, the others"
+    assert said in out
+    assert "the disk's rate was not measured" in out
+    with_device = ["--device", "emulated", "--gpu-memory", "1MB"]
+    assert said in plan(capsys, str(packed), *words, *with_device)[0]
+
+
+def test_a_plan_refuses_slots_for_experts_in_fp32(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed = tandem.save(tandem.load(checkpoint, expert_dtype="fp32"), tmp_path / "packed")
+    for model in (checkpoint, packed):
+        words = [str(model), "--no-measure", "--expert-memory", "1MB"]
+        assert main(["plan", *words, "--expert-dtype", "fp32"]) == 2
+        assert "this model's experts are plain (fp32)" in capsys.readouterr().err
+
+
 SPEED = SpeedForecast(256, 2.0, 0.1, 4, 2.0, 1.0)
 
 
-def forecast_at(sizes: ModelSizes, rate: float, share: float) -> tuple[DiskForecast, int]:
-    """Return the forecast with slots for a share of the experts, and the room that takes."""
+def forecast_at(
+    sizes: ModelSizes, rate: float, share: float
+) -> tuple[DiskForecast, SlotsOverDisk, int]:
+    """Return the forecast with slots for a share of the experts, and the room that they take."""
     disk = DiskCosts(
         reads="direct", piece_bytes=1, depths=(1, 2), bytes_per_second=(rate / 2, rate)
     )
@@ -233,7 +269,8 @@ def forecast_at(sizes: ModelSizes, rate: float, share: float) -> tuple[DiskForec
     counts = [sizes.num_experts // sizes.num_moe_layers] * sizes.num_moe_layers
     least = next(n for n in range(1000) if _fits(n * slot, slot, counts))
     room = least * slot + int(share * sizes.num_experts * slot) + 1
-    return forecast_from_disk(sizes, SPEED, disk, room), room
+    slots = slots_over_disk(sizes, room)
+    return forecast_from_disk(sizes, SPEED, disk, slots), slots, room
 
 
 def _fits(memory: int, slot: int, counts: list[int]) -> bool:
@@ -249,8 +286,9 @@ def test_from_the_disk_a_step_takes_what_its_bytes_take(
     checkpoint: Path, rate: float, share: float
 ) -> None:
     sizes = sizes_of(checkpoint, expert_dtype="int8")
-    found, _ = forecast_at(sizes, rate, share)
-    assert found.resident_share == pytest.approx(share, abs=1e-3)
+    found, slots, _ = forecast_at(sizes, rate, share)
+    assert slots.share == pytest.approx(share, abs=1e-3)
+    assert slots.num_slots == int(8 * share) * sizes.num_moe_layers
     assert (found.hit_rate == 0) == (share == 0)
     slot = whole_pages(sizes.expert_image_bytes)
     read = (1 - found.hit_rate) * sizes.top_k * sizes.num_moe_layers * slot / rate
@@ -258,17 +296,17 @@ def test_from_the_disk_a_step_takes_what_its_bytes_take(
     assert max(0.1, read) <= found.decode_seconds * (1 + 1e-9)
     assert found.decode_seconds <= (0.1 + read) * (1 + 1e-9)
     # A prompt of 256 uses all of the 8 experts of each layer.
-    wanted = max(2.0, (1 - found.resident_share) * sizes.experts_bytes / rate)
+    wanted = max(2.0, (1 - slots.share) * sizes.experts_bytes / rate)
     assert found.prefill_seconds == pytest.approx(wanted, rel=1e-3)
     with pytest.raises(CapacityError, match="are the least"):
-        forecast_from_disk(sizes, SPEED, found.disk, slot)
+        slots_over_disk(sizes, slot)
 
 
 def test_a_plan_from_the_disk_is_what_simulate_says_of_the_same_routing(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes, rate = sizes_of(checkpoint, expert_dtype="int8"), 3e8
-    planned, room = forecast_at(sizes, rate, 0.5)
+    planned, slots, room = forecast_at(sizes, rate, 0.5)
     geometry = geometry_of(sizes)
     trace = typical_routing(geometry, num_sequences=3, num_tokens=320)
     write_trace(tmp_path / "typical.npz", trace)
@@ -282,7 +320,7 @@ def test_a_plan_from_the_disk_is_what_simulate_says_of_the_same_routing(
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["decode_tokens_per_second"] == pytest.approx(1 / planned.decode_seconds)
     assert found["timed_hit_rate"] == planned.hit_rate
-    assert found["host_experts"] == planned.resident_share
+    assert found["host_experts"] == slots.share
 
 
 def test_speed_is_measured_once_and_kept(

@@ -20,7 +20,7 @@ from tandem.core.units import format_bytes
 from tandem.devices.options import OffloadOptions, offload_options
 
 if TYPE_CHECKING:
-    from tandem.forecast.disk_forecast import DiskForecast
+    from tandem.forecast.disk_forecast import DiskForecast, SlotsOverDisk
     from tandem.forecast.gpu_forecast import GpuForecast
     from tandem.forecast.model_plan import Plan
     from tandem.forecast.sizes import ModelSizes
@@ -139,41 +139,48 @@ def _plan(
         speed=_speed(sizes, chosen, slots, options),
         can_be_packed=not is_packed,
     )
-    return dataclasses.replace(plan, from_disk=_from_disk(plan, packed_files, offload)), others
+    slots_over_disk, from_disk = _over_disk(plan, packed_files, offload)
+    found = dataclasses.replace(plan, slots_over_disk=slots_over_disk, from_disk=from_disk)
+    return found, others
 
 
-def _from_disk(
+def _over_disk(
     plan: "Plan", files: Sequence[Path], offload: OffloadOptions
-) -> "DiskForecast | None":
-    """Return the speed of a packed model with some experts on the disk, on the CPU.
+) -> "tuple[SlotsOverDisk | None, DiskForecast | None]":
+    """Return what memory holds of a packed model with some experts on the disk, and its speed.
 
-    Those that do not fit, or beyond `expert_memory`; None where there are none.
+    Those that do not fit, or beyond `expert_memory`; None where there are none. The speed on the
+    CPU, where that was measured. Raises `TandemError` for what a load refuses.
     """
-    given = offload.expert_memory_bytes
+    given, is_plain = offload.expert_memory_bytes, plan.sizes.has_plain_experts
+    if given is not None and is_plain:
+        raise offload.no_slots_for_plain()
     if given is not None and not files:
         offload.require_no_slots("this model")
-    from tandem.forecast.disk_forecast import forecast_from_disk
+    from tandem.forecast.disk_forecast import forecast_from_disk, slots_over_disk
     from tandem.forecast.speed_forecast import SpeedForecast
     from tandem.hardware.disk import measure_disk
     from tandem.hf.disk_tier import room_for_experts
 
     has_all = plan.fits if given is None else given >= plan.sizes.experts_bytes
-    if has_all or not files or not isinstance(plan.speed, SpeedForecast):
-        return None
+    if has_all or not files or is_plain or (given is None and offload.device != "cpu"):
+        return None, None
     room = given
     if room is None:  # as loading shares the memory out, once the dense parts are there
         free = max(0, plan.available_bytes - plan.sizes.total_dense_bytes)
         room = room_for_experts(free, plan.kv_cache_bytes)
-    may_run = room > 0 or given is not None
-    disk = measure_disk(files, plan.sizes.expert_image_bytes) if may_run else None
-    if disk is None:
-        return None
     try:
-        return forecast_from_disk(plan.sizes, plan.speed, disk, room)
+        slots = slots_over_disk(plan.sizes, room)
     except CapacityError:  # not even the slots that layers share
         if given is not None:
             raise
-        return None
+        return None, None
+    if not isinstance(plan.speed, SpeedForecast):
+        return slots, None
+    disk = measure_disk(files, plan.sizes.expert_image_bytes)
+    if disk is None:
+        return slots, None
+    return slots, forecast_from_disk(plan.sizes, plan.speed, disk, slots)
 
 
 def _sizes_with(
@@ -239,15 +246,21 @@ def _table(plan: "Plan") -> str:
     if plan.device != "cpu":
         lines.append(_device_line(plan))
     lines += _speed_lines(plan)
-    if plan.from_disk is not None:
-        lines.append(_disk_line(plan.from_disk))
+    if plan.slots_over_disk is not None:
+        lines.append(_disk_line(plan.slots_over_disk, plan.from_disk))
     return "\n".join(lines)
 
 
-def _disk_line(found: "DiskForecast") -> str:
+def _disk_line(slots: "SlotsOverDisk", found: "DiskForecast | None") -> str:
     """Say what is left of the speed where the disk holds what memory does not."""
+    fit = f"from the disk: {slots.share:.0%} of the experts fit"
+    if found is None:
+        return (
+            f"{fit} into {slots.num_slots} slots, the others are read when they are wanted; the "
+            "disk's rate was not measured"
+        )
     return (
-        f"from the disk: {found.resident_share:.0%} of the experts fit, the others are read at "
+        f"{fit}, the others are read at "
         f"{found.disk.most_bytes_per_second / 1e9:.2f} GB/s ({found.disk.reads}): first token of "
         f"{found.prompt_tokens} after {found.prefill_seconds:.2f} s, then "
         f"{1 / found.decode_seconds:.1f} tok/s, {found.hit_rate:.0%} of the experts from memory "

@@ -20,12 +20,20 @@ _SEQUENCES, _PROMPT_TOKENS, _DECODE_STEPS = 3, 256, 64
 
 
 @dataclass(frozen=True, slots=True)
+class SlotsOverDisk:
+    """What memory has slots for of a model's experts, the others being on the disk."""
+
+    share: float
+    """Of each layer's experts."""
+    num_slots: int
+    """In all layers."""
+
+
+@dataclass(frozen=True, slots=True)
 class DiskForecast:
     """Seconds of a prompt and of a decode step with experts on the disk."""
 
     disk: DiskCosts
-    resident_share: float
-    """Of each layer's experts: what memory has slots for."""
     hit_rate: float
     """Of the experts that decode steps use, those that are in memory."""
     prompt_tokens: int
@@ -33,21 +41,21 @@ class DiskForecast:
     decode_seconds: float
 
 
-def forecast_from_disk(
-    sizes: ModelSizes, in_memory: SpeedForecast, disk: DiskCosts, room_bytes: int
-) -> DiskForecast:
-    """Return the speed with `room_bytes` for experts, from that with all of them in memory.
+def slots_over_disk(sizes: ModelSizes, room_bytes: int) -> SlotsOverDisk:
+    """Return the slots in `room_bytes` of memory; raises `CapacityError` for next to no room."""
+    num_layers, num_experts = sizes.num_moe_layers, geometry_of(sizes).num_experts
+    slot_bytes = [whole_pages(sizes.expert_image_bytes)] * num_layers
+    share = share_of(room_bytes, slot_bytes, [num_experts] * num_layers)
+    return SlotsOverDisk(share, num_layers * int(num_experts * share))
 
-    Raises `CapacityError` for next to no room.
-    """
+
+def forecast_from_disk(
+    sizes: ModelSizes, in_memory: SpeedForecast, disk: DiskCosts, slots: SlotsOverDisk
+) -> DiskForecast:
+    """Return the speed with such slots, from that with all experts in memory."""
     costs, rate = costs_in_memory(sizes, in_memory), disk.most_bytes_per_second
-    layers = sizes.num_moe_layers
-    slots = [whole_pages(sizes.expert_image_bytes)] * layers
     conditions = DiskConditions(
-        costs=costs,
-        bytes_per_second=rate,
-        share=share_of(room_bytes, slots, [costs.num_experts] * layers),
-        prompt=_PROMPT_TOKENS,
+        costs=costs, bytes_per_second=rate, share=slots.share, prompt=_PROMPT_TOKENS
     )
     trace = typical_routing(
         geometry_of(sizes), num_sequences=_SEQUENCES, num_tokens=_PROMPT_TOKENS + _DECODE_STEPS
@@ -58,7 +66,6 @@ def forecast_from_disk(
     prompt_bytes = active * (1.0 - conditions.share) * sizes.experts_bytes
     return DiskForecast(
         disk=disk,
-        resident_share=conditions.share,
         hit_rate=tally.hit_rate,
         prompt_tokens=in_memory.prompt_tokens,
         prefill_seconds=max(prompt_bytes / rate, in_memory.prefill_seconds),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tandem.core.units import format_bytes
 from tandem.devices import kind_of
 from tandem.experts.cache.sizing import DeviceMemory, count_slots, parse_gpu_memory
-from tandem.forecast.disk_forecast import DiskForecast
+from tandem.forecast.disk_forecast import DiskForecast, SlotsOverDisk
 from tandem.forecast.gpu_forecast import GpuForecast
 from tandem.forecast.sizes import ModelSizes
 from tandem.forecast.speed_forecast import SpeedForecast
@@ -38,8 +38,10 @@ class Plan:
     """Measured on this CPU, simulated with a GPU, or why there is none."""
     can_be_packed: bool
     """Whether it is not packed yet."""
-    from_disk: DiskForecast | None = None
+    slots_over_disk: SlotsOverDisk | None = None
     """Of a packed model that does not fit."""
+    from_disk: DiskForecast | None = None
+    """Its speed; None where the CPU's or the disk's was not measured."""
 
     @property
     def contexts(self) -> list[int]:
@@ -229,14 +231,17 @@ def as_json(plan: Plan, lines: list[str]) -> dict[str, object]:
         "prefill_tokens_per_second": known and known.prefill_tokens_per_second,
         "decode_tokens_per_second": known and known.decode_tokens_per_second,
         **_more_of_speed(speed),
-        "from_disk": plan.from_disk and _disk_json(plan.from_disk),
+        "from_disk": plan.slots_over_disk and _disk_json(plan.slots_over_disk, plan.from_disk),
         "advice": lines,
     }
 
 
-def _disk_json(found: DiskForecast) -> dict[str, object]:
+def _disk_json(slots: SlotsOverDisk, found: DiskForecast | None) -> dict[str, object]:
+    memory: dict[str, object] = {"resident_share": slots.share, "slots": slots.num_slots}
+    if found is None:
+        return memory
     return {
-        "resident_share": found.resident_share,
+        **memory,
         "hit_rate": found.hit_rate,
         "reads": found.disk.reads,
         "disk_bytes_per_second": found.disk.most_bytes_per_second,
