@@ -4,7 +4,9 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <new>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 
@@ -69,9 +71,30 @@ void RowTables::read(std::size_t table, std::span<const std::int64_t> rows, std:
   const OpenTable& of = tables_.at(table);
   require_rows(of, rows);
   if (!readers_) throw DiskError("the model has been closed; load it again");
+  // Places by row: a prompt's tokens repeat, and each row is read once, to the first of its places.
+  std::vector<std::size_t> places(rows.size());
+  std::iota(places.begin(), places.end(), 0);
+  std::stable_sort(places.begin(), places.end(),
+                   [&](std::size_t a, std::size_t b) { return rows[a] < rows[b]; });
+  const auto is_same = [&](std::size_t a, std::size_t b) { return rows[a] == rows[b]; };
+  std::vector<std::size_t> firsts;
+  std::unique_copy(places.begin(), places.end(), std::back_inserter(firsts), is_same);
+  read_each(of, rows, firsts, to);
+  std::size_t first = 0;
+  for (const std::size_t place : places) {
+    if (rows[place] != rows[firsts[first]]) ++first;
+    if (place != firsts[first])
+      std::memcpy(to + place * of.row_bytes, to + firsts[first] * of.row_bytes, of.row_bytes);
+  }
+  counts_.rows += static_cast<std::int64_t>(rows.size());
+}
+
+// The rows at some places, as many at once as there are slots.
+void RowTables::read_each(const OpenTable& of, std::span<const std::int64_t> rows,
+                          std::span<const std::size_t> places, std::uint8_t* to) {
   std::size_t num_asked = 0, num_come = 0;
   try {
-    while (num_come < rows.size()) {
+    while (num_come < places.size()) {
       const std::uint32_t seen = readers_->ended();
       bool has_moved = false;
       for (Slot& slot : slots_) {
@@ -83,9 +106,9 @@ void RowTables::read(std::size_t table, std::span<const std::int64_t> rows, std:
           ++num_come;
           has_moved = true;
         }
-        if (num_asked < rows.size()) {
-          ask(slot, of, rows[num_asked], to + num_asked * of.row_bytes);
-          ++num_asked;
+        if (num_asked < places.size()) {
+          const std::size_t place = places[num_asked++];
+          ask(slot, of, rows[place], to + place * of.row_bytes);
           has_moved = true;
         }
       }
@@ -95,7 +118,6 @@ void RowTables::read(std::size_t table, std::span<const std::int64_t> rows, std:
     for (Slot& slot : slots_) slot.wanted_at = nullptr;
     throw;
   }
-  counts_.rows += static_cast<std::int64_t>(rows.size());
 }
 
 void RowTables::close() {

@@ -40,8 +40,9 @@ class RowTables {
 
   std::size_t num_tables() const { return tables_.size(); }
   std::int64_t row_bytes(std::size_t table) const { return tables_[table].row_bytes; }
-  // Rows of a table one after the other, in the order in which they are asked for. From any thread, one
-  // call at a time. Throws DiskError, and std::out_of_range for a row that the table has not.
+  // Rows of a table one after the other, in the order in which they are asked for; one that is asked
+  // for several times is read once. From any thread, one call at a time. Throws DiskError, and
+  // std::out_of_range for a row that the table has not.
   void read(std::size_t table, std::span<const std::int64_t> rows, std::uint8_t* to);
 
   bool is_direct() const;
@@ -73,6 +74,8 @@ class RowTables {
 
   void open(const Table& table);
   void require_rows(const OpenTable& table, std::span<const std::int64_t> rows) const;
+  void read_each(const OpenTable& of, std::span<const std::int64_t> rows,
+                 std::span<const std::size_t> places, std::uint8_t* to);
   void ask(Slot& slot, const OpenTable& table, std::int64_t row, std::uint8_t* to);
   void require_arrival(const OpenTable& table, std::uint32_t seen);
 
