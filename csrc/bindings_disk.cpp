@@ -149,6 +149,8 @@ void bind_disk(nb::module_& m) {
       .def_ro("hits", &HostSlots::Counts::hits)
       .def_ro("misses", &HostSlots::Counts::misses)
       .def_ro("ahead", &HostSlots::Counts::ahead)
+      .def_ro("device_hits", &HostSlots::Counts::device_hits)
+      .def_ro("device_misses", &HostSlots::Counts::device_misses)
       .def_ro("kept", &HostSlots::Counts::kept)
       .def_ro("read_bytes", &HostSlots::Counts::read_bytes)
       .def_ro("waited_seconds", &HostSlots::Counts::waited_seconds);

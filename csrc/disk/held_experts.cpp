@@ -46,7 +46,7 @@ ExpertHold HostSlots::try_hold(std::int32_t layer, std::int32_t expert, bool wai
     if (slot == nullptr) return {};
     read_into(*slot, layer, expert, waits ? Cause::kDemand : Cause::kAhead);
   }
-  ++(is_asked ? counts_.misses : counts_.hits);
+  ++(is_asked ? counts_.device_misses : counts_.device_hits);
   ++slot->num_holders;
   // Not a victim while it is held.
   if (is_resident(*slot)) resident_.state[layer * resident_.num_experts + expert] = kCopying;

@@ -44,6 +44,7 @@ class HostSlots final : public ExpertSource {
   };
   struct Counts {
     std::int64_t hits = 0, misses = 0, ahead = 0, read_bytes = 0;  // ahead: of the hits
+    std::int64_t device_hits = 0, device_misses = 0;  // of experts that were held for a device
     std::int64_t kept = 0;  // experts that came back from a device
     double waited_seconds = 0.0;
   };

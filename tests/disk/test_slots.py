@@ -23,7 +23,7 @@ from tandem.kernels.dense import CpuThreads
 from tandem.kernels.formats.weight_format import find_format
 from tandem.policy.plan import Geometry
 from tests.disk.loading import EXPERTS, LAYERS, TOP_K, ids, put_on_disk, slots_of, with_share
-from tests.experts.machines import FUNCTIONS, route
+from tests.experts.machines import FUNCTIONS, make_store, route
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
 
@@ -139,6 +139,17 @@ def test_a_device_over_memory_over_a_disk_has_the_bits_of_memory(
             assert torch.equal(found, expected)
     assert slots_of(model).statistics().read_bytes > 0
     assert runtime_in(with_memory).host_slots is None
+
+
+def test_what_a_device_takes_is_counted_apart(tmp_path: Path) -> None:
+    store = make_store()
+    slots = put_on_disk(store, tmp_path / "experts", 0.5)
+    for expert in (0, 0, 1):
+        with store[0].hold(expert):
+            pass
+    found = slots.statistics()
+    assert (found.device_hits, found.device_misses) == (1, 2)
+    assert (found.hits, found.misses, found.hit_rate) == (0, 0, 0.0)
 
 
 @pytest.mark.parametrize("options", [{}, {"device": "emulated", "gpu_memory": "300KB"}])

@@ -116,9 +116,11 @@ class RunReport:
         """Return what came from the disk, for people."""
         disk = self._disk_now().since(self._disk_before)
         assert self._host_slots is not None
+        for_device = disk.device_hits + disk.device_misses
         return [
             f"memory holds {self._host_slots.share:.0%} of the experts",
             f"hits {disk.hit_rate:.0%} ({disk.hits} of {disk.hits + disk.misses})",
+            *([f"for the device {disk.device_hits} of {for_device}"] if for_device else []),
             f"disk {format_bytes(disk.read_bytes)}, waited {disk.waited_seconds:.1f} s",
         ]
 

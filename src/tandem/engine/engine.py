@@ -259,6 +259,8 @@ class Engine:
             expert_bytes_read=experts.touched_bytes,
             host_slot_hits=disk.hits,
             host_slot_misses=disk.misses,
+            host_slot_device_hits=disk.device_hits,
+            host_slot_device_misses=disk.device_misses,
             expert_disk_bytes=disk.read_bytes,
             expert_disk_seconds=disk.waited_seconds,
             drafting_steps=drafts.num_drafting,

@@ -143,6 +143,8 @@ class EngineStatistics:
     expert_bytes_read: int = option(0, help="bytes of expert weights that were read")
     host_slot_hits: int = option(0, help="experts of a model on the disk that memory held")
     host_slot_misses: int = option(0, help="experts that were read from the disk when wanted")
+    host_slot_device_hits: int = option(0, help="experts that memory held for a copy to the device")
+    host_slot_device_misses: int = option(0, help="experts that were read for a copy to the device")
     expert_disk_bytes: int = option(0, help="bytes of experts that were read from the disk")
     expert_disk_seconds: float = option(
         0.0, help="seconds for which steps waited for experts on the disk"

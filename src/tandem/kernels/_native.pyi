@@ -632,6 +632,8 @@ class SlotCounts:
     hits: int
     misses: int
     ahead: int
+    device_hits: int
+    device_misses: int
     kept: int
     read_bytes: int
     waited_seconds: float

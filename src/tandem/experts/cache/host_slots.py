@@ -49,6 +49,10 @@ class SlotStatistics:
 
     hits: int = 0
     misses: int = 0
+    device_hits: int = 0
+    """Experts that a device took from memory, beside those that layers used here."""
+    device_misses: int = 0
+    """Experts that were read from the disk for a device."""
     read_bytes: int = 0
     waited_seconds: float = 0.0
 
@@ -59,7 +63,7 @@ class SlotStatistics:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the active experts that were in memory."""
+        """Share of the experts that were used here which were in memory."""
         return self.hits / max(1, self.hits + self.misses)
 
 
@@ -137,7 +141,10 @@ class HostSlots:
     def statistics(self) -> SlotStatistics:
         """Return what has been read and found since the load."""
         counts = self.native.counts()
-        return SlotStatistics(counts.hits, counts.misses, counts.read_bytes, counts.waited_seconds)
+        return SlotStatistics(
+            counts.hits, counts.misses, counts.device_hits, counts.device_misses,
+            counts.read_bytes, counts.waited_seconds,
+        )  # fmt: skip
 
 
 def _num_transit(counts: Sequence[int]) -> int:
