@@ -54,7 +54,7 @@ ExpertHold HostSlots::try_hold(std::int32_t layer, std::int32_t expert, bool wai
 }
 
 ExpertHold HostSlots::hold(std::int32_t layer, std::int32_t expert, bool waits) {
-  std::unique_lock lock(mutex_);
+  auto lock = locked();
   ExpertHold found = try_hold(layer, expert, waits);
   while (waits && found.address == nullptr) {
     is_let_go_.wait_for(lock, kLookEvery);  // a read that nobody holds any more may end, too
@@ -73,12 +73,12 @@ HostSlots::Slot& HostSlots::slot_of(const ExpertHold& hold) {
 }
 
 bool HostSlots::has_come(const ExpertHold& hold) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = locked();
   return slot_of(hold).read.has_ended();
 }
 
 void HostSlots::wait_for(ExpertHold& hold) {
-  std::unique_lock lock(mutex_);
+  auto lock = locked();
   Slot& slot = slot_of(hold);
   if (!slot.read.has_ended()) readers_.demand(slot.read);
   const Moment last = end_of(patience_);
@@ -93,6 +93,7 @@ void HostSlots::wait_for(ExpertHold& hold) {
 }
 
 void HostSlots::let_go(const ExpertHold& hold) noexcept {
+  if (!readers_.home().is_here()) return;
   {
     const std::lock_guard lock(mutex_);
     Slot& slot = slot_of(hold);
@@ -120,7 +121,7 @@ Admitted HostSlots::admitted_back(std::int32_t layer, std::int32_t expert) const
 }
 
 ExpertHold HostSlots::take_back(std::int32_t layer, std::int32_t expert) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = locked();
   settle(layer);
   if (!has_one_size_ || find(layer, expert, held_) != nullptr) return {};
   if (admitted_back(layer, expert).empty()) return {};

@@ -27,7 +27,9 @@ HostSlots::HostSlots(std::vector<Layer> layers, const Options& options)
       slots_(layers_.size()),
       unused_(layers_.size()),
       patience_(options.patience),
-      readers_(options.num_readers, options.piece_bytes, [this] { fill_next(); }) {
+      owned_readers_(ReaderPool::make(options.num_readers, options.piece_bytes,
+                                      [this] { fill_next(); })),
+      readers_(*owned_readers_) {
   std::int64_t most_experts = 0;
   for (const Layer& layer : layers_) {
     most_experts = std::max<std::int64_t>(most_experts, layer.num_experts);
@@ -69,8 +71,14 @@ void HostSlots::read_buffered() {
   for (ExpertFile& file : files_) file.read_buffered();
 }
 
+// For those that may be the first ones in a process: a forked one may find a lock taken for good.
+std::unique_lock<std::mutex> HostSlots::locked() const {
+  readers_.home().require_here();
+  return std::unique_lock(mutex_);
+}
+
 Ids HostSlots::resident(std::int32_t layer) const {
-  const std::lock_guard lock(mutex_);
+  const auto lock = locked();
   Ids found = resident_.members.at(layer);
   std::sort(found.begin(), found.end());
   return found;
@@ -129,7 +137,7 @@ bool HostSlots::is_resident(const Slot& slot) const {
 }
 
 void HostSlots::begin(const ExpertUse& use) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = locked();
   settle(use.layer);
   settle_transit(use.layer);
   experts_.assign(use.experts.begin(), use.experts.end());

@@ -83,7 +83,7 @@ class HostSlots final : public ExpertSource {
   void pin() { is_pinned_ = true; }
 
   Counts counts() const {
-    const std::lock_guard lock(mutex_);
+    const auto lock = locked();
     return counts_;
   }
   bool is_direct() const;
@@ -114,6 +114,7 @@ class HostSlots final : public ExpertSource {
     bool is_asked = false;  // by this use: what another one asked for and failed is read again
   };
 
+  std::unique_lock<std::mutex> locked() const;
   void settle(std::int32_t layer);
   void settle_transit(std::int32_t layer);
   ExpertHold try_hold(std::int32_t layer, std::int32_t expert, bool waits);
@@ -170,7 +171,8 @@ class HostSlots final : public ExpertSource {
   Counts counts_;
   mutable std::mutex mutex_;  // of all above; not held while something is waited for
   std::condition_variable is_let_go_;
-  ReaderPool readers_;  // goes first, and with it what writes into slots
+  ReaderPool::Owner owned_readers_;  // goes first, and with it what writes into slots
+  ReaderPool& readers_;
 };
 
 }  // namespace tandem

@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "crc32c.hpp"
+#include "expert_source.hpp"
 
 namespace tandem {
 namespace {
@@ -63,6 +64,16 @@ std::pair<std::int64_t, std::int64_t> wanted_of(const DiskRead& read, std::int64
 }
 
 }  // namespace
+
+HomeProcess::HomeProcess() : id_(::getpid()) {}
+
+bool HomeProcess::is_here() const { return id_ == ::getpid(); }
+
+void HomeProcess::require_here() const {
+  if (!is_here())
+    throw DiskError("the model reads from the disk by threads of the process that loaded it, from "
+                    "which this one was forked; load the model in this process");
+}
 
 ExpertFile::ExpertFile(const std::string& path)
     : path_(path), descriptor_(open_direct(path.c_str())), is_direct_(descriptor_ >= 0), bytes_(0) {
@@ -136,6 +147,15 @@ ReaderPool::ReaderPool(int num_readers, std::int64_t piece_bytes, std::function<
 }
 
 ReaderPool::~ReaderPool() { close(); }
+
+ReaderPool::Owner ReaderPool::make(int num_readers, std::int64_t piece_bytes,
+                                   std::function<void()> filled) {
+  return Owner(new ReaderPool(num_readers, piece_bytes, std::move(filled)));
+}
+
+void ReaderPool::End::operator()(ReaderPool* pool) const {
+  if (pool->home_.is_here()) delete pool;
+}
 
 void ReaderPool::close() {
   {

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -66,13 +67,34 @@ struct DiskRead {
   std::string why() const;  // of a failed read: one sentence
 };
 
+// The process that made this. In one that was forked from it none of its threads is there, and locks
+// may be taken for good.
+class HomeProcess {
+ public:
+  HomeProcess();
+
+  bool is_here() const;
+  void require_here() const;  // throws DiskError
+
+ private:
+  std::int64_t id_;
+};
+
 class ReaderPool {
  public:
+  // A pool is left as it is in a forked process: to end a condition waits for threads that wait for it.
+  struct End {
+    void operator()(ReaderPool* pool) const;
+  };
+  using Owner = std::unique_ptr<ReaderPool, End>;
+
   // A reader calls `filled` after a read that was filling has ended.
-  ReaderPool(int num_readers, std::int64_t piece_bytes, std::function<void()> filled = {});
+  static Owner make(int num_readers, std::int64_t piece_bytes, std::function<void()> filled = {});
   ~ReaderPool();  // after what is being read
   ReaderPool(const ReaderPool&) = delete;
   ReaderPool& operator=(const ReaderPool&) = delete;
+
+  const HomeProcess& home() const { return home_; }
 
   void ask(DiskRead& read, bool is_demand);
   // Lets a read that was asked for ahead overtake others like it, since it is waited for now.
@@ -86,6 +108,8 @@ class ReaderPool {
   void fail(int error, std::int64_t every, double delay_seconds);
 
  private:
+  ReaderPool(int num_readers, std::int64_t piece_bytes, std::function<void()> filled);
+
   struct Piece {
     DiskRead* read;
     std::int64_t from, bytes;
@@ -98,6 +122,7 @@ class ReaderPool {
   bool is_damaged(const DiskRead& read) const;
   void end(DiskRead& read);
 
+  const HomeProcess home_;
   const std::int64_t piece_bytes_;
   const std::function<void()> filled_;
   std::mutex mutex_;  // of the queues

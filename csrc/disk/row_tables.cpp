@@ -38,7 +38,7 @@ RowTables::RowTables(const std::vector<Table>& tables, int num_readers, double p
           std::aligned_alloc(kDiskPage, kRowsAtOnce * most_bytes(tables)))),
       slots_(kRowsAtOnce),
       patience_(patience),
-      readers_(std::in_place, num_readers, most_bytes(tables)) {
+      readers_(ReaderPool::make(num_readers, most_bytes(tables))) {
   if (memory_ == nullptr) throw std::bad_alloc();
   for (std::size_t i = 0; i < slots_.size(); ++i)
     slots_[i].read.to = memory_.get() + i * most_bytes(tables);
@@ -67,6 +67,7 @@ bool RowTables::is_direct() const {
 }
 
 void RowTables::read(std::size_t table, std::span<const std::int64_t> rows, std::uint8_t* to) {
+  home_.require_here();
   const std::lock_guard lock(mutex_);
   const OpenTable& of = tables_.at(table);
   require_rows(of, rows);

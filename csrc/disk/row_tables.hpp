@@ -9,7 +9,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -47,10 +46,11 @@ class RowTables {
 
   bool is_direct() const;
   Counts counts() const {
+    home_.require_here();
     const std::lock_guard lock(mutex_);
     return counts_;
   }
-  ReaderPool& readers() { return readers_.value(); }
+  ReaderPool& readers() { return *readers_; }
   // Ends the readers; what is asked for afterwards is an error.
   void close();
 
@@ -79,6 +79,7 @@ class RowTables {
   void ask(Slot& slot, const OpenTable& table, std::int64_t row, std::uint8_t* to);
   void require_arrival(const OpenTable& table, std::uint32_t seen);
 
+  const HomeProcess home_;
   std::map<std::string, ExpertFile> files_;
   std::vector<OpenTable> tables_;
   std::unique_ptr<std::uint8_t, Free> memory_;  // of the slots
@@ -86,7 +87,7 @@ class RowTables {
   const double patience_;
   Counts counts_;
   mutable std::mutex mutex_;
-  std::optional<ReaderPool> readers_;  // goes first, and with it what writes into slots
+  ReaderPool::Owner readers_;  // null: closed; goes first, and with it what writes into slots
 };
 
 }  // namespace tandem

@@ -48,7 +48,7 @@ Scores HostSlots::scores_of(std::int32_t layer) const {
 }
 
 void HostSlots::note_on_device(const std::uint8_t* states) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = locked();
   on_device_.assign(states, states + resident_.state.size());
 }
 

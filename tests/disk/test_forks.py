@@ -1,0 +1,81 @@
+"""A fork of a process with a model over a disk says that it cannot read; the model goes on."""
+
+import gc
+import os
+import signal
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tandem
+from tandem.core.errors import TandemError
+from tests.disk.loading import ids, slots_of, with_share
+from tests.disk.test_row_reader import read, table
+
+SAID = "from which this one was forked; load the model in this process"
+
+
+def said_in_a_fork(work: Callable[[], object]) -> str:
+    """Return how some work ended in a forked process; nothing for one that had to be ended."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(30)
+            work()
+            os.write(writing, b"done")
+        except TandemError as error:
+            os.write(writing, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, encoding="utf-8") as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return said
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.parametrize("count", [1, 60])
+def test_a_fork_of_a_model_over_a_disk_says_so_and_the_model_goes_on(
+    packed: Path, in_memory: Any, share: float, count: int
+) -> None:
+    model = with_share(packed, share)
+    native = slots_of(model).native
+    with torch.inference_mode():
+        model(ids(count))
+        assert SAID in said_in_a_fork(lambda: model(ids(count)))
+        assert torch.equal(model(ids(count)).logits, in_memory(ids(count)).logits)
+    assert SAID in said_in_a_fork(lambda: tandem.Generator(model).generate([5, 6, 7]))
+    for one in (native.counts, lambda: native.hold(0, 0), lambda: native.resident(0)):
+        assert SAID in said_in_a_fork(one)
+
+
+def test_a_model_over_a_disk_ends_in_a_fork(packed: Path) -> None:
+    models = [with_share(packed, 0.3)]
+    slots = weakref.ref(slots_of(models[0]))
+
+    def end() -> None:
+        models.clear()
+        gc.collect()
+        assert slots() is None
+
+    assert said_in_a_fork(end) == "done"
+    with torch.inference_mode():
+        models[0](ids(9))
+
+
+def test_rows_are_not_read_in_a_fork(tmp_path: Path) -> None:
+    rows = torch.randint(0, 256, (300, 64), dtype=torch.uint8)
+    tables = table(tmp_path / "rows", rows)
+    assert SAID in said_in_a_fork(lambda: read(tables, rows, torch.arange(9)))
+    assert said_in_a_fork(tables.close) == "done"
+    assert torch.equal(read(tables, rows, torch.arange(9)), rows[:9])
