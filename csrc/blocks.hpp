@@ -48,7 +48,7 @@ struct Rearrangement {
 
 // Writes every block of 16 rows of each, padding included; mapped files are read ahead. False, with
 // some blocks written perhaps, if a scale (or an e4m3 code) is not finite or not exact in the
-// format. Throws std::system_error if the system gives no thread.
+// format.
 bool rearrange(std::span<const Rearrangement> works, int num_threads);
 
 // The same for 16 rows of fields.

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <span>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -46,7 +47,7 @@ struct Extent {
 
 // Calls `do_block(call, block)` for every block of all matrices, by up to `num_threads` threads,
 // until one returns false; `source_of(piece)` is read ahead of them. Returns whether all were true.
-// Throws std::system_error if the system gives no thread.
+// Where the system gives no more threads, those that there are do all.
 template <class Call, class SourceOf, class DoBlock>
 bool do_pieces(std::span<const Call> calls, int num_threads, SourceOf source_of, DoBlock do_block) {
   const std::vector<Piece<Call>> pieces = cut(calls);
@@ -71,8 +72,11 @@ bool do_pieces(std::span<const Call> calls, int num_threads, SourceOf source_of,
   };
   for (std::int64_t number = 0; number < kPiecesAhead; ++number) ask_for(number);
   std::vector<std::jthread> helpers;
-  for (std::int64_t i = 1; i < std::min<std::int64_t>(num_threads, total); ++i)
-    helpers.emplace_back(work);
+  try {
+    for (std::int64_t i = 1; i < std::min<std::int64_t>(num_threads, total); ++i)
+      helpers.emplace_back(work);
+  } catch (const std::system_error&) {
+  }
   work();
   helpers.clear();  // waits for them
   return is_well.load();

@@ -33,8 +33,7 @@ struct QuantizeCall {
 
 // Writes every block of the matrices, which are dealt out to the threads in pieces, in their order.
 // Sources may lie in mapped files: these are read ahead of the threads. False if a weight is not
-// finite or too large for its format; then some blocks are not written. Throws std::system_error if
-// the system gives no thread.
+// finite or too large for its format; then some blocks are not written.
 bool quantize(std::span<const QuantizeCall> calls, const std::string& isa, int num_threads);
 
 struct QuantizeKernels {

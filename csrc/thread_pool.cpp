@@ -1,6 +1,9 @@
 #include "thread_pool.hpp"
 
 #include <chrono>
+#include <stdexcept>
+#include <string>
+#include <system_error>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -51,10 +54,21 @@ void wait_until_zero(const std::atomic<std::int64_t>& count) {
 }
 
 ThreadPool::ThreadPool(int num_threads) {
-  for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this] { work(); });
+  try {
+    for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this] { work(); });
+  } catch (const std::system_error& error) {
+    close();
+    throw std::runtime_error(
+        "of " + std::to_string(num_threads) + " threads that compute only " +
+        std::to_string(workers_.size() + 1) + " can be started (" + error.what() +
+        "); end other programs, raise the limits of threads and memory (ulimit -u, -v), or give "
+        "fewer as threads");
+  }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { close(); }
+
+void ThreadPool::close() {
   is_closing_.store(true);
   wake_.fetch_add(1);
   wake_.notify_all();

@@ -18,7 +18,8 @@ namespace tandem {
 
 class ThreadPool {
  public:
-  // `num_threads` counts the caller; 1 means no worker.
+  // `num_threads` counts the caller; 1 means no worker. Throws std::runtime_error, which says so, if
+  // the system gives fewer.
   explicit ThreadPool(int num_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -82,6 +83,7 @@ class ThreadPool {
   void publish(std::int64_t first);
   void work();
   bool claim_and_run();
+  void close();
   bool has_task() const;
   bool look_out(std::chrono::microseconds span) const;
 

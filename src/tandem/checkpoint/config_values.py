@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.checkpoint.json_files import JsonObject, is_int, read_json, shown
-from tandem.core.errors import ModelError, TandemError
+from tandem.core.errors import ModelError, TandemError, exhaustion
 from tandem.core.registry import nearest_names
 from tandem.foreign_types import PreTrainedConfig
 
@@ -118,8 +118,8 @@ def _sentence(error: BaseException) -> str:
         return f"it does not know {error}"
     if isinstance(error, RecursionError):
         return "it is nested too deep"
-    if isinstance(error, MemoryError):
-        return "no memory is left"
+    if (exhausted := exhaustion(error)) is not None:
+        return str(exhausted)
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

@@ -10,7 +10,7 @@ from tandem.cli.failures import report_failure
 from tandem.cli.parser import parse
 from tandem.cli.progress import progress_as_lines
 from tandem.cli.streams import prepare_streams, warnings_as_lines
-from tandem.core.errors import TandemError
+from tandem.core.errors import TandemError, capacity_errors
 from tandem.hardware.windows import why_not_here
 
 # Torch and Transformers make most of a million objects that stay: to look for garbage after every
@@ -28,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:  # else the process is another's
         gc.set_threshold(_OBJECTS_PER_COLLECTION, *gc.get_threshold()[1:])
     try:
-        return _run(words)
+        with capacity_errors():
+            return _run(words)
     except BrokenPipeError:  # the reader (head, less) has gone; nothing is wrong
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -1,5 +1,13 @@
 """Errors that a user can act on: messages say what was found, what was expected, what to do."""
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# What libraries and the dynamic linker say when the system gives them no more.
+_NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")
+_NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "failed to map segment")
+
 
 class TandemError(Exception):
     """Anything that a user, a file or the machine can get wrong; the command exits with code 2."""
@@ -42,6 +50,37 @@ def first_line(error: Exception) -> str:
     reason = error.strerror if isinstance(error, OSError) else None
     line = (reason or str(error)).strip().partition("\n")[0].rstrip(".")
     return line or type(error).__name__
+
+
+def exhaustion(error: BaseException) -> CapacityError | None:
+    """Return what to say of an error by which threads or memory have run out; None of another."""
+    words = str(error)
+    if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+        return None  # "temporarily unavailable" is said of streams too
+    if any(sign in words for sign in _NO_THREAD):
+        what = "starts no more threads"
+    elif isinstance(error, MemoryError) or any(sign in words for sign in _NO_MEMORY):
+        what = "gives no more memory"
+    else:
+        return None
+    return CapacityError(
+        f"the system {what}; end other programs, or raise the limits of threads and memory "
+        "(ulimit -u and -v, a container's)"
+    )
+
+
+@contextmanager
+def capacity_errors() -> Iterator[None]:
+    """Raise `CapacityError` for what other libraries raise when threads or memory have run out."""
+    try:
+        yield
+    except TandemError:
+        raise
+    except Exception as error:
+        said = exhaustion(error)
+        if said is None:
+            raise
+        raise said from error
 
 
 class TandemWarning(UserWarning):

@@ -18,7 +18,7 @@ from tandem.checkpoint.mapped_files import reading_along
 from tandem.checkpoint.sources.source import Source, open_source
 from tandem.checkpoint.weight_report import LoadReport, require_own_weights
 from tandem.core.config import from_mapping
-from tandem.core.errors import ConfigError, ModelError, TandemWarning
+from tandem.core.errors import ConfigError, ModelError, TandemWarning, capacity_errors
 from tandem.experts.store.host_memory import available_bytes
 from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
 from tandem.hf.assembly import assemble
@@ -61,13 +61,14 @@ def load(
     hub = HubOptions(
         revision, token, None if hub_cache is None else str(hub_cache), trust_remote_code
     )
-    checkpoint = open_model(find_model_path(model, hub), may_run_code=trust_remote_code)
-    if verify and not verify_files(checkpoint):
-        raise ModelError(
-            f"{checkpoint.path} has no checksums to verify; expected files that tandem pack has "
-            "written; load it without verify, or pack it"
-        )
-    return load_checkpoint(checkpoint, offload, dtype=model_dtype, device_map=device_map)
+    with capacity_errors():
+        checkpoint = open_model(find_model_path(model, hub), may_run_code=trust_remote_code)
+        if verify and not verify_files(checkpoint):
+            raise ModelError(
+                f"{checkpoint.path} has no checksums to verify; expected files that tandem pack "
+                "has written; load it without verify, or pack it"
+            )
+        return load_checkpoint(checkpoint, offload, dtype=model_dtype, device_map=device_map)
 
 
 def load_checkpoint(

@@ -16,7 +16,7 @@ from tandem.checkpoint.hub import HubOptions, find_model_path
 from tandem.checkpoint.packed import alone, require_new
 from tandem.checkpoint.sources.gguf_tokenizer import save_gguf_tokenizer
 from tandem.core.config import from_mapping
-from tandem.core.errors import ModelError, TandemError
+from tandem.core.errors import ModelError, TandemError, capacity_errors
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, open_model
 from tandem.hf.config import PACKED_FORMAT_VERSION, OffloadConfig
 from tandem.hf.load import load_checkpoint
@@ -39,6 +39,7 @@ class Packed:
     """Layers that an earlier, interrupted run had written."""
 
 
+@capacity_errors()
 def pack(
     model: str | Path,
     directory: str | Path,

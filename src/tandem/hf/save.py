@@ -8,7 +8,7 @@ from tandem.checkpoint.file_writer import FileSums
 from tandem.checkpoint.mapped_files import places_of
 from tandem.checkpoint.packed import INDEX_FILE, experts_file, require_new
 from tandem.checkpoint.packed_files import require_as_written
-from tandem.core.errors import ModelError
+from tandem.core.errors import ModelError, capacity_errors
 from tandem.experts.store.host_store import HostLayer
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.hf.packed_writer import PackedWriter
@@ -16,6 +16,7 @@ from tandem.hf.row_tables import DiskEmbedding
 from tandem.hf.runtime import Runtime, runtime_of
 
 
+@capacity_errors()
 def save(
     model: PreTrainedModel,
     directory: str | Path,

@@ -2,7 +2,7 @@
 
 import functools
 
-from tandem.core.errors import ConfigError
+from tandem.core.errors import CapacityError, ConfigError
 from tandem.core.registry import nearest_names
 from tandem.kernels import _native
 from tandem.kernels.cpu import usable_topology
@@ -30,8 +30,12 @@ def choose_isa(name: str) -> str:
 def start_engine(*, num_threads: int, isa: str = "") -> _native.ExpertEngine:
     """Start `num_threads` - 1 threads, on cores of their own if they fit; the caller is one more.
 
-    `isa` is what `choose_isa` takes, and raises.
+    `isa` is what `choose_isa` takes, and raises. Raises `CapacityError` where so many do not start.
     """
-    engine = _native.ExpertEngine(num_threads, choose_isa(isa))
+    isa = choose_isa(isa)
+    try:
+        engine = _native.ExpertEngine(num_threads, isa)
+    except RuntimeError as error:
+        raise CapacityError(str(error)) from None
     engine.bind_workers(list(usable_topology().places(num_threads)))
     return engine
