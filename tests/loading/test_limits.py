@@ -1,10 +1,14 @@
 """Threads and memory that run out while a model loads are one sentence, and the exit code is 2."""
 
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 
 import tandem
+from tandem.engine.engine import run_engine
+from tandem.engine.messages import EngineSettings
+from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.programs import COMMAND, IMPORTS, python
 
@@ -74,3 +78,13 @@ def test_weights_are_packed_by_the_threads_that_there_are() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "True"
+
+
+def test_a_server_hears_of_threads_that_run_out() -> None:
+    def load() -> tuple[PreTrainedModel, Tokenizer]:
+        raise RuntimeError("can't start new thread")
+
+    ours, theirs = Pipe()
+    with pytest.raises(SystemExit):
+        run_engine(load, EngineSettings(max_running=1, part_tokens=16), theirs)
+    assert "starts no more threads; end other programs" in ours.recv().message

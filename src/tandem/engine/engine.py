@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from tandem.core.errors import ConfigError, TandemError
+from tandem.core.errors import ConfigError, TandemError, capacity_errors
 from tandem.decode.images import why_no_images
 from tandem.engine.constraint import Grammars
 from tandem.engine.live import LiveSnapshots
@@ -70,7 +70,8 @@ _WARM_UP_TOKENS = 8
 def run_engine(load: ModelLoader, settings: EngineSettings, connection: Connection) -> None:
     """Run as the engine process until `Stop` comes or the HTTP process is gone."""
     try:
-        engine = Engine(load, settings, connection)
+        with capacity_errors():
+            engine = Engine(load, settings, connection)
     except TandemError as error:
         connection.send(Failed([], str(error)))
         sys.exit(EXIT_CANNOT_LOAD)
