@@ -3,6 +3,7 @@
 import ctypes
 import os
 import platform
+import shutil
 import struct
 import time
 import warnings
@@ -15,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tandem
+from tandem.checkpoint.mapped_files import mapped_tensors
 from tandem.core.errors import CapacityError, ConfigError
 from tandem.experts.cache.memory_watch import MemoryWatch
 from tandem.experts.execution.executor import CpuExecutor
@@ -210,6 +212,28 @@ def test_memory_for_experts_of_a_model_that_is_not_packed_is_refused(
     fp32 = tandem.save(tandem.load(plain), tmp_path / "fp32")
     with pytest.raises(ConfigError, match="experts are plain"):
         tandem.load(fp32, expert_memory="1GB")
+
+
+def in_the_hubs_cache(packed: Path, folder: Path) -> Path:
+    """Return a snapshot as huggingface_hub keeps one: links to files that are called by a hash."""
+    snapshot, blobs = folder / "snapshots" / "1234", folder / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(packed.iterdir())):
+        shutil.copyfile(file, blobs / f"{number:064x}")
+        (snapshot / file.name).symlink_to(Path("../../blobs") / f"{number:064x}")
+    return snapshot
+
+
+def test_a_model_in_the_hubs_cache_comes_from_the_disk(
+    packed: Path, in_memory: Any, tmp_path: Path
+) -> None:
+    snapshot = in_the_hubs_cache(packed, tmp_path / "models--tiny")
+    model = with_share(snapshot, 0.3)
+    assert slots_of(model).has_sums
+    with torch.inference_mode():
+        assert torch.equal(model(ids(60)).logits, in_memory(ids(60)).logits)
+    assert not mapped_tensors(model)
 
 
 @pytest.mark.parametrize("load", [tandem.load, AutoModelForCausalLM.from_pretrained])

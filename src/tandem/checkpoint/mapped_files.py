@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -18,6 +19,8 @@ from tandem.kernels.formats.weight_format import SECTION_ALIGNMENT_BYTES
 from tandem.kernels.memory import allocate
 
 _SUFFIXES = (".safetensors", ".gguf")
+# Where the hub's cache keeps files by their hashes; those of a snapshot are links to them.
+_HUB_FOLDER = "blobs"
 _CHUNK_BYTES = 8 << 20
 # Enough to keep a disk's queue full; reading is the disk's work, not the processor's.
 _READERS = 4
@@ -61,15 +64,19 @@ def find_mapped() -> Callable[[Tensor], bool]:
 
 
 def places_of(tensors: Sequence[Tensor]) -> list[tuple[Path, int]] | None:
-    """Return the file behind each tensor, and its first byte there; None if one has no file."""
+    """Return the file behind each tensor, and its first byte there; None if one has no file.
+
+    A file of the hub's cache is the one of that name in its snapshot.
+    """
     files, found = sorted(_mapped_files()), []
+    in_snapshot = cache(_in_snapshot)
     for tensor in tensors:
         address = tensor.data_ptr()
         place = bisect_right(files, (address, 1 << 64, 0, "")) - 1
         if place < 0 or address >= files[place][1]:
             return None
         first, _, offset, name = files[place]
-        found.append((Path(name), offset + address - first))
+        found.append((in_snapshot(Path(name)), offset + address - first))
     return found
 
 
@@ -86,9 +93,18 @@ def _mapped_files() -> Iterator[tuple[int, int, int, str]]:
         return
     for line in lines:
         addresses, _, offset, *_, name = line.split(maxsplit=5)
-        if name.endswith(_SUFFIXES):
+        is_of_hub = f"/{_HUB_FOLDER}/" in name and not name.endswith(" (deleted)")
+        if name.endswith(_SUFFIXES) or is_of_hub:
             first, _, end = addresses.partition("-")
             yield int(first, 16), int(end, 16), int(offset, 16), name
+
+
+def _in_snapshot(file: Path) -> Path:
+    """Return the link to a file of the hub's cache; another file as it is."""
+    if file.parent.name != _HUB_FOLDER:
+        return file
+    links = file.parent.parent.glob("snapshots/*/*")
+    return next((link for link in links if link.resolve() == file), file)
 
 
 def _is_inside(address: int, ranges: list[tuple[int, int]]) -> bool:
