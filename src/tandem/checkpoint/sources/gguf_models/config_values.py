@@ -42,7 +42,7 @@ def config_of(
     return AutoConfig.for_model(
         model_type,
         **{name: value for name, value in values.items() if value is not None},
-        tie_word_embeddings=is_tied(header),
+        tie_word_embeddings="output.weight" not in header.tensors,
         bos_token_id=header.at("tokenizer.ggml.bos_token_id"),
         eos_token_id=header.at("tokenizer.ggml.eos_token_id"),
         pad_token_id=header.at("tokenizer.ggml.padding_token_id"),
@@ -103,11 +103,6 @@ def layer_types(header: GgufHeader, **marks: str) -> list[str]:
         next((t for name, t in marks.items() if layer + name in header.tensors), "full_attention")
         for layer in layers
     ]
-
-
-def is_tied(header: GgufHeader) -> bool:
-    """Whether the head is the embeddings."""
-    return "output.weight" not in header.tensors
 
 
 def head_dim(header: GgufHeader) -> int:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tandem.checkpoint.config_values import value_of
 from tandem.checkpoint.sources.gguf_header import GgufHeader
-from tandem.checkpoint.sources.gguf_models.architecture import Names, Recipe
+from tandem.checkpoint.sources.gguf_models.architecture import Architecture, Names, Recipe
 from tandem.checkpoint.sources.gguf_models.config_values import (
     config_of,
     head_dim,
@@ -156,4 +156,19 @@ HUNYUAN: Names = {
     "query_layernorm": "attn_q_norm",
     "key_layernorm": "attn_k_norm",
     "gate.wg": "ffn_gate_inp",
+}
+
+ARCHITECTURES = {
+    "qwen2moe": Architecture(qwen2),
+    "qwen3moe": Architecture(qwen3),
+    "minimax-m2": Architecture(minimax_m2),
+    "llama": Architecture(mixtral, paired()),
+    "olmoe": Architecture(olmoe),
+    "gpt-oss": Architecture(gpt_oss, is_interleaved=True),
+    "glm4moe": Architecture(glm4),
+    "ernie4_5-moe": Architecture(ernie),
+    "hunyuan-moe": Architecture(hunyuan, HUNYUAN),
+    "qwen3vlmoe": Architecture(qwen3),
+    "dots1": Architecture(dots1),
+    "hy_v3": Architecture(hy_v3),
 }

@@ -1,7 +1,7 @@
 """Architectures that keep a latent for keys and values: DeepSeek's, GLM's, with indexers too."""
 
 from tandem.checkpoint.sources.gguf_header import GgufHeader
-from tandem.checkpoint.sources.gguf_models.architecture import Names
+from tandem.checkpoint.sources.gguf_models.architecture import Architecture, Names
 from tandem.checkpoint.sources.gguf_models.config_values import (
     config_of,
     mlp_types,
@@ -69,4 +69,10 @@ INDEXED: Names = {
     "indexer.wk": "indexer.attn_k",
     "indexer.k_norm": "indexer.k_norm",
     "indexer.weights_proj": "indexer.proj",
+}
+
+ARCHITECTURES = {
+    "deepseek2": Architecture(deepseek),
+    "deepseek32": Architecture(deepseek_v32, INDEXED),
+    "glm-dsa": Architecture(glm_dsa, INDEXED),
 }

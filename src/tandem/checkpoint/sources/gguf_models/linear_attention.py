@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.checkpoint.sources.gguf_header import GgufHeader
-from tandem.checkpoint.sources.gguf_models.architecture import Names, Recipe
+from tandem.checkpoint.sources.gguf_models.architecture import Architecture, Names, Recipe
 from tandem.checkpoint.sources.gguf_models.config_values import (
     config_of,
     each_layer,
@@ -218,4 +218,12 @@ BAILING: Names = _KIMI | {
     "forget_gate.A_log": Recipe(("ssm_a",), values=_log),
     "f_proj": "ssm_f_a",
     "g_proj": ("ssm_g_a", "attn_gate"),
+}
+
+ARCHITECTURES = {
+    "qwen3next": Architecture(qwen3_next, QWEN3_NEXT),
+    "qwen35moe": Architecture(qwen3_5, QWEN3_5),
+    "lfm2moe": Architecture(lfm2, LFM2),
+    "kimi-linear": Architecture(kimi, KIMI),
+    "bailingmoe3": Architecture(bailing, BAILING),
 }

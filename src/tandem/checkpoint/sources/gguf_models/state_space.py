@@ -1,7 +1,7 @@
 """Architectures with Mamba layers: Jamba, Nemotron-H and Granite 4 H; and Granite without."""
 
 from tandem.checkpoint.sources.gguf_header import GgufHeader
-from tandem.checkpoint.sources.gguf_models.architecture import Names, Recipe
+from tandem.checkpoint.sources.gguf_models.architecture import Architecture, Names, Recipe
 from tandem.checkpoint.sources.gguf_models.config_values import (
     config_of,
     each_layer,
@@ -164,3 +164,10 @@ GRANITE_HYBRID: Names = (
         "shared_mlp.output_linear": "ffn_down_shexp",
     }
 )
+
+ARCHITECTURES = {
+    "nemotron_h_moe": Architecture(nemotron_h, NEMOTRON_H),
+    "jamba": Architecture(jamba, JAMBA),
+    "granitehybrid": Architecture(granite_hybrid, GRANITE_HYBRID),
+    "granitemoe": Architecture(granite, GRANITE_HYBRID),
+}

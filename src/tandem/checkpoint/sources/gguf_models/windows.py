@@ -3,7 +3,7 @@
 import numpy as np
 
 from tandem.checkpoint.sources.gguf_header import GgufHeader
-from tandem.checkpoint.sources.gguf_models.architecture import Names
+from tandem.checkpoint.sources.gguf_models.architecture import Architecture, Names
 from tandem.checkpoint.sources.gguf_models.config_values import (
     config_of,
     each_layer,
@@ -178,4 +178,12 @@ GEMMA4: Names = {
     "per_layer_model_projection": "per_layer_model_proj",
     "per_layer_projection_norm": "per_layer_proj_norm",
     "embed_tokens_per_layer": "per_layer_token_embd",
+}
+
+ARCHITECTURES = {
+    "exaone-moe": Architecture(exaone),
+    "mimo2": Architecture(mimo2),
+    "gemma4": Architecture(gemma4, GEMMA4),
+    "afmoe": Architecture(afmoe, AFMOE),
+    "laguna": Architecture(laguna, LAGUNA),
 }
