@@ -35,9 +35,8 @@ from tandem.generate.speculation.mtp import MtpDrafter
 from tandem.generate.speculation.speculation import Speculation
 from tandem.hf.runtime import require_runtime
 from tandem.policy.speculation.drafter import PaidDrafter, SureDraft
-from tandem.policy.speculation.plans import Drafts, Plan
+from tandem.policy.speculation.plans import Drafts, NextStep, Plan
 from tandem.policy.speculation.prompt_lookup import EarlierAnswers, PromptLookup
-from tandem.policy.speculation.step_costs import StepCosts
 from tests.architectures import VOCABULARY, architectures
 from tests.decode.test_mtp import MODELS, WithMtp
 from tests.decode.twin_capture import TwinCapture
@@ -102,16 +101,10 @@ class AnyLength:
     chance: random.Random = field(default_factory=lambda: random.Random(7))
     num_drafted: int = 0
 
-    def plan(
-        self,
-        histories: Mapping[int, Sequence[int]],
-        rooms: Mapping[int, int],
-        batch: int,
-        costs: StepCosts,
-    ) -> Plan | None:
-        most = {slot: min(self.chance.randrange(5), rooms[slot]) for slot in histories}
+    def plan(self, step: NextStep) -> Plan | None:
+        most = {slot: min(self.chance.randrange(5), step.rooms[slot]) for slot in step.histories}
         most = {slot: count for slot, count in most.items() if count > 0}
-        return Plan(2.0, 1.0, partial(self._drafts, histories, most)) if most else None
+        return Plan(2.0, 1.0, partial(self._drafts, step.histories, most)) if most else None
 
     def _drafts(self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> Drafts:
         found = self.drafter.draft({slot: histories[slot] for slot in most}, most, 0.0)

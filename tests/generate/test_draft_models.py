@@ -14,6 +14,7 @@ from tandem.generate.speculation.draft_model import DraftModel
 from tandem.generate.speculation.small_model import load_small
 from tandem.policy.speculation.drafter import SureDraft
 from tandem.policy.speculation.paid_drafts import PaidDrafts
+from tandem.policy.speculation.plans import NextStep
 from tandem.policy.speculation.step_costs import StepCosts
 from tests.architectures import VOCABULARY, build_tiny_model
 from tests.generate.packed import loaded
@@ -117,7 +118,7 @@ def test_what_does_not_pay_is_seldom_drafted(
     way = PaidDrafts(drafter, lambda: drafter.now)
     history, tokens_a_step = [7], []
     for _ in range(400):
-        plan = way.plan({0: history}, {0: 8}, 1, costs)
+        plan = way.plan(NextStep({0: history}, {0: 8}, 1, costs))
         is_taken = plan is not None and plan.gain > plan.least_gain
         draft = plan.drafts().get(0, ()) if plan is not None and is_taken else ()
         num_kept = len(draft) if token == 7 else 0
@@ -151,7 +152,7 @@ def test_only_tokens_that_are_likely_are_verified(
     histories = {slot: [7] for slot in range(num_slots)}
     drafted = kept = 0
     for step in range(60):
-        plan = way.plan(histories, dict.fromkeys(histories, 8), num_slots, costs)
+        plan = way.plan(NextStep(histories, dict.fromkeys(histories, 8), num_slots, costs))
         drafts = {} if plan is None or not plan.is_worth else plan.drafts()
         num_drafted = sum(map(len, drafts.values()))
         costs.add(num_slots + num_drafted, 1 + 0.3 * num_drafted)

@@ -27,9 +27,8 @@ from tandem.hf.lookahead.routing_recording import recording
 from tandem.hf.runtime import require_runtime
 from tandem.policy.speculation.drafter import MOST_DRAFTED, Draft
 from tandem.policy.speculation.free_drafts import FreeDrafts
-from tandem.policy.speculation.plans import Plan
+from tandem.policy.speculation.plans import NextStep, Plan
 from tandem.policy.speculation.prompt_lookup import EarlierAnswers, PromptLookup
-from tandem.policy.speculation.step_costs import StepCosts
 from tandem.policy.speculation.step_shape import TouchedExperts
 from tests.generate.packed import loaded
 
@@ -241,11 +240,11 @@ class Known:
     text: Sequence[int]
     count: int
 
-    def plan(self, histories: Any, rooms: Any, batch: int, costs: StepCosts) -> Plan:
+    def plan(self, step: NextStep) -> Plan:
         """Ask for them, whatever they cost."""
         drafts = {
-            slot: self.text[len(tokens) : len(tokens) + min(self.count, rooms[slot])]
-            for slot, tokens in histories.items()
+            slot: self.text[len(tokens) : len(tokens) + min(self.count, step.rooms[slot])]
+            for slot, tokens in step.histories.items()
         }
         return Plan(2.0, 1.0, lambda: {slot: draft for slot, draft in drafts.items() if draft})
 

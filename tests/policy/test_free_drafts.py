@@ -7,6 +7,7 @@ import pytest
 
 from tandem.policy.speculation.drafter import Draft
 from tandem.policy.speculation.free_drafts import FreeDrafts
+from tandem.policy.speculation.plans import NextStep
 from tandem.policy.speculation.step_costs import StepCosts
 
 SECONDS = {1: 1.0, 2: 1.3, 3: 1.6, 4: 1.8, 8: 2.4, 16: 4.0}
@@ -51,7 +52,7 @@ def seconds_of(way: FreeDrafts, guesses: Mapping[int, Guess]) -> float:
     at = dict.fromkeys(guesses, 1)
     while at:
         texts = {slot: range(length) for slot, length in at.items()}
-        plan = way.plan(texts, dict.fromkeys(at, 7), len(at), known)
+        plan = way.plan(NextStep(texts, dict.fromkeys(at, 7), len(at), known))
         drafts = plan.drafts() if plan is not None and plan.is_worth else {}
         spent += known.seconds(len(at) + sum(map(len, drafts.values()))) or 0.0
         for slot in list(at):

@@ -16,7 +16,7 @@ from tandem.core.errors import ConfigError
 from tandem.policy.speculation.drafter import MOST_DRAFTED, SureDraft
 from tandem.policy.speculation.free_drafts import FreeDrafts
 from tandem.policy.speculation.paid_drafts import PaidDrafts
-from tandem.policy.speculation.plans import Drafting, Drafts, best_plan
+from tandem.policy.speculation.plans import Drafting, Drafts, NextStep, best_plan
 from tandem.policy.speculation.prompt_lookup import PromptLookup
 from tandem.policy.speculation.step_costs import TOUCHED, StepCosts
 from tandem.policy.speculation.step_shape import StepShape
@@ -137,7 +137,7 @@ class TraceSpeculation:
         if self._scripted is not None:
             self._scripted.next_places = {end: end - rooms[end] for end in histories}
         if self._length is None:
-            plan = best_plan([self._way], self._costs, histories, rooms, batch)
+            plan = best_plan([self._way], NextStep(histories, rooms, batch, self._costs))
             return plan.drafts() if plan is not None and plan.is_worth else {}
         most = {end: min(self._length, room) for end, room in rooms.items()}
         if self._scripted is not None:

@@ -12,7 +12,7 @@ from tandem.decode.slots import SlotPool
 from tandem.experts.tracing.events import ExpertStatistics
 from tandem.generate.speculation.draft_counts import DraftCounts
 from tandem.generate.speculation.draft_model import DraftModel
-from tandem.policy.speculation.plans import Drafting, Drafts, best_plan
+from tandem.policy.speculation.plans import Drafting, Drafts, NextStep, best_plan
 from tandem.policy.speculation.step_costs import StepCosts
 
 
@@ -52,7 +52,7 @@ class Speculation:
         self, histories: Mapping[int, Sequence[int]], rooms: Mapping[int, int], batch: int
     ) -> Drafts:
         """Return the drafted tokens that the next step verifies, as of `best_plan`; often none."""
-        plan = best_plan(self.ways, self.costs, histories, rooms, batch)
+        plan = best_plan(self.ways, NextStep(histories, rooms, batch, self.costs))
         drafts = plan.drafts() if plan is not None and plan.is_worth else {}
         self.counts.add(sum(map(len, drafts.values())), is_unpaid=plan is not None and not drafts)
         self._read_before = replace(self.experts) if self.experts and drafts else None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from tandem.policy.speculation.acceptance import Acceptance, OpenDraft
 from tandem.policy.speculation.drafter import Draft, Drafter, MakeDrafter
-from tandem.policy.speculation.plans import Drafts, Plan
+from tandem.policy.speculation.plans import Drafts, NextStep, Plan
 from tandem.policy.speculation.step_costs import StepCosts
 
 # Tokens of a step that verifies: each size is recorded once, which takes a slow step.
@@ -59,14 +59,9 @@ class FreeDrafts:
     acceptance: Acceptance = field(default_factory=Acceptance)
     _requests: dict[int, _Request] = field(default_factory=dict)
 
-    def plan(
-        self,
-        histories: Mapping[int, Sequence[int]],
-        rooms: Mapping[int, int],
-        batch: int,
-        costs: StepCosts,
-    ) -> Plan | None:
+    def plan(self, step: NextStep) -> Plan | None:
         """Return the drafts that make the most tokens a second, if some make more than none."""
+        histories, rooms, batch, costs = step
         drafts = {slot: self._drafted(slot, tokens) for slot, tokens in histories.items()}
         chances = {
             slot: self.acceptance.chances(draft.evidence)[: rooms[slot]]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tandem.policy.speculation.acceptance import Acceptance, OpenDraft
 from tandem.policy.speculation.drafter import MOST_DRAFTED, Draft, PaidDrafter, SureDraft
-from tandem.policy.speculation.plans import Drafts, Plan
+from tandem.policy.speculation.plans import Drafts, NextStep, Plan
 from tandem.policy.speculation.step_costs import StepCosts
 
 _MOST_STEP_TOKENS = 16
@@ -83,14 +83,9 @@ class PaidDrafts:
     _num_idle_steps: int = 0
     _patience: int = _TRIED_AGAIN_AFTER
 
-    def plan(
-        self,
-        histories: Mapping[int, Sequence[int]],
-        rooms: Mapping[int, int],
-        batch: int,
-        costs: StepCosts,
-    ) -> Plan | None:
+    def plan(self, step: NextStep) -> Plan | None:
         """Return the number of drafted tokens that makes the most tokens a second, or a trial."""
+        histories, rooms, batch, costs = step
         for slot, tokens in histories.items():
             self._judge(slot, tokens)
         one = costs.seconds(batch)

@@ -9,6 +9,18 @@ Drafts = dict[int, Sequence[int]]
 """Drafted tokens by slot."""
 
 
+class NextStep(NamedTuple):
+    """The decode step that drafts are for."""
+
+    histories: Mapping[int, Sequence[int]]
+    """All tokens of each request that may have drafted ones, by slot."""
+    rooms: Mapping[int, int]
+    """How many drafted tokens each may have."""
+    batch: int
+    """Requests that decode."""
+    costs: StepCosts
+
+
 class Plan(NamedTuple):
     """Drafts for a step."""
 
@@ -28,31 +40,15 @@ class Plan(NamedTuple):
 class Drafting(Protocol):
     """A way of drafting for the requests of one scheduler."""
 
-    def plan(
-        self,
-        histories: Mapping[int, Sequence[int]],
-        rooms: Mapping[int, int],
-        batch: int,
-        costs: StepCosts,
-    ) -> Plan | None:
+    def plan(self, step: NextStep) -> Plan | None:
         """Return the best that there is for the next step, as of `best_plan`."""
 
     def forget(self, slot: int) -> None:
         """Drop what is known of a request that is through."""
 
 
-def best_plan(
-    ways: Iterable[Drafting],
-    costs: StepCosts,
-    histories: Mapping[int, Sequence[int]],
-    rooms: Mapping[int, int],
-    batch: int,
-) -> Plan | None:
-    """Return the best plan that is worth it, else the best of all; None: there is nothing to draft.
-
-    `histories` are all tokens of each request that may have drafted ones, `rooms` how many; `batch`
-    requests decode.
-    """
-    plans = [way.plan(histories, rooms, batch, costs) for way in ways]
+def best_plan(ways: Iterable[Drafting], step: NextStep) -> Plan | None:
+    """Return the best plan that is worth it, else the best of all; None: nothing to draft."""
+    plans = [way.plan(step) for way in ways]
     known = [plan for plan in plans if plan is not None]
     return max(known, key=lambda plan: (plan.is_worth, plan.gain), default=None)
