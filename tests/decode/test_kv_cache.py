@@ -8,8 +8,8 @@ import torch
 from tandem.core.errors import CapacityError
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.padded import PaddedBatch
+from tandem.hf.kv_sizes import most_kept
 from tandem.kernels.dense import CpuThreads
-from tandem.kv_cache.windows import most_kept
 from tests.architectures import build_tiny_model
 from tests.decode.whole_pool import cpu_pool
 
@@ -51,9 +51,9 @@ def test_a_kv_cache_larger_than_memory_is_refused_with_its_size(
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let slots slide after some dozens of tokens."""
-    monkeypatch.setattr("tandem.kv_cache.windows.MARGIN_TOKENS", 16)
-    monkeypatch.setattr("tandem.kv_cache.windows.LEAST_SLACK_TOKENS", 16)
-    monkeypatch.setattr("tandem.kv_cache.windows.GRANULE_TOKENS", 64)
+    monkeypatch.setattr("tandem.hf.kv_sizes.MARGIN_TOKENS", 16)
+    monkeypatch.setattr("tandem.hf.kv_sizes.LEAST_SLACK_TOKENS", 16)
+    monkeypatch.setattr("tandem.hf.kv_sizes.GRANULE_TOKENS", 64)
 
 
 def tokens_of(seed: int, count: int) -> list[int]:

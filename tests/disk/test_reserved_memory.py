@@ -16,7 +16,7 @@ from tandem.experts.store import host_memory
 from tandem.forecast.sizes import model_sizes
 from tandem.hf.checkpoint import open_checkpoint
 from tandem.hf.config import OffloadConfig
-from tandem.hf.kv_sizes import most_kv_bytes
+from tandem.hf.kv_sizes import kv_sizes_of
 from tests.disk.loading import slots_of
 from tests.hf.tiny import save_tiny_checkpoint
 
@@ -48,7 +48,7 @@ def slots_with(packed: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) ->
 def test_slots_leave_what_keys_and_values_grow_to(
     packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    token = model_sizes(open_checkpoint(packed), OffloadConfig()).kv_bytes(1)
+    token = model_sizes(open_checkpoint(packed), OffloadConfig()).kv.bytes_of(1)
     few = slots_with(packed, monkeypatch, context=1)
     many = slots_with(packed, monkeypatch, context=100, sequences=2)
     slot = few.slot_bytes
@@ -116,5 +116,5 @@ def test_layers_with_a_window_keep_it_and_a_step() -> None:
         layer_types=["sliding_attention", "full_attention"], sliding_window=128,
     )  # fmt: skip
     layer = 2 * 2 * 8 * 2
-    found = most_kv_bytes(config, torch.bfloat16, num_tokens=100_000, num_sequences=3)
+    found = 3 * kv_sizes_of(config, torch.bfloat16).bytes_of(100_000)
     assert 3 * 100_000 * layer < found < 3 * 105_000 * layer

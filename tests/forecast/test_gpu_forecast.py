@@ -152,19 +152,19 @@ def test_a_plan_for_a_gpu_that_is_not_here(
     ],
 )
 def test_layers_without_keys_take_nothing_for_tokens(name: str, num_bytes: int) -> None:
-    assert sizes_of(name).kv_bytes_per_token == num_bytes
+    assert sizes_of(name).kv.token_bytes == num_bytes
 
 
 def test_a_gpu_keeps_latents_expanded() -> None:
     sizes = sizes_of("deepseek-v2-lite")
-    assert sizes.kv_bytes_per_token == 27 * (2 * 512 + 64) * 2
+    assert sizes.kv.token_bytes == 27 * (2 * 512 + 64) * 2
     assert sizes.device_kv_bytes_per_token == 27 * (512 + 64) * 2
 
 
 def test_what_windows_keep_is_counted_by_layer() -> None:
     sizes = sizes_of("gemma4-26b-a4b")
-    whole, sliding = 5 * 2 * 512 * 2 * 2, 25 * 8 * 256 * 2 * 2
-    assert sizes.sliding_share == sliding / (whole + sliding)
+    more = sizes.kv.bytes_of(200_000) - sizes.kv.bytes_of(100_000)
+    assert more == 100_000 * 5 * 2 * 512 * 2 * 2  # of whole layers alone
     assert sizes.top_k == 8
 
 

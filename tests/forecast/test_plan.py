@@ -135,7 +135,7 @@ def test_says_bytes_and_verdict(checkpoint: Path, capsys: pytest.CaptureFixture[
     out, report = plan(capsys, str(checkpoint), "--no-measure", "--context", "200")
     assert set(report) >= JSON_KEYS
     assert report["fits"] is True
-    assert report["kv_cache_bytes"] == 200 * sizes_of(checkpoint).kv_bytes_per_token
+    assert report["kv_cache_bytes"] == 200 * sizes_of(checkpoint).kv.token_bytes
     assert report["decode_tokens_per_second"] is None
     assert "fits:" in out
     assert any("tandem pack" in line for line in report["advice"])
@@ -166,9 +166,9 @@ def test_an_unknown_shape_gets_all_names(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_windows_bound_what_their_layers_keep(tmp_path: Path) -> None:
     sizes = sizes_of(write_plain(tmp_path / "plain", "gpt_oss"))
-    assert sizes.kv_bytes(1000) == 1000 * sizes.kv_bytes_per_token
-    more = sizes.kv_bytes(200_000) - sizes.kv_bytes(100_000)
-    assert more == 100_000 * sizes.kv_bytes_per_token / 2  # every other layer has a window
+    assert sizes.kv.bytes_of(1000) == 1000 * sizes.kv.token_bytes
+    more = sizes.kv.bytes_of(200_000) - sizes.kv.bytes_of(100_000)
+    assert more == 100_000 * sizes.kv.token_bytes / 2  # every other layer has a window
 
 
 def test_slots_of_a_device(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

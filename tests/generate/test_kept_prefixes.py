@@ -75,7 +75,7 @@ def test_layers_with_windows_index_keys_and_others_are_found_again(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows that forget soon are written as long as they have what is to be written."""
-    monkeypatch.setattr("tandem.kv_cache.windows.MARGIN_TOKENS", 256)
+    monkeypatch.setattr("tandem.hf.kv_sizes.MARGIN_TOKENS", 256)
     model = long_model(name)
     expected = tokens(ask(tandem.Generator(model).scheduler(1, chunk_tokens=64), PROMPT))
     scheduler = scheduler_of(model, tmp_path)

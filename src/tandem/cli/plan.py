@@ -240,7 +240,7 @@ def _table(plan: "Plan") -> str:
     free = format_bytes(plan.available_bytes + plan.process_bytes)
     lines.append(f"{'host memory':<42} {format_bytes(plan.host_bytes):>10}  {verdict}: {free} free")
     by_context = ", ".join(
-        f"{_tokens(count)} {format_bytes(sizes.kv_bytes(count))}" for count in plan.contexts
+        f"{_tokens(count)} {format_bytes(sizes.kv.bytes_of(count))}" for count in plan.contexts
     )
     lines.append(f"KV cache by context: {by_context}")
     if plan.device != "cpu":

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from tandem.core.errors import ExecutionError
 from tandem.decode.model_runner import ModelRunner, has_packed_weights
 from tandem.decode.moving import MovingSlots
-from tandem.decode.slots import EACH_TOKEN_SEEN, MAX_STEP_TOKENS, CachedSlotPool
+from tandem.decode.slots import EACH_TOKEN_SEEN, CachedSlotPool
 from tandem.decode.trial import why_other_logits
 from tandem.experts.execution.executor import unheard
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.lookahead.warm_up import warm_up_ids
+from tandem.hf.steps import MAX_STEP_TOKENS
 from tandem.kernels import _native
 from tandem.kernels.attention import Segment
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
@@ -101,12 +102,8 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         self._require_finite(list(prompts), stacked)
         return stacked
 
-    @torch.inference_mode()
-    def prefill_with_logits(self, slot: int, tokens: Sequence[int]) -> Tensor:
-        """Append tokens to a slot; return the logits after each token: (n_tokens, vocabulary)."""
-        logits = self._forward([(slot, tokens)], None)
-        self._require_finite([slot], logits[-1:])
-        return logits
+    def _prefill_all(self, slot: int, tokens: Sequence[int]) -> Tensor:
+        return self._forward([(slot, tokens)], None)
 
     @property
     def why_no_drafts(self) -> str | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from tandem.core.errors import ExecutionError, UnsupportedModelError
@@ -20,9 +21,6 @@ from tandem.kv_cache.base import SlotCache
 from tandem.recording.replay import ReplayedStep
 
 _Cache = TypeVar("_Cache", bound=SlotCache)
-
-# Bounds the activations of a long prompt; experts are read, or fetched, once per so many tokens.
-MAX_STEP_TOKENS = 2048
 
 # Called with a slot, the position of its first new token, and what the head read of these.
 OnHidden = Callable[[int, int, Tensor], None]
@@ -158,6 +156,17 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
                     "model.generate(...), or Generator.generate with one prompt"
                 )
         self._images.show(slot, images)
+
+    @torch.inference_mode()
+    def prefill_with_logits(self, slot: int, tokens: Sequence[int]) -> Tensor:
+        """Append tokens to a slot; return the logits after each token: (n_tokens, vocabulary)."""
+        logits = self._prefill_all(slot, tokens)
+        self._require_finite([slot], logits[-1:])
+        return logits
+
+    @abstractmethod
+    def _prefill_all(self, slot: int, tokens: Sequence[int]) -> Tensor:
+        """Append tokens to a slot; return the logits after each, unchecked."""
 
     def pretend(self, depth: int, room: int) -> None:
         """Let every slot hold `depth` invented tokens, with room for more; to time a step.

@@ -54,7 +54,7 @@ class Plan:
     @property
     def kv_cache_bytes(self) -> int:
         """Bytes of keys and values at the context."""
-        return self.sizes.kv_bytes(self.context_tokens)
+        return self.sizes.kv.bytes_of(self.context_tokens)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -185,7 +185,7 @@ def _to_fit(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
             )
             break
     room = plan.available_bytes - (plan.needed_bytes - plan.kv_cache_bytes)
-    tokens = room // max(1, plan.sizes.kv_bytes_per_token)
+    tokens = room // max(1, plan.sizes.kv.token_bytes)
     if tokens >= 512:
         lines.append(f"with --context {tokens // 256 * 256} it fits as it is")
     return lines
@@ -222,7 +222,7 @@ def as_json(plan: Plan, lines: list[str]) -> dict[str, object]:
         "disk_table_bytes": plan.sizes.disk_table_bytes,
         "kv_cache_bytes": plan.kv_cache_bytes,
         "kv_cache_bytes_by_context": {
-            str(tokens): plan.sizes.kv_bytes(tokens) for tokens in plan.contexts
+            str(tokens): plan.sizes.kv.bytes_of(tokens) for tokens in plan.contexts
         },
         "state_bytes": plan.sizes.state_bytes,
         "checkpoint_bytes": plan.checkpoint_bytes,

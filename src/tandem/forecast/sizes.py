@@ -11,25 +11,24 @@ from torch import nn
 from tandem.checkpoint.config_values import experts_per_token, value_of
 from tandem.checkpoint.sources.source import Source
 from tandem.core.errors import ConfigError
-from tandem.decode.slots import MAX_STEP_TOKENS
 from tandem.devices import kind_of
 from tandem.experts.store.host_store import HostLayer, HostStore
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.forecast.state_bytes import state_bytes_of
 from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
-from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint
+from tandem.hf.checkpoint import AnyCheckpoint, GgufCheckpoint
 from tandem.hf.compat import parts_in_fp32
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
 from tandem.hf.dense import has_quantised_experts, is_packable_embedding, packable_layers
+from tandem.hf.dense_bytes import short_memory
 from tandem.hf.experts import is_experts_module
-from tandem.hf.kv_sizes import USUAL_CONTEXT, kv_bytes_by_layer
+from tandem.hf.kv_sizes import USUAL_CONTEXT, KvSizes, kv_sizes_of
 from tandem.hf.load import empty_model, is_widened_on, open_foreign, source_config
 from tandem.hf.load_job import LoadJob
 from tandem.hf.packed_writer import stored_name
 from tandem.hf.quantizer import OffloadQuantizer
 from tandem.hf.row_tables import row_tables
 from tandem.kernels.formats.weight_format import WeightFormat
-from tandem.kv_cache.windows import most_kept
 
 # Words in the names of modules -> the part that their weights belong to; the first that fits.
 _PARTS = (
@@ -70,14 +69,10 @@ class ModelSizes:
     """Linear layers that are quantised in the checkpoint and keep their codes."""
     dense_layers_without: int
     """Linear layers that are quantised in the checkpoint and are dequantised."""
-    kv_bytes_per_token: int
-    """In all layers on the CPU, whatever they see."""
+    kv: KvSizes
+    """Of keys and values on the CPU."""
     device_kv_bytes_per_token: int
-    """The same on a GPU, where a latent is kept once."""
-    sliding_window: int
-    """Positions that the layers with a window see; 0: there are none."""
-    sliding_share: float
-    """How much of `kv_bytes_per_token` is of layers with a window."""
+    """Of keys and values on a GPU, where a latent is kept once."""
     state_bytes: int
     """Of the states that one sequence has beside keys and values, whatever its length."""
     are_experts_mapped: bool = False
@@ -88,16 +83,12 @@ class ModelSizes:
     def within(
         self, available_bytes: int, expert_memory_bytes: int | None, device_bytes: int | None
     ) -> "ModelSizes":
-        """Return what memory holds if so much is free: all, or tables of rows stay on the disk.
-
-        `expert_memory_bytes` is what experts take at most, if the options say so; `device_bytes`
-        what a GPU has free for the dense parts, if they go there.
-        """
-        tables, experts = self.dense_bytes.get(_TABLES, 0), self.experts_bytes
-        if expert_memory_bytes is not None:
-            experts = min(experts, expert_memory_bytes)
-        is_there = device_bytes is None or self.total_dense_bytes <= device_bytes
-        if not tables or (is_there and experts + self.total_dense_bytes <= available_bytes):
+        """Return what memory holds, by `short_memory`: all, or tables of rows stay on the disk."""
+        short = short_memory(
+            self.experts_bytes, self.total_dense_bytes, available_bytes,
+            expert_memory_bytes=expert_memory_bytes, device_bytes=device_bytes,
+        )  # fmt: skip
+        if short is None or not (tables := self.dense_bytes.get(_TABLES, 0)):
             return self
         return dataclasses.replace(
             self,
@@ -106,12 +97,6 @@ class ModelSizes:
             device_bytes=self.device_bytes - tables,
             disk_table_bytes=tables,
         )
-
-    def kv_bytes(self, num_tokens: int) -> int:
-        """Return what the keys and values of so many tokens of one row take on the CPU."""
-        kept = min(num_tokens, most_kept(self.sliding_window, MAX_STEP_TOKENS))
-        sliding = self.kv_bytes_per_token * self.sliding_share
-        return round(num_tokens * (self.kv_bytes_per_token - sliding) + kept * sliding)
 
     @property
     def longest_context(self) -> int | None:
@@ -157,7 +142,9 @@ class ModelSizes:
 
 def model_sizes(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> ModelSizes:
     """Add up what a checkpoint takes with these options; raises `UnsupportedModelError`."""
-    if isinstance(checkpoint, GgufCheckpoint) or _is_foreign(checkpoint):
+    if isinstance(checkpoint, GgufCheckpoint) or (
+        checkpoint.quantization is not None and not checkpoint.is_packed
+    ):
         config, source = open_foreign(checkpoint)
         is_gguf = isinstance(checkpoint, GgufCheckpoint)
         if is_gguf and is_widened_on(offload, source):
@@ -172,11 +159,6 @@ def model_sizes(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> ModelSizes
             offload.dense_dtype = dense_dtype
     sizes = config_sizes(source_config(checkpoint), offload)
     return dataclasses.replace(sizes, are_experts_mapped=checkpoint.is_packed)
-
-
-def _is_foreign(checkpoint: Checkpoint) -> bool:
-    """Whether others have quantised it."""
-    return checkpoint.quantization is not None and not checkpoint.is_packed
 
 
 def config_sizes(
@@ -197,10 +179,6 @@ def config_sizes(
     codes = quantizer.dense_code_formats(model, on_device=on_device)
     store, text = quantizer.runtime.store, config.get_text_config()
     dtype = next(model.parameters()).dtype
-    layers = kv_bytes_by_layer(text, kv_dtype or dtype, latents=2)
-    on_gpu = kv_bytes_by_layer(text, kv_dtype or dtype, latents=1)
-    kv_bytes = sum(num_bytes for _, num_bytes in layers)
-    sliding = sum(num_bytes for kind, num_bytes in layers if kind == "sliding_attention")
     packed = _packed_formats(model, store, offload, codes)
     # GGUF files have no rows side by side.
     tables = () if source is not None and source.method == "gguf" else row_tables(model)
@@ -223,10 +201,8 @@ def config_sizes(
         device_bytes=sum(dense_bytes.values()) - shared,
         dense_layers_with_codes=sum(fmt is not None for fmt in codes.values()),
         dense_layers_without=sum(fmt is None for fmt in codes.values()),
-        kv_bytes_per_token=kv_bytes,
-        device_kv_bytes_per_token=sum(num_bytes for _, num_bytes in on_gpu),
-        sliding_window=int(value_of(text, "sliding_window") or 0),
-        sliding_share=sliding / max(1, kv_bytes),
+        kv=kv_sizes_of(text, kv_dtype or dtype),
+        device_kv_bytes_per_token=kv_sizes_of(text, kv_dtype or dtype, latents=1).token_bytes,
         state_bytes=state_bytes_of(model),
     )
 

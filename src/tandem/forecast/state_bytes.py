@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from tandem.decode.slots import MAX_STEP_TOKENS
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import cache_argument, own_cache_class, reference_warnings_held
 from tandem.hf.experts import is_experts_module
+from tandem.hf.steps import MAX_STEP_TOKENS
 from tandem.kv_cache.checkpoints import most_checkpoints
 from tandem.kv_cache.states import most_checkpoint_bytes
 

@@ -21,7 +21,7 @@ from tandem.core.errors import ConfigError, TandemWarning
 from tandem.decode.cpu_slots import CpuSlotPool, why_no_cpu_slots
 from tandem.decode.images import ImagePrompt, require_images, why_no_slot_images
 from tandem.decode.padded import PaddedSlotPool
-from tandem.decode.slots import MAX_STEP_TOKENS, SlotPool
+from tandem.decode.slots import SlotPool
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.answer import Answer
 from tandem.generate.batch import Batch
@@ -43,6 +43,7 @@ from tandem.generate.speculation.drafters import DraftParts, new_speculation
 from tandem.generate.trial_notes import TrialNote
 from tandem.hf.dense import pack_dense_layers, share_threads
 from tandem.hf.runtime import runtime_of
+from tandem.hf.steps import MAX_STEP_TOKENS
 from tandem.kernels.attention import require_kv_dtype
 from tandem.kernels.dense import CpuThreads
 from tandem.recording.recorded_graph import RecordedGraph

@@ -17,7 +17,7 @@ from tandem.experts.store.packed_layer import PackedLayer
 from tandem.foreign_types import PreTrainedModel
 from tandem.hardware.page_cache import how_reads_go
 from tandem.hf.config import OffloadConfig
-from tandem.hf.kv_sizes import USUAL_CONTEXT, most_kv_bytes
+from tandem.hf.kv_sizes import USUAL_CONTEXT, kv_sizes_of
 from tandem.hf.runtime import require_runtime
 
 # Of the free memory, "auto" leaves so much to other programs, prompts' activations, and keys and
@@ -110,7 +110,7 @@ def _kv_bytes(model: PreTrainedModel, options: OffloadConfig) -> int:
     config = model.config.get_text_config()
     longest = value_of(config, "max_position_embeddings") or USUAL_CONTEXT
     tokens = min(options.context or USUAL_CONTEXT, longest)
-    return most_kv_bytes(config, model.dtype, num_tokens=tokens, num_sequences=options.sequences)
+    return options.sequences * kv_sizes_of(config, model.dtype).bytes_of(tokens)
 
 
 def _are_buffered_in_silence(places: Sequence[ExpertPlace]) -> bool:

@@ -1,42 +1,73 @@
 """What keys and values take, from a config alone."""
 
+from typing import NamedTuple
+
 import torch
 
 from tandem.checkpoint.config_values import value_of
 from tandem.foreign_types import PreTrainedConfig
+from tandem.hf.steps import MAX_STEP_TOKENS
+from tandem.kernels.attention import CHUNK_TOKENS
 
 USUAL_CONTEXT = 4096  # tokens of a conversation
 # Layers of these kinds, as Transformers calls them, keep a state of one size, or nothing.
 _WITHOUT_KEYS = ("linear_attention", "conv", "moe", "mlp")
-# What a layer with a window keeps beside it at most: tokens to go back, and a step's.
-_BESIDE_WINDOW = 4096
+_SLIDING = "sliding_attention"
+# Kept before a window, so that slots can go back: a conversation's next turn often writes the end
+# of the last one differently, and requests may begin with the same instructions.
+MARGIN_TOKENS = 1024
+# Room beyond, so that steps rarely slide: at least so many tokens, or this share of the window.
+LEAST_SLACK_TOKENS = 256
+_SLACK_SHARE = 4
+# A slot's room grows in steps, so that it is copied rarely and never much too large.
+GRANULE_TOKENS = 256
 
 
-def most_kv_bytes(
-    config: PreTrainedConfig, dtype: torch.dtype, *, num_tokens: int, num_sequences: int
-) -> int:
-    """Return what keys and values of sequences of so many tokens each take on the CPU at most."""
+class KvSizes(NamedTuple):
+    """What keys and values take on the CPU, of which layers with a window keep the last ones."""
+
+    layers: tuple[tuple[str, int], ...]
+    """Each layer's kind, and the bytes of a token in it."""
+    window: int
+    """Positions that layers with a window see; 0: there are none."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in all layers, whatever they see."""
+        return sum(num_bytes for _, num_bytes in self.layers)
+
+    def bytes_of(self, num_tokens: int) -> int:
+        """Return what so many tokens of one sequence take at most."""
+        kept = min(num_tokens, most_kept(self.window, MAX_STEP_TOKENS))
+        return sum(n * (kept if kind == _SLIDING else num_tokens) for kind, n in self.layers)
+
+
+def kv_sizes_of(config: PreTrainedConfig, dtype: torch.dtype, *, latents: int = 2) -> KvSizes:
+    """Return what keys and values in a dtype take, with so many copies of a latent."""
     window = int(value_of(config, "sliding_window") or 0)
-    kept = min(num_tokens, window + _BESIDE_WINDOW)
-    layers = kv_bytes_by_layer(config, dtype, latents=2)
-    return num_sequences * sum(
-        num_bytes * (kept if kind == "sliding_attention" else num_tokens)
-        for kind, num_bytes in layers
-    )
-
-
-def kv_bytes_by_layer(
-    config: PreTrainedConfig, dtype: torch.dtype, *, latents: int
-) -> list[tuple[str, int]]:
-    """Return each layer's kind and what a token takes in it, with so many copies of a latent."""
-    usual = "sliding_attention" if value_of(config, "sliding_window") else "full_attention"
     count = int(config.num_hidden_layers)
-    kinds = value_of(config, "layer_types") or [usual] * count
+    kinds = value_of(config, "layer_types") or [_SLIDING if window else "full_attention"] * count
     layers = value_of(config, "per_layer_config") or [config] * count
-    return [
+    each = (
         (kind, 0 if kind in _WITHOUT_KEYS else _kv_bytes(layer, dtype, latents))
         for kind, layer in zip(kinds, layers, strict=True)
-    ]
+    )
+    return KvSizes(tuple(each), window)
+
+
+def most_kept(window: int, step_tokens: int) -> int:
+    """Return the positions that a slot has room for at most, in steps of up to `step_tokens`."""
+    return room_for(window + MARGIN_TOKENS + CHUNK_TOKENS + step_tokens, window)
+
+
+def room_for(num_tokens: int, window: int) -> int:
+    """Return the positions that a slot has room for which keeps so many of a layer's window."""
+    return whole_granules(num_tokens + max(LEAST_SLACK_TOKENS, window // _SLACK_SHARE))
+
+
+def whole_granules(num_tokens: int) -> int:
+    """Return a number of tokens, rounded up to what slots' memory grows by."""
+    return -(-num_tokens // GRANULE_TOKENS) * GRANULE_TOKENS
 
 
 def _kv_bytes(config: PreTrainedConfig, dtype: torch.dtype, latents: int) -> int:

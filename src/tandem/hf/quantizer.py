@@ -34,7 +34,7 @@ from tandem.hf.config import (
 )
 from tandem.hf.conversion import ReadSource, StoreExpertwise, StoreFused, StorePacked
 from tandem.hf.dense import has_kernels, has_quantised_experts, place_on, tied_weights
-from tandem.hf.dense_bytes import dense_bytes_with
+from tandem.hf.dense_bytes import dense_bytes_with, short_memory
 from tandem.hf.dense_codes import quantised_layers
 from tandem.hf.dense_files import expect_stored_layers
 from tandem.hf.dense_place import dense_device, free_device_bytes
@@ -154,20 +154,22 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
 
         And where the model is packed: they are copied from file to file.
         """
-        job, free = self._job, host_memory.available_bytes()
-        needed = self.runtime.store.expected_bytes(next(iter(experts.values())).down_proj.dtype)
-        if (given := job.options.expert_memory_bytes) is not None:
-            needed = min(needed, given)
-        dense_bytes, device = dense_bytes_with(model, formats), self.runtime.device
-        is_there = device.type == "cpu" or dense_bytes <= free_device_bytes(device)
-        if job.sink is None and is_there and needed + dense_bytes <= free:
+        job, device = self._job, self.runtime.device
+        short = short_memory(
+            self.runtime.store.expected_bytes(next(iter(experts.values())).down_proj.dtype),
+            dense_bytes_with(model, formats),
+            host_memory.available_bytes(),
+            expert_memory_bytes=job.options.expert_memory_bytes,
+            device_bytes=None if device.type == "cpu" else free_device_bytes(device),
+        )
+        if job.sink is None and short is None:
             return
         read = files if isinstance(files, list) else []
         left = leave_on_disk(model, entries_of(read) if job.entries is None else job.entries)
         # Transformers maps each file to be written to, which the system refuses of a large one.
         read[:] = [file for file in read if Path(file) not in left]
-        if job.sink is None:
-            warn_of_tables(model, free if is_there else free_device_bytes(device))
+        if job.sink is None and short is not None:
+            warn_of_tables(model, short)
 
     def dense_code_formats(
         self, model: PreTrainedModel, *, on_device: bool

@@ -9,6 +9,9 @@ from tandem.experts.execution.executor import Executor
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.opaque_calls import is_capturing
 
+# Bounds the activations of a long prompt; experts are read, or fetched, once per so many tokens.
+MAX_STEP_TOKENS = 2048
+
 SEQUENCES: ContextVar[Callable[[], Tensor] | None] = ContextVar("tandem_sequences", default=None)
 """Set while tokens of several sequences lie in one row of ids: each one's sequence, (n_tokens,)."""
 

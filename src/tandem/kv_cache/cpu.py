@@ -13,6 +13,7 @@ from torch import Tensor
 from tandem.core.errors import CapacityError
 from tandem.core.units import format_bytes
 from tandem.experts.store import host_memory
+from tandem.hf.kv_sizes import whole_granules
 from tandem.hf.opaque_calls import ATTENTION, SELECTION, STATES, opaque
 from tandem.kernels.attention import (
     CachedAttention,
@@ -29,8 +30,6 @@ from tandem.kv_cache.latents import ExpandedKeys, Expansion
 from tandem.kv_cache.states import StateKey
 from tandem.kv_cache.windows import KeptWindow
 
-# Capacity grows in steps, so that it is copied rarely and never much too large.
-_GRANULE_TOKENS = 256
 _INVENTED_AT_ONCE = 1024  # tokens
 
 
@@ -48,11 +47,10 @@ class KvCache(SlotCache):
 
         `kv_dtype` is "fp32", "bf16" or "int8"; "auto" keeps what the model computes in.
         """
-        kv_dtype = require_kv_dtype(kv_dtype)
         super().__init__(num_slots)
         self.threads = threads
-        self._kv_dtype = kv_dtype
-        self._capacity = _rounded(capacity)
+        self._kv_dtype = require_kv_dtype(kv_dtype)
+        self._capacity = whole_granules(capacity)
         self._layers: dict[int, CachedAttention] = {}
         self._windows: dict[int, KeptWindow] = {}
         self.states = CpuStates(num_slots)
@@ -276,7 +274,7 @@ class KvCache(SlotCache):
         if needed <= self._capacity:
             return
         before = self._capacity
-        self._capacity = _rounded(max(needed, self._capacity * 3 // 2))
+        self._capacity = whole_granules(max(needed, self._capacity * 3 // 2))
         layers = [layer for layer in self._layers.values() if not layer.form.window]
         try:
             self._require_memory(layers)
@@ -347,7 +345,3 @@ def _pretend(layer: CachedAttention, threads: CpuThreads, slot: int, length: int
         part = slice(0, len(positions))
         slots = torch.full_like(positions, slot)
         layer.append(threads, slots, positions, key[:, part], value[:, part])
-
-
-def _rounded(tokens: int) -> int:
-    return -(-tokens // _GRANULE_TOKENS) * _GRANULE_TOKENS

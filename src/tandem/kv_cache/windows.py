@@ -10,15 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tandem.hf import kv_sizes
 from tandem.kernels.attention import BLOCK_TOKENS, CHUNK_TOKENS, CachedAttention, Segment
-
-# Kept before the window, so that slots can go back: a conversation's next turn often writes the
-# end of the last one differently, and requests may begin with the same instructions.
-MARGIN_TOKENS = 1024
-# Room beyond, so that steps rarely slide: at least so many tokens, or this share of the window.
-LEAST_SLACK_TOKENS = 256
-_SLACK_SHARE = 4
-GRANULE_TOKENS = 256
 
 # Called with a layer, the positions that its slots shall have room for, and how many to keep.
 Reserve = Callable[[CachedAttention, int, int], None]
@@ -46,8 +39,8 @@ class KeptWindow:
         """Return the room that slots need for new tokens, beside what these see."""
         most = max(segment.num_tokens for segment in segments)
         longest = max(segment.first_position + segment.num_tokens for segment in segments)
-        slack = max(LEAST_SLACK_TOKENS, self.window // _SLACK_SHARE)
-        return _rounded(min(longest, self.window + MARGIN_TOKENS + CHUNK_TOKENS + most) + slack)
+        room = kv_sizes.room_for(longest, self.window)
+        return min(room, kv_sizes.most_kept(self.window, most))
 
     def add(self, layer: CachedAttention) -> None:
         """Take a layer, which is empty, with room for `capacity` positions."""
@@ -97,7 +90,7 @@ class KeptWindow:
         self.positions = kept.copy_(relative)
 
     def _needed_first(self, position: int) -> int:
-        seen = max(0, position + 1 - self.window - MARGIN_TOKENS)
+        seen = max(0, position + 1 - self.window - kv_sizes.MARGIN_TOKENS)
         return seen // CHUNK_TOKENS * CHUNK_TOKENS
 
     def _slide(self, segment: Segment) -> None:
@@ -121,13 +114,3 @@ class KeptWindow:
         used, self.capacity = self.capacity, max(needed, self.capacity_for(segments))
         for layer in self._layers:
             self._reserve(layer, self.capacity, used)
-
-
-def most_kept(window: int, step_tokens: int) -> int:
-    """Return the positions that a slot has room for at most, in steps of up to `step_tokens`."""
-    slack = max(LEAST_SLACK_TOKENS, window // _SLACK_SHARE)
-    return _rounded(window + MARGIN_TOKENS + CHUNK_TOKENS + step_tokens + slack)
-
-
-def _rounded(tokens: int) -> int:
-    return -(-tokens // GRANULE_TOKENS) * GRANULE_TOKENS

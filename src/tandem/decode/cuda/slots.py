@@ -27,13 +27,14 @@ from tandem.decode.cuda.handed_graph import handed_graph
 from tandem.decode.cuda.resident_layers import GraphedLayers, graphed_layers
 from tandem.decode.cuda.step_inputs import StepInputs
 from tandem.decode.model_runner import ModelRunner
-from tandem.decode.slots import EACH_TOKEN_SEEN, MAX_STEP_TOKENS, CachedSlotPool
+from tandem.decode.slots import EACH_TOKEN_SEEN, CachedSlotPool
 from tandem.decode.trial import NOT_IN_SLOTS, why_other_logits
 from tandem.devices.cuda.captures import Capture, CudaCapture
 from tandem.devices.cuda.embedding import StepRows, given_rows
 from tandem.experts.cache.expert_cache import SHRINK
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.opaque_calls import intercepted
+from tandem.hf.steps import MAX_STEP_TOKENS
 from tandem.kernels.attention import Segment
 from tandem.kv_cache.base import has_indexers
 from tandem.kv_cache.cuda.cache import StaticKvCache
@@ -106,14 +107,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         self._require_finite(list(prompts), logits)
         return logits
 
-    @torch.inference_mode()
-    def prefill_with_logits(self, slot: int, tokens: Sequence[int]) -> Tensor:
-        """Append tokens to a slot; return the logits after each token: (n_tokens, vocabulary)."""
-        logits = self._prefill_all(slot, tokens, keep=None)
-        self._require_finite([slot], logits[-1:])
-        return logits
-
-    def _prefill_all(self, slot: int, tokens: Sequence[int], *, keep: int | None) -> Tensor:
+    def _prefill_all(self, slot: int, tokens: Sequence[int], *, keep: int | None = None) -> Tensor:
         self._report()
         first = self.cache.lengths[slot]
         found: list[Tensor] = []

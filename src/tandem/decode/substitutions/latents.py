@@ -7,7 +7,7 @@ attended is taken back by what would have made values; both are products by head
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from tandem.devices.cuda.linear import DeviceLinear
 from tandem.foreign_types import ModelPart
 from tandem.hf.dense import PackedLinear, read_rows
 from tandem.hf.opaque_calls import GROUPS, opaque
-from tandem.kernels.dense import CpuThreads, DenseWeight, multiply_groups, pack_dense
+from tandem.kernels.dense import DenseWeight, multiply_groups, pack_dense
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, find_format
 from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.base import SlotCache, current_cache
@@ -99,9 +99,8 @@ def _products(module: ModelPart, num_heads: int) -> _Products:
     if isinstance(projection, PackedLinear):
         if projection.by_head is None:
             projection.by_head = _packed_by_head(projection, num_heads, num_plain)
-        return _Products(
-            *(partial(_packed_product, projection.threads, w) for w in projection.by_head)
-        )
+        product = partial(opaque, GROUPS, multiply_groups, projection.threads)
+        return _Products(*(partial(product, weights) for weights in projection.by_head))
     is_packed = isinstance(projection, DeviceLinear)
     weight = projection.unpacked if is_packed else projection.weight
     weight = weight.view(num_heads, -1, module.kv_lora_rank)
@@ -112,10 +111,6 @@ def _products(module: ModelPart, num_heads: int) -> _Products:
 def _product(weight: Tensor, x: Tensor) -> Tensor:
     """Multiply with plain weights (heads, inputs, outputs)."""
     return torch.matmul(x.transpose(0, 1), weight).transpose(0, 1)
-
-
-def _packed_product(threads: CpuThreads, weights: Sequence[DenseWeight], x: Tensor) -> Tensor:
-    return opaque(GROUPS, multiply_groups, threads, weights, x)
 
 
 def _packed_by_head(
