@@ -164,8 +164,10 @@ class GenerationRequests:
         for prompt in body.prompts:
             ids = self.text_ids(prompt, info, has_special=body.add_special_tokens is not False)
             request = self._request(body, ids, info)
-            text = prompt if isinstance(prompt, str) else str(prompt)
-            echo = self._echo(prompt) if body.echo else ""
+            text = str(prompt)
+            echo = ""
+            if body.echo:
+                echo = text if isinstance(prompt, str) else str(self._tokenizer.decode(prompt))
             generation_requests += [
                 GenerationRequest(request=one, prompt_text=text, grammar=grammar, echo=echo)
                 for one in _choices(request, body.n)
@@ -178,9 +180,6 @@ class GenerationRequests:
             return prompt
         most = self.limit(info)
         return token_ids(self._tokenizer, prompt, has_special=has_special, most_tokens=most)
-
-    def _echo(self, prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(prompt))
 
     def _request(self, body: Sampling, ids: list[int], info: ModelInfo) -> Request:
         request = body.request(ids, self._room(ids, info))

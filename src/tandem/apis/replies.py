@@ -144,7 +144,9 @@ class _ChatChoice:
         if part.call is not None:
             return self._call_delta(part.call)
         if part.arguments:
-            return self._arguments_delta(part.arguments)
+            self._latest_function["arguments"] += part.arguments
+            more = {"index": len(self._calls) - 1, "function": {"arguments": part.arguments}}
+            return {"tool_calls": [more]}
         name, text = (
             ("reasoning_content", part.reasoning) if part.reasoning else ("content", part.content)
         )
@@ -158,10 +160,6 @@ class _ChatChoice:
         self._latest_function = function
         index = len(self._calls) - 1
         return {"tool_calls": [{"index": index, **written, "function": {**function}}]}
-
-    def _arguments_delta(self, text: str) -> dict[str, object]:
-        self._latest_function["arguments"] += text
-        return {"tool_calls": [{"index": len(self._calls) - 1, "function": {"arguments": text}}]}
 
     @property
     def _finish_reason(self) -> str | None:

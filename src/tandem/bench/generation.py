@@ -126,7 +126,9 @@ def measure(
         first_prefill_seconds=first_prefill,
         warm_up_seconds=warm_up,
         read_gigabytes_per_second=statistics.median([rate for _, rate in decoded.reads] or [0.0]),
-        decode_share=decoded.share_of_reading(step_bytes),
+        decode_share=statistics.median(
+            [step_bytes / 1e9 / rate / seconds for seconds, rate in decoded.reads] or [0.0]
+        ),
     )
 
 
@@ -143,9 +145,6 @@ class _Decoded:
     """That a step touched, on average."""
     plan_seconds: float = 0.0
     """Of a step, on average."""
-
-    def share_of_reading(self, step_bytes: int) -> float:
-        return statistics.median([step_bytes / 1e9 / rate / s for s, rate in self.reads] or [0.0])
 
 
 def _decode(

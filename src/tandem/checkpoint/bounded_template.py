@@ -62,7 +62,8 @@ def bounded(render: Callable[[], T]) -> T:
         thread.join(_LOOK_SECONDS)
         if num_looks or _takes_too_much(thread, before):
             num_looks += 1
-            _raise_in(thread, _End)
+            ident, ended = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_End)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ended)
     if num_looks and not found:
         raise TemplateEndedError(
             f"it took more than {CPU_SECONDS:g} seconds or {MOST_BYTES >> 30} GiB and was ended"
@@ -79,8 +80,3 @@ def _takes_too_much(thread: threading.Thread, bytes_before: int) -> bool:
             seconds = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
             return seconds > CPU_SECONDS or process_bytes() - bytes_before > MOST_BYTES
     return False
-
-
-def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
-    ident = ctypes.c_ulong(thread.ident or 0)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(error))

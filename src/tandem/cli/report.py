@@ -1,6 +1,7 @@
 """What a run did, as one line for people and one JSON object for scripts."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -193,9 +194,15 @@ class RunReport:
             "plan_microseconds": cache.plan_seconds / max(1, cache.calls) * 1e6,
             "experts_read_bytes": self._experts.touched_bytes,
             "experts_stored_bytes": self._executor.store.num_bytes,
-            "memory_bytes": self._memory_bytes(),
-            "peak_memory_bytes": self._peak_memory_bytes(),
-        }
+            "memory_bytes": {
+                "host": process_bytes(), "gpu": self._gpu_bytes(torch.cuda.memory_allocated),
+            },
+            # The most there was; of the host with pages of files that were read to load.
+            "peak_memory_bytes": {
+                "host": peak_process_bytes(),
+                "gpu": self._gpu_bytes(torch.cuda.max_memory_allocated),
+            },
+        }  # fmt: skip
 
     def _disk_json(self) -> dict[str, object] | None:
         """Return what host slots did over the disk; None: all experts are in memory."""
@@ -205,16 +212,8 @@ class RunReport:
         slots = {"bytes": self._host_slots.num_bytes, "share": self._host_slots.share}
         return slots | dataclasses.asdict(disk) | {"hit_rate": disk.hit_rate}
 
-    def _memory_bytes(self) -> dict[str, int]:
-        on_gpu = self._device.type == "cuda"
-        gpu = torch.cuda.memory_allocated(self._device) if on_gpu else 0
-        return {"host": process_bytes(), "gpu": gpu}
-
-    def _peak_memory_bytes(self) -> dict[str, int]:
-        """Return the most there was; of the host with pages of files that were read to load."""
-        on_gpu = self._device.type == "cuda"
-        gpu = torch.cuda.max_memory_allocated(self._device) if on_gpu else 0
-        return {"host": peak_process_bytes(), "gpu": gpu}
+    def _gpu_bytes(self, count: Callable[[torch.device], int]) -> int:
+        return count(self._device) if self._device.type == "cuda" else 0
 
 
 def _used_tokens(answer: "Answer") -> int:

@@ -16,15 +16,11 @@ def version_lines(*, is_verbose: bool = True) -> list[str]:
     """Return Tandem's version and, if verbose, those of what it runs on."""
     lines = [f"tandem {version('tandem-moe')}"]
     if is_verbose:
+        from tandem.kernels.engine import choose_isa
+
         lines.append(
             f"python {platform.python_version()}, {platform.system()} {platform.release()}"
         )
         lines += [f"{package} {version(package)}" for package in ("torch", "transformers")]
-        lines.append(f"kernels {_instruction_set()}")
+        lines.append(f"kernels {choose_isa(os.environ.get('TANDEM_ISA', ''))}")
     return lines
-
-
-def _instruction_set() -> str:
-    from tandem.kernels.engine import choose_isa
-
-    return choose_isa(os.environ.get("TANDEM_ISA", ""))

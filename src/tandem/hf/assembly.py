@@ -120,7 +120,8 @@ def _hybrid_on(parts: DeviceParts, observed: ObservedModel, runtime: Runtime) ->
         reserved_bytes=parts.reserved_bytes,
     )
     start = STARTS.factory(options.start_content)
-    heat = _heat(observed)
+    name = f"{observed.model_type}-{model_identity(observed.model)}.npy"
+    heat = Heat(geometry, options.cache_path / "heat" / name)
     cache.resize(num_slots, start(geometry, cache.set_sizes(num_slots), heat.before))
     executor = parts.make_executor(cache, device, parts.kernels)
     executor.listeners.append(heat)
@@ -151,11 +152,6 @@ def _look_ahead(observed: ObservedModel, source: str) -> LookAhead:
             "choose another prediction, without look_ahead"
         )
     return found
-
-
-def _heat(observed: ObservedModel) -> Heat:
-    name = f"{observed.model_type}-{model_identity(observed.model)}.npy"
-    return Heat(observed.geometry, observed.options.cache_path / "heat" / name)
 
 
 def _end(cache: ExpertCache, heat: Heat, captured: CapturedSteps | None) -> None:

@@ -1,7 +1,6 @@
 """States on the CPU: of drafted tokens, which may be taken back, and those that move to files."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +36,11 @@ class CpuStates(KeptStates[LayerState]):
         """Do a layer's operation for the tokens that are announced."""
         if not self._cuts:
             return layer(threads, tokens, inputs)
-        compute = partial(_part, threads, layer, tokens, inputs)
+
+        def compute(part: slice) -> Tensor:
+            some = StateTokens(tokens.slots[part], tokens.positions[part])
+            return layer(threads, some, [x[part] for x in inputs])
+
         return self._with_cuts(layer, len(tokens.slots), compute)
 
     def can_take_back(self, slot: int, num_tokens: int) -> bool:
@@ -90,17 +93,6 @@ class CpuStates(KeptStates[LayerState]):
         self._lost.discard(slot)
         self._checkpoints.add(slot, length, states)
         self._checkpoints.thin(self._budget)
-
-
-def _part(
-    threads: CpuThreads,
-    layer: LayerState,
-    tokens: StateTokens,
-    inputs: Sequence[Tensor],
-    part: slice,
-) -> Tensor:
-    some = StateTokens(tokens.slots[part], tokens.positions[part])
-    return layer(threads, some, [x[part] for x in inputs])
 
 
 def pieces_of(data: memoryview, sizes: Sequence[int]) -> Sequence[Tensor]:

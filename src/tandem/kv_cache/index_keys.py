@@ -100,9 +100,7 @@ class IndexStore(KeptIndexKeys):
 
     def __init__(self, num_slots: int) -> None:
         """Hold nothing for so many slots; layers come as the model asks for them."""
-        super().__init__(
-            num_slots, lambda shape, dtype: torch.zeros(shape, dtype=dtype, device="cpu")
-        )
+        super().__init__(num_slots, _zeros)
         self._native: dict[int, _native.IndexLayer] = {}
         """By a layer's number: its tokens' keys as native steps find them."""
         self._most = 0

@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import gc
-import logging
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -25,7 +24,6 @@ from tandem.server.log import written_in_a_thread
 from tandem.server.options import ServerOptions, is_loopback, require_key
 from tandem.server.service import Server
 
-_log = logging.getLogger("tandem.server")
 # `cli.main` collects garbage seldom, as a start leaves none. After its 200,000 objects a server's
 # collection takes a third of a second, in which no client is answered. Python's own 700, 10, 10
 # leave 17,000 objects of requests to one collection, 25 ms: here it comes five times as often.

@@ -220,13 +220,11 @@ class CudaCopyEngine:
         try:
             self._streams.synchronize()
         finally:
-            self._let_all_go()
+            under_way = ([at.job for at in queue] for queue in self._under_way.values())
+            for job in chain(self._kept, *under_way):
+                job.let_go()
             self._kept.clear()
         self._events.clear()
-
-    def _let_all_go(self) -> None:
-        for job in chain(self._kept, *([at.job for at in q] for q in self._under_way.values())):
-            job.let_go()
 
     def _queue(self, jobs: Sequence[_Job], stream: Stream) -> None:
         """Queue copies on a stream, as many at once as their experts can be held."""

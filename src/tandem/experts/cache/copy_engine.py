@@ -67,7 +67,9 @@ class VirtualCopyEngine(CopyEngine):
     def submit(self, copy: Copy, *, is_needed: bool) -> None:
         """Note a copy; its bytes come when a batch waits for them, or when it arrives."""
         generation = self.slots.plan_copy(copy.slot, self._geometry.key(copy.layer, copy.expert))
-        self._finish_older(copy.slot, generation)
+        older = copy.slot, generation - 1
+        if older in self._pending:  # no batch has waited for it, and its slot is planned again
+            self._write(older)
         claim = copy.slot, generation
         self._pending[claim] = copy.layer, copy.expert
         self._claim_of[copy.layer, copy.expert] = claim
@@ -97,12 +99,6 @@ class VirtualCopyEngine(CopyEngine):
         for claim in claims:
             if claim in self._pending:
                 self._write(claim)
-
-    def _finish_older(self, slot: int, generation: int) -> None:
-        """Land a generation that no batch waited for before its slot is planned again."""
-        older = slot, generation - 1
-        if older in self._pending:
-            self._write(older)
 
     def _write(self, claim: Claim) -> None:
         slot, generation = claim

@@ -112,9 +112,5 @@ def _match_length(tokens: Sequence[int], text: Sequence[int], end: int) -> int:
 def _draft(text: Sequence[int], end: int, length: int, first_kind: int) -> Draft:
     """Return what follows a match of so many tokens, with kinds of evidence from the first on."""
     found = text[end : end + MOST_DRAFTED]
-    return Draft(found, [first_kind + _evidence(length + place) for place in range(len(found))])
-
-
-def _evidence(length: int) -> int:
-    """Return the kind of evidence that a match of so many tokens is."""
-    return sum(length >= least for least in _EVIDENCE)
+    lengths = range(length, length + len(found))
+    return Draft(found, [first_kind + sum(n >= least for least in _EVIDENCE) for n in lengths])
