@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from benchmarks.policy.picture import Chart, svg
 from benchmarks.policy.report_text import INTRODUCTION, NEGATIVE_RESULTS, SECTIONS, SPECULATION
 from benchmarks.policy.routings import taken
 
@@ -23,6 +22,7 @@ from tandem.policy.prediction import Prediction
 from tandem.policy.settings import PlannerSettings
 from tandem.sim.compare import Speed, compare, table
 from tandem.sim.hit_rate import belady_hit_rate, demand_loads, hit_rate
+from tandem.sim.picture import Chart, svg
 from tandem.sim.simulation import Conditions, run_timed
 from tandem.sim.steps import LoadReader, replay_steps
 from tandem.sim.systems import POLICIES, TANDEM

@@ -1,4 +1,4 @@
-"""`tandem profile`: measured on first use, kept, read again."""
+"""`tandem profile`: measured on first use, kept, read again, drawn."""
 
 import json
 import os
@@ -18,8 +18,9 @@ from tests.inside import runtime_in
 from tests.programs import ENVIRONMENT
 
 
-def test_a_profile_is_measured_and_kept(model: str, tmp_path: Path) -> None:
+def test_a_profile_is_measured_kept_and_drawn(model: str, tmp_path: Path) -> None:
     words = ["profile", model, "--json", "--expert-dtype", "int8"]
+    words += ["--picture", str(tmp_path / "curves.svg")]
     done = programs.tandem(*words, env={**ENVIRONMENT, "TANDEM_CACHE": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     (kept,) = (tmp_path / "profiles").iterdir()
@@ -39,6 +40,7 @@ def test_a_profile_is_measured_and_kept(model: str, tmp_path: Path) -> None:
     assert 1 / step <= 1.001 * float(told[1]) + 0.05
     if shape.dense_seconds[0] > 0:
         assert 1 / step == pytest.approx(float(told[1]), rel=1e-3, abs=0.05)
+    assert (tmp_path / "curves.svg").read_text().startswith("<svg ")
 
 
 def test_the_rest_of_a_layer_is_what_whole_steps_took() -> None:

@@ -30,6 +30,7 @@ def folder(tmp_path: Path) -> Path:
     "words",
     [
         ["pack", "{}/tiny", "-o", "{}/file/x"],
+        ["profile", "{}/tiny", "--picture", "{}/file/x.svg"],
         ["simulate", TRACE, "--dump", "{}/file/x"],
         ["trace", "record", "{}/tiny", "--prompts", "{}/prompts.txt", "-o", "{}/folder.npz"],
     ],

@@ -96,13 +96,26 @@ def test_experts_on_a_disk(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert more["bytes_read"] < found["bytes_read"]  # type: ignore[operator]
 
 
-def test_a_limit_without_any_decode_step_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_prints_a_table_and_draws(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture = tmp_path / "c.svg"
+    words = ["simulate", TRACE, "--compare", "--limit", "20", "--picture", str(picture), "--json"]
+    assert main(words) == 0
+    assert "systems" in last_json(capsys)
+    assert picture.read_text().startswith("<svg ")
+
+
+def test_a_limit_without_any_decode_step_is_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     words = ["simulate", TRACE, "--limit", "10", "--json"]
     assert main(words) == 0
     out = capsys.readouterr().out.splitlines()
     assert "no decode step within the limit" in "".join(out)
     assert json.loads(out[-1])["decode_tokens_per_second"] is None
-    assert main([*words, "--compare", "--limit", "20"]) == 0
+    picture = tmp_path / "c.svg"
+    assert main([*words, "--compare", "--limit", "20", "--picture", str(picture)]) == 0
     captured = capsys.readouterr()
     assert "batch 8, 32: a limit of 20 tokens ends within the prompts" in captured.err
     tandem = next(line for line in captured.out.splitlines() if line.startswith("| tandem |"))
@@ -130,6 +143,7 @@ def test_a_limit_without_any_decode_step_is_said(capsys: pytest.CaptureFixture[s
         ([TRACE, "--hardware", "desktop"], "unknown hardware 'desktop'; did you mean"),
         ([TRACE, "--shape", "mixtral"], "no costs for the shape 'mixtral'; did you mean"),
         ([TRACE, TRACE, "--compare"], "--compare got 2 traces; expected one"),
+        ([TRACE, "--picture", "c.svg"], "--picture draws what --compare finds; give --compare too"),
         (["/"], "/: found a folder; expected a routing trace"),
         ([TRACE, "--disk", "fast"], "disk is 'fast'; expected a rate such as 16GB/s"),
         ([TRACE, "--disk", "profile"], "desktop-12gb has none; give a rate"),

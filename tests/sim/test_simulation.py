@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.policy.picture import Chart, svg
 
 from tandem.core.errors import ConfigError
 from tandem.hardware.profiles import load_profile, profile_names, shape_for
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings
 from tandem.sim.compare import compare, table
+from tandem.sim.picture import Chart, svg
 from tandem.sim.simulation import Conditions, hit_rates, run_timed, simulate
 from tandem.sim.start import SIMULATED_STARTS
 from tandem.sim.systems import TANDEM

@@ -15,6 +15,7 @@ from tandem.core.config import add_flags, from_flags, option
 from tandem.core.errors import TandemWarning
 from tandem.core.units import format_bytes
 from tandem.devices.options import OffloadOptions
+from tandem.sim.picture import Chart, svg
 
 if TYPE_CHECKING:
     from tandem.policy.cost import DiskCosts, HardwareProfile
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
-    """What a profile is measured with, and how it is shown."""
+    """What a profile is measured with, and where it is shown."""
 
     expert_dtype: str = option("auto", help="as in tandem run", metavar="DTYPE")
     dense_dtype: str = option("auto", help="as in tandem run", metavar="DTYPE")
     threads: int | None = option(None, help="as in tandem run", metavar="N")
     refresh: bool = option(False, help="measure again, also where a profile is kept")
+    picture: str | None = option(None, help="draw the curves into this file", metavar="FILE.svg")
     json: bool = option(False, help="last line of standard output: one JSON object, the profile")
 
 
@@ -62,6 +64,8 @@ def run(flags: argparse.Namespace) -> int:
         f"all of it on the CPU: a prompt of {PROMPT_TOKENS} tokens takes {times[0]:.3g} s, then "
         f"{1 / times[1]:.1f} tok/s"
     )
+    if options.picture is not None:
+        Path(options.picture).write_text(svg(charts(profile)), encoding="utf-8")
     if options.json:
         print(json.dumps(json.loads(profile.to_json())))
     return 0
@@ -110,3 +114,16 @@ def _disk_line(disk: "DiskCosts") -> str:
         f"the disk under its files, {disk.reads} reads of {format_bytes(disk.piece_bytes)}: "
         f"{rates} GB/s, {depths} at once"
     )
+
+
+def charts(profile: "HardwareProfile") -> list[Chart]:
+    """Return the curves: microseconds of one expert, and per token, by token count."""
+    shape = profile.shapes[0]
+    counts = [str(count) for count in shape.tokens]
+    copied = [shape.link_seconds_per_expert * 1e6] * len(counts)
+    cpu = [seconds * 1e6 for seconds in shape.cpu_seconds]
+    each = [seconds * 1e6 / n for seconds, n in zip(shape.cpu_seconds, shape.tokens, strict=True)]
+    return [
+        Chart("one expert, microseconds", "tokens", counts, {"on the CPU": cpu, "copy": copied}),
+        Chart("one expert, microseconds per token", "tokens", counts, {"on the CPU": each}),
+    ]

@@ -72,6 +72,7 @@ class SimulateOptions:
     hold_out: int = option(0, help="leave the last N sequences out", metavar="N")
     dump: str | None = option(None, help="write every plan as JSON lines", metavar="FILE")
     compare: bool = option(False, help="run the systems of the papers at equal GPU memory")
+    picture: str | None = option(None, help="chart of --compare (compare.svg)", metavar="FILE")
     verbose: bool = option(False, help="also what authors of policies look at")
     json: bool = option(False, help="last line of output: one JSON object")
 
@@ -95,6 +96,8 @@ def run(flags: argparse.Namespace) -> int:
         raise ConfigError("no trace given; expected at least one routing trace (.npz)")
     if options.compare:
         return _compare(flags.traces, options)
+    if options.picture is not None:
+        raise ConfigError("--picture draws what --compare finds; give --compare too")
     results = _simulate_all(flags.traces, options, disk)
     for path, result in results.items():
         if disk.disk is not None:
@@ -283,23 +286,45 @@ def _mean(values: list[Any]) -> Any:
 
 def _compare(paths: Sequence[str], options: SimulateOptions) -> int:
     from tandem.sim.compare import compare, table, without_decode
+    from tandem.sim.picture import Chart, svg
     from tandem.trace import read_trace
 
     if len(paths) != 1:
         raise ConfigError(f"--compare got {len(paths)} traces; expected one")
     trace, conditions = read_trace(paths[0]), _conditions(options)
+    batches, fractions = (1, 8, 32), (0.25, 0.5, 0.75)
     with _progress_bar(0, "systems") as bar:
         speeds = compare(
             trace,
             conditions,
-            batches=(1, 8, 32),
-            fractions=(0.25, 0.5, 0.75),
+            batches=batches,
+            fractions=fractions,
             progress=lambda _: bar.update(1),
         )
     print(table(speeds))
     missing = without_decode(speeds, conditions.limit)
     if missing is not None:
         print(missing, file=sys.stderr)
+    names = list(dict.fromkeys(speed.system for speed in speeds))
+    known = {(s.system, s.batch, s.gpu_experts): s.decode_tokens_per_second for s in speeds}
+    memory, batch = conditions.gpu_experts, conditions.batch
+    charts = [
+        Chart(
+            f"{trace.meta.model} on {conditions.profile.name}: decode tok/s at {memory:.0%}",
+            "batch",
+            [str(b) for b in batches],
+            {name: [known[name, b, memory] for b in batches] for name in names},
+        ),
+        Chart(
+            f"decode tok/s at batch {batch}",
+            "experts on the GPU",
+            [f"{fraction:.0%}" for fraction in fractions],
+            {name: [known[name, batch, f] for f in fractions] for name in names},
+        ),
+    ]
+    picture = options.picture or "compare.svg"
+    Path(picture).write_text(svg(charts), encoding="utf-8")
+    print(f"picture: {picture}", file=sys.stderr)
     if options.json:
         print(json.dumps({"systems": [speed._asdict() for speed in speeds]}))
     return 0
