@@ -4,119 +4,49 @@ The graph is the twin of CUDA's, publish and combine run in Triton's interpreter
 the real one, and experts move by calls of a driver without a GPU.
 """
 
-import ctypes
 import dataclasses
 import errno
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor
 
 import tandem
 from tandem.core.errors import ExecutionError
-from tandem.decode.padded import PaddedBatch
-from tandem.devices.cuda.device import CudaDevice
-from tandem.devices.cuda.handed_steps import HandedSteps
-from tandem.devices.cuda.kernels import TorchKernels
 from tandem.devices.cuda.signals import KernelSignals
-from tandem.experts.cache.expert_cache import ExpertCache
-from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.forced_routing import ForcedRouting
 from tandem.experts.execution.hybrid_executor import HybridExecutor
-from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.hardware.profiles import save_profile
 from tandem.hf.config import OffloadConfig
-from tandem.hf.experts import expert_functions
-from tandem.hf.machine.cuda import device_parts
-from tandem.hf.machine.parts import ObservedModel, observe
+from tandem.hf.machine.parts import observe
 from tandem.hf.runtime import require_runtime
-from tandem.kernels.formats.expert import ExpertLayout
-from tandem.kernels.reference import expert_ffn
 from tandem.policy.assignment import IN_GRAPH
 from tandem.trace import RoutingTrace, TraceMeta
+from tests.decode.handed_steps import (
+    TOKENS,
+    assert_alike,
+    check_slots,
+    executor_on_twins,
+    expected_of,
+    prompts,
+    steps_of,
+)
 from tests.decode.twin_capture import TwinCapture
 from tests.decode.whole_pool import WholePool, cuda_pool, logits_of
 from tests.disk.loading import slots_of, with_share
 from tests.experts.captured import SLOW_CPU
 from tests.experts.driver_library import DriverLibrary
-from tests.experts.lazy_streams import LazyStreams
 from tests.experts.machines import make_machine
-from tests.experts.test_handed_layers import HostSignals
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.kernels.interpreter import interpreted
 
-if TYPE_CHECKING:
-    from tandem.triton_kernels.rows import GroupedRows
-
 pytest.importorskip("triton")
-
-TOKENS = [50, 61, 72, 83, 94, 105, 116, 41]
-MOST_OFF = 0.02  # the CPU rounds what its experts read, and the reference does not
-_HANDED = list[Callable[..., Tensor]]()  # what the operation calls, by number
-
-
-@torch.library.custom_op("twin::handed", mutates_args=())
-def handed(number: int, layer: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Hand a layer over, as an operation that the twin of a graph notes."""
-    return _HANDED[number](layer, hidden, index, weights)
-
-
-class AddressedExperts:
-    """Reads experts at their addresses as the kernels do, sooner than their interpreter."""
-
-    def __init__(self, host: PackedLayer, activate: Callable[[Tensor], Tensor]) -> None:
-        self._host, self._activate = host, activate
-
-    def compute(
-        self,
-        layout: ExpertLayout,
-        activation: Any,
-        hidden: Tensor,
-        rows: "GroupedRows",
-        out: Tensor,
-    ) -> None:
-        for row, address in enumerate(rows.addresses.tolist()):
-            if address:
-                memory = (ctypes.c_uint8 * layout.num_bytes).from_address(address)
-                weights = self._host.weights_in(torch.frombuffer(memory, dtype=torch.uint8))
-                token = int(rows.row_token[row])
-                out[row] = expert_ffn(hidden[token : token + 1], weights, self._activate)[0]
-
-    def add_rows(self, *tensors: Tensor) -> None:
-        raise AssertionError("a captured step combines by itself")
-
-
-class NotedSteps(HandedSteps):
-    """Captured steps whose layers the twin of a graph notes."""
-
-    functions: ExpertFunctions
-    error: str | None = None
-
-    def layers(self, num_rows: int) -> Callable[..., Tensor | None]:
-        inner, functions = super().layers(num_rows), self.functions
-
-        def call(layer: int, *tensors: Tensor) -> Tensor:
-            if self.error is not None:
-                raise RuntimeError(self.error)
-            if not self.is_under_way:  # a capture, which does nothing on a GPU
-                return torch.zeros_like(tensors[0])
-            found = inner(layer, *tensors, functions)
-            assert found is not None
-            return found
-
-        _HANDED.append(call)
-        number = len(_HANDED) - 1
-        return lambda layer, hidden, index, weights, _: handed(
-            number, layer, hidden, index, weights
-        )
 
 
 @pytest.fixture(scope="module")
@@ -152,67 +82,11 @@ def executor(
     before = runtime.executor
     with interpreted():
         observed = dataclasses.replace(observe(model, runtime), options=config)
-        executor = _executor(observed, library)
+        executor = executor_on_twins(observed, library)
         runtime.use(executor)
         yield executor
         runtime.use(before)
         executor.close()
-
-
-def _executor(observed: ObservedModel, library: DriverLibrary) -> HybridExecutor:
-    streams = LazyStreams(is_eager=True)
-    parts = device_parts(observed, streams=streams, device_kernels=TorchKernels())
-    cache = ExpertCache(
-        observed.store, parts.device, parts.clock, observed.geometry, parts.machine,
-        observed.options.planner_settings(), parts.make_engine,
-    )  # fmt: skip
-    cache.resize(observed.geometry.num_layers * observed.geometry.num_experts // 2)
-    executor = HybridExecutor(cache, parts.device, parts.kernels)
-    layers = observed.native_layers(cache)
-    assert layers is not None
-    assert isinstance(parts.device, CudaDevice)
-    host, functions = observed.store[0], expert_functions(observed.bound[0][0])
-    assert isinstance(host, PackedLayer)
-    experts: Any = AddressedExperts(host, functions.unpacked_activate or functions.activate)
-    steps = NotedSteps(
-        cache, layers, observed.threads, observed.model.dtype, device=parts.device,
-        experts=experts, signals=HostSignals(), library=library.path,
-    )  # fmt: skip
-    steps.functions = functions
-    executor.captured = steps
-    return executor
-
-
-def steps_of(executor: HybridExecutor) -> NotedSteps:
-    assert isinstance(executor.captured, NotedSteps)
-    return executor.captured
-
-
-def prompts(num_rows: int) -> list[list[int]]:
-    return [[40 + row] * (3 + 2 * row) for row in range(num_rows)]
-
-
-def expected_of(model: Any, texts: list[list[int]]) -> list[Tensor]:
-    """Return the logits of prompts and `TOKENS` as the CPU computes them, padded."""
-    runtime = require_runtime(model)
-    with runtime.using(runtime.cpu_executor()):
-        return logits_of(PaddedBatch(model, texts, 0), len(texts), TOKENS)
-
-
-def assert_alike(ours: Tensor, theirs: Tensor) -> None:
-    assert float((ours - theirs).float().norm() / theirs.float().norm()) < MOST_OFF
-
-
-def check_slots(executor: HybridExecutor) -> None:
-    """What the planner says is in a slot, is."""
-    steps_of(executor).leave()
-    cache = executor.cache
-    for key, slot in enumerate(cache.planner.residency.slot_of):
-        if slot >= 0:
-            layer, expert = divmod(key, cache.geometry.num_experts)
-            (extent,) = cache.store[layer].extents(expert)
-            memory = cache.engine.slots.memory(slot)
-            assert torch.equal(memory[: len(extent.data)], extent.data)
 
 
 @pytest.mark.parametrize(
@@ -238,11 +112,9 @@ def test_a_step_is_one_graph_and_gives_the_cpus_logits(
     for compile_one in steps_of(executor).compilations():  # nobody answers, and nothing is lost
         compile_one()
     rows = cuda_pool(model, prompts(num_rows), 30, make_capture=TwinCapture)
-    found = logits_of(rows, num_rows, TOKENS)
+    assert_alike(logits_of(rows, num_rows, TOKENS), expected)
     assert rows.step.is_replaying, rows.step.why_not
     assert rows.num_segments == 1
-    for ours, theirs in zip(found, expected, strict=True):
-        assert_alike(ours, theirs)
     assert statistics.hits > 0
     assert statistics.copies > 0
     num_layers = len(executor.store)
@@ -261,8 +133,7 @@ def test_misses_are_fetched_in_the_same_graph(
     for compile_one in steps_of(executor).compilations():
         compile_one()
     rows = cuda_pool(model, prompts(num_rows), 30, make_capture=TwinCapture)
-    for ours, theirs in zip(logits_of(rows, num_rows, TOKENS), expected, strict=True):
-        assert_alike(ours, theirs)
+    assert_alike(logits_of(rows, num_rows, TOKENS), expected)
     assert rows.step.is_replaying, rows.step.why_not
     assert rows.num_segments == 1
     plans = [e.plan for e in events if e.num_tokens == num_rows and e.plan is not None]
@@ -279,8 +150,7 @@ def test_drafted_tokens_are_verified_in_one_graph(model: Any, executor: HybridEx
     for num_kept in (1, 2, 3, 1, 1):
         drafted = TOKENS[done : done + 3]
         logits = rows.pool.verify({0: drafted})
-        for ours, theirs in zip(logits, expected[done:], strict=False):
-            assert_alike(ours[None], theirs)
+        assert_alike(logits[:, None], expected[done : done + 3])
         done += num_kept
         rows.pool.keep(0, len(prompts(1)[0]) + done)
     assert rows.step.is_replaying, rows.step.why_not
@@ -299,9 +169,7 @@ def test_prompts_between_them_and_other_sizes_use_the_same_cache(
         if slots is not None:
             executor.resize(slots)
         rows.continue_with(again)
-        found = logits_of(rows, num_rows, TOKENS)
-        for ours, theirs in zip(found, expected, strict=True):
-            assert_alike(ours, theirs)
+        assert_alike(logits_of(rows, num_rows, TOKENS), expected)
         assert rows.num_segments == 1
         check_slots(executor)
         assert slots is None or executor.cache.num_slots == slots
@@ -324,8 +192,7 @@ def test_a_lost_step_is_a_sentence_and_the_next_is_right(
         rows.decode([50])
     is_bad = False
     rows = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
-    for ours, theirs in zip(logits_of(rows, 1, TOKENS), expected, strict=True):
-        assert_alike(ours, theirs)
+    assert_alike(logits_of(rows, 1, TOKENS), expected)
     check_slots(executor)
 
 
@@ -352,8 +219,7 @@ def test_a_step_that_the_gpu_gave_up_is_never_used(
             rows.decode([50])
     steps.coordinator.set_hook(None)
     rows = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
-    for ours, theirs in zip(logits_of(rows, 1, TOKENS), expected, strict=True):
-        assert_alike(ours, theirs)
+    assert_alike(logits_of(rows, 1, TOKENS), expected)
     check_slots(executor)
 
 
@@ -375,8 +241,7 @@ def test_a_step_that_waits_too_long_for_a_disk_is_planned_instead(
         found.append(rows.decode([token]).clone())
         slots.native.fail(0, 0, 0.0)
         assert steps_of(executor)._is_entered != is_slow
-    for ours, theirs in zip(found, expected, strict=True):
-        assert_alike(ours, theirs)
+    assert_alike(found, expected)
     check_slots(executor)
 
 
@@ -393,8 +258,7 @@ def test_a_failed_read_in_a_step_is_a_sentence_and_the_next_is_right(
         [rows.decode([token]) for token in range(40, 80)]
     slots.native.fail(0, 0, 0.0)
     rows = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
-    for ours, theirs in zip(logits_of(rows, 1, TOKENS), expected, strict=True):
-        assert_alike(ours, theirs)
+    assert_alike(logits_of(rows, 1, TOKENS), expected)
 
 
 def test_what_cannot_be_captured_goes_the_way_of_segments_and_says_so(

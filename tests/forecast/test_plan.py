@@ -2,22 +2,16 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tandem
-from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape
-from tandem.bench.random_model import build_random_model
-from tandem.cli.keeping import cache_dir
+from tandem.bench.model_shapes import MODEL_SHAPES
 from tandem.cli.main import main
 from tandem.core.errors import CapacityError
 from tandem.decode.cpu_slots import CpuSlotPool
-from tandem.demo import ensure_demo_model
 from tandem.experts.cache.host_slots import share_of
 from tandem.forecast import disk_forecast
 from tandem.forecast.disk_forecast import (
@@ -29,7 +23,7 @@ from tandem.forecast.disk_forecast import (
 from tandem.forecast.gpu_forecast import geometry_of
 from tandem.forecast.model_plan import workspace_bytes
 from tandem.forecast.sizes import ModelSizes, model_sizes
-from tandem.forecast.speed_forecast import SpeedForecast, extrapolate, prefixes_to_time
+from tandem.forecast.speed_forecast import SpeedForecast
 from tandem.forecast.state_bytes import state_bytes_of
 from tandem.forecast.typical_routing import typical_routing
 from tandem.hardware.profiles import load_profile, save_profile
@@ -209,8 +203,9 @@ def test_a_packed_model_that_does_not_fit_runs_from_the_disk(
     out, before = plan(capsys, *words)
     assert before["from_disk"] is None
     assert "from the disk" not in out
-    experts = sizes_of(packed).experts_bytes
-    rest = before["host_bytes"] - before["load_host_bytes"] + sizes_of(packed).total_dense_bytes
+    sizes = sizes_of(packed, dense_dtype="auto")
+    experts = sizes.experts_bytes
+    rest = before["host_bytes"] - before["load_host_bytes"] + sizes.total_dense_bytes
     for name in ("_RESERVED_BYTES", "_RESERVED_SHARE"):
         monkeypatch.setattr(f"tandem.hf.disk_tier.{name}", 0)
     monkeypatch.setattr(
@@ -338,37 +333,6 @@ def test_speed_is_measured_once_and_kept(
     assert plan(capsys, *words)[1]["decode_tokens_per_second"] == report["decode_tokens_per_second"]
 
 
-def as_kinds(pattern: str) -> list[tuple[bool, str]]:
-    """Return a letter for each layer; capital ones hold experts."""
-    return [(letter.isupper(), letter) for letter in pattern]
-
-
-@pytest.mark.parametrize(
-    ("pattern", "prefixes"),
-    [
-        ("A" * 48, [2, 12]),
-        ("a" + "B" * 26, [2, 12]),
-        ("aaa" + "B" * 58, [4, 14]),
-        ("LLLF" * 10, [4, 12]),
-        ("mEmEm*EmEmEm*EmEmEm*EmEmEm*EmEmEm*EmEmEmEm*EmEmEmEmE", [6, 15]),
-        ("A" * 5, [2, 5]),
-        ("AB", [1, 2]),
-        ("A" * 20 + "B", [2, 12]),  # no other layer is like the last one
-    ],
-)
-def test_the_shortest_prefix_with_each_kind_is_timed(pattern: str, prefixes: list[int]) -> None:
-    assert prefixes_to_time(as_kinds(pattern), 1000) == prefixes
-
-
-@pytest.mark.parametrize("room", range(3, 30))
-@pytest.mark.parametrize("pattern", ["A" * 48, "aaa" + "B" * 40, "LLLF" * 10])
-def test_prefixes_fit_into_the_room(pattern: str, room: int) -> None:
-    kinds = as_kinds(pattern)
-    few, more = prefixes_to_time(kinds, room)
-    assert 0 < few < more <= len(kinds)
-    assert sum(has for n in (few, more) for has, _ in kinds[:n]) <= room
-
-
 @pytest.mark.seam
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "kimi_linear", "nemotron_h", "jamba", "lfm2_moe"])
 def test_states_take_what_slots_make(name: str) -> None:
@@ -390,54 +354,3 @@ def test_a_plan_counts_states_and_their_checkpoints(
     assert report["host_bytes"] == report["load_host_bytes"] + held + activations
     _, report = plan(capsys, directory, "--no-measure", "--context", "64")
     assert report["checkpoint_bytes"] == 0
-
-
-def test_layers_are_extrapolated_in_a_straight_line() -> None:
-    assert extrapolate((2, 1.0), (6, 2.0), 48) == pytest.approx(2.0 + 42 * 0.25)
-    assert extrapolate((4, 1.0), (4, 1.0), 4) == 1.0
-    assert extrapolate((2, 1.0), (6, 0.9), 48) == 0.9  # noise must not make it faster
-
-
-MEASURE = """
-import sys, tandem, json
-from tandem.generate.generator import Generator
-from tandem.hf.checkpoint import open_checkpoint
-from tandem.hf.config import OffloadConfig
-from tandem.forecast.sizes import model_sizes
-from tandem.experts.store.host_memory import process_bytes
-from pathlib import Path
-options = {"dense_dtype": "auto"}
-sizes = model_sizes(open_checkpoint(Path(sys.argv[1])), OffloadConfig(**options))
-before = process_bytes()
-model = tandem.load(sys.argv[1], **options)
-print(json.dumps([before + sizes.experts_bytes + sizes.total_dense_bytes, process_bytes()]))
-"""
-
-
-def memory_of(checkpoint: Path) -> tuple[int, int]:
-    """Return what a load in a fresh process was forecast to take, and what it took."""
-    words = [sys.executable, "-c", MEASURE, str(checkpoint)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    forecast, taken = json.loads(done.stdout.splitlines()[-1])
-    return forecast, taken
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="pages are entered ahead on Linux only")
-def test_a_packed_shape_takes_what_was_forecast(tmp_path: Path) -> None:
-    shape = MODEL_SHAPES["qwen3-30b-a3b"]
-    cut = {"num_hidden_layers": 4, "num_experts": 16, "vocab_size": 8_000}  # 390 MB of files
-    model = build_random_model(
-        ModelShape(shape.model_type, shape.values | cut),
-        OffloadConfig(expert_dtype="int4", threads=1),
-        dense_dtype="none",
-    )
-    forecast, taken = memory_of(tandem.save(model, tmp_path / "packed"))
-    assert taken == pytest.approx(forecast, rel=0.05)
-
-
-@pytest.mark.demo
-def test_the_demo_model_takes_what_was_forecast() -> None:
-    source = os.environ.get("TANDEM_DEMO_SOURCE")
-    demo = ensure_demo_model("demo", cache_dir=cache_dir(), source=Path(source) if source else None)
-    forecast, taken = memory_of(demo)
-    assert taken == pytest.approx(forecast, rel=0.05)

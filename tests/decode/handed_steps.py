@@ -1,0 +1,148 @@
+"""Captured steps whose layers are handed over, on the CPU twins of a GPU and its graphs."""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tandem.decode.padded import PaddedBatch
+from tandem.devices.cuda.device import CudaDevice
+from tandem.devices.cuda.handed_steps import HandedSteps
+from tandem.devices.cuda.kernels import TorchKernels
+from tandem.experts.cache.expert_cache import ExpertCache
+from tandem.experts.execution.batch import ExpertFunctions
+from tandem.experts.execution.hybrid_executor import HybridExecutor
+from tandem.experts.store.packed_layer import PackedLayer
+from tandem.hf.experts import expert_functions
+from tandem.hf.machine.cuda import device_parts
+from tandem.hf.machine.parts import ObservedModel
+from tandem.hf.runtime import require_runtime
+from tandem.kernels.formats.expert import ExpertLayout
+from tandem.kernels.reference import expert_ffn
+from tests.decode.whole_pool import logits_of
+from tests.experts.driver_library import DriverLibrary
+from tests.experts.lazy_streams import LazyStreams
+from tests.experts.test_handed_layers import HostSignals
+
+if TYPE_CHECKING:
+    from tandem.triton_kernels.rows import GroupedRows
+
+TOKENS = [50, 61, 72, 83, 94, 105, 116, 41]
+MOST_OFF = 0.02  # the CPU rounds what its experts read, and the reference does not
+_HANDED = list[Callable[..., Tensor]]()  # what the operation calls, by number
+
+
+@torch.library.custom_op("twin::handed", mutates_args=())
+def handed(number: int, layer: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Hand a layer over, as an operation that the twin of a graph notes."""
+    return _HANDED[number](layer, hidden, index, weights)
+
+
+class AddressedExperts:
+    """Reads experts at their addresses as the kernels do, sooner than their interpreter."""
+
+    def __init__(self, host: PackedLayer, activate: Callable[[Tensor], Tensor]) -> None:
+        self._host, self._activate = host, activate
+
+    def compute(
+        self,
+        layout: ExpertLayout,
+        activation: Any,
+        hidden: Tensor,
+        rows: "GroupedRows",
+        out: Tensor,
+    ) -> None:
+        for row, address in enumerate(rows.addresses.tolist()):
+            if address:
+                memory = (ctypes.c_uint8 * layout.num_bytes).from_address(address)
+                weights = self._host.weights_in(torch.frombuffer(memory, dtype=torch.uint8))
+                token = int(rows.row_token[row])
+                out[row] = expert_ffn(hidden[token : token + 1], weights, self._activate)[0]
+
+    def add_rows(self, *tensors: Tensor) -> None:
+        raise AssertionError("a captured step combines by itself")
+
+
+class NotedSteps(HandedSteps):
+    """Captured steps whose layers the twin of a graph notes."""
+
+    functions: ExpertFunctions
+    error: str | None = None
+
+    def layers(self, num_rows: int) -> Callable[..., Tensor | None]:
+        inner, functions = super().layers(num_rows), self.functions
+
+        def call(layer: int, *tensors: Tensor) -> Tensor:
+            if self.error is not None:
+                raise RuntimeError(self.error)
+            if not self.is_under_way:  # a capture, which does nothing on a GPU
+                return torch.zeros_like(tensors[0])
+            found = inner(layer, *tensors, functions)
+            assert found is not None
+            return found
+
+        _HANDED.append(call)
+        number = len(_HANDED) - 1
+        return lambda layer, hidden, index, weights, _: handed(
+            number, layer, hidden, index, weights
+        )
+
+
+def executor_on_twins(observed: ObservedModel, library: DriverLibrary) -> HybridExecutor:
+    streams = LazyStreams(is_eager=True)
+    parts = device_parts(observed, streams=streams, device_kernels=TorchKernels())
+    cache = ExpertCache(
+        observed.store, parts.device, parts.clock, observed.geometry, parts.machine,
+        observed.options.planner_settings(), parts.make_engine,
+    )  # fmt: skip
+    cache.resize(observed.geometry.num_layers * observed.geometry.num_experts // 2)
+    executor = HybridExecutor(cache, parts.device, parts.kernels)
+    layers = observed.native_layers(cache)
+    assert layers is not None
+    assert isinstance(parts.device, CudaDevice)
+    host, functions = observed.store[0], expert_functions(observed.bound[0][0])
+    assert isinstance(host, PackedLayer)
+    experts: Any = AddressedExperts(host, functions.unpacked_activate or functions.activate)
+    steps = NotedSteps(
+        cache, layers, observed.threads, observed.model.dtype, device=parts.device,
+        experts=experts, signals=HostSignals(), library=library.path,
+    )  # fmt: skip
+    steps.functions = functions
+    executor.captured = steps
+    return executor
+
+
+def steps_of(executor: HybridExecutor) -> NotedSteps:
+    assert isinstance(executor.captured, NotedSteps)
+    return executor.captured
+
+
+def prompts(num_rows: int) -> list[list[int]]:
+    return [[40 + row] * (3 + 2 * row) for row in range(num_rows)]
+
+
+def expected_of(model: Any, texts: list[list[int]]) -> list[Tensor]:
+    """Return the logits of prompts and `TOKENS` as the CPU computes them, padded."""
+    runtime = require_runtime(model)
+    with runtime.using(runtime.cpu_executor()):
+        return logits_of(PaddedBatch(model, texts, 0), len(texts), TOKENS)
+
+
+def assert_alike(found: Sequence[Tensor] | Tensor, expected: Sequence[Tensor]) -> None:
+    """Compare the logits of steps one by one."""
+    for ours, theirs in zip(found, expected, strict=True):
+        assert float((ours - theirs).float().norm() / theirs.float().norm()) < MOST_OFF
+
+
+def check_slots(executor: HybridExecutor) -> None:
+    """What the planner says is in a slot, is."""
+    steps_of(executor).leave()
+    cache = executor.cache
+    for key, slot in enumerate(cache.planner.residency.slot_of):
+        if slot >= 0:
+            layer, expert = divmod(key, cache.geometry.num_experts)
+            (extent,) = cache.store[layer].extents(expert)
+            memory = cache.engine.slots.memory(slot)
+            assert torch.equal(memory[: len(extent.data)], extent.data)
