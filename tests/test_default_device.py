@@ -54,7 +54,6 @@ def test_weights_are_allocated_in_memory_whatever_the_default(
 def test_a_packed_model_is_loaded_first_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 1)
     checkpoint = save_tiny_checkpoint(tmp_path / "tiny", "qwen3_moe")
     packed = tandem.load(checkpoint, expert_dtype="int8", dense_dtype="int8-g32", threads=1)
     directory = tandem.save(packed, tmp_path / "packed")

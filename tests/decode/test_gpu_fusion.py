@@ -145,11 +145,8 @@ def test_a_layer_of_qwen3_moe_is_few_launches_outside_its_experts(
     assert all(len(other) == len(layer) for other in others)
 
 
-def test_packed_projections_of_one_input_are_one_launch(
-    tmp_path: Path, find_kernels: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_projections_of_one_input_are_one_launch(tmp_path: Path, find_kernels: Any) -> None:
     """Queries, keys and values: two launches less a layer; the logits are as good as before."""
-    monkeypatch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 0)
     directory = save_tiny_checkpoint(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
     model = tandem.load(directory, dtype="float32")
     pack_for_device(model, find_format("int8"), on_device(torch.device("cpu")))

@@ -58,10 +58,7 @@ def test_nothing_else_is_different(tmp_path: Path) -> None:
     assert sizes.device_bytes == sizes.total_dense_bytes - sizes.host_bytes
 
 
-def test_tied_embeddings_stay_unless_both_have_codes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 0)
+def test_tied_embeddings_stay_unless_both_have_codes(tmp_path: Path) -> None:
     source = tiny_model("llama", {"tie_word_embeddings": True})
     write_gguf(tmp_path / "model.gguf", source, "IQ4_NL", "llama")
     for dense_dtype, is_apart in (("none", False), ("auto", True)):

@@ -242,12 +242,10 @@ def test_answers_with_it_are_those_without(
 ) -> None:
     monkeypatch.setattr("tandem.policy.speculation.paid_drafts._TRIALS", 10**6)  # each step drafts
     WithMtp(tmp_path, name, num_layers)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 1)
-        model = tandem.load(
-            tmp_path, dtype="bfloat16", expert_dtype="int8-g32", dense_dtype="int8-g32", threads=1
-        )
-        generator = Generator(model, speculate="mtp")
+    model = tandem.load(
+        tmp_path, dtype="bfloat16", expert_dtype="int8-g32", dense_dtype="int8-g32", threads=1
+    )
+    generator = Generator(model, speculate="mtp")
     model.generation_config.eos_token_id = None
     prompts = [IDS, [33] * 50, [70, 71, 72]]
     for prompt in (prompts[:1], prompts):
@@ -261,7 +259,6 @@ def test_answers_with_it_are_those_without(
 def test_right_layers_are_always_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.policy.speculation.paid_drafts._TRIALS", 10**6)
     WithMtp(tmp_path, "deepseek_v3", 2, is_right=True)
-    monkeypatch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 1)
     model = tandem.load(tmp_path, dtype="bfloat16", dense_dtype="int8-g32", threads=1)
     model.generation_config.eos_token_id = None
     generator = Generator(model, speculate="mtp")

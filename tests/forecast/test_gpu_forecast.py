@@ -102,7 +102,8 @@ def test_a_plan_for_a_gpu_that_is_elsewhere(
     assert "have not been compared with a GPU" in out.replace("\n", " ")
     report = json.loads(out.splitlines()[-1])
     assert report["expert_slots"] == report["experts"]  # tiny: all of them
-    sizes = model_sizes(open_model(checkpoint), OffloadConfig(device="cuda", expert_dtype="int4"))
+    config = OffloadConfig(device="cuda", expert_dtype="int4", dense_dtype="auto")
+    sizes = model_sizes(open_model(checkpoint), config)
     dense = sum(report["parts_bytes"].values()) - report["parts_bytes"]["experts"]
     assert report["gpu_bytes"]["dense"] == sizes.device_bytes == dense - sizes.host_bytes
     assert report["load_host_bytes"] - sizes.host_bytes - sizes.experts_bytes > 0  # the program

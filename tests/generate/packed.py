@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import tandem
 from tests.hf.tiny import save_tiny_checkpoint
 
@@ -16,10 +14,7 @@ def loaded(folder: Path, name: str, **options: Any) -> Any:
 
 def load_packed(directory: Path, **options: Any) -> Any:
     """Load a tiny model with all its linear layers packed, as far as they can be."""
-    with pytest.MonkeyPatch.context() as patch:
-        if options.get("dense_dtype") != "auto":
-            patch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 1)
-        packed = {"dtype": "bfloat16", "expert_dtype": "int8-g32", "dense_dtype": "int8-g32"}
-        model = tandem.load(directory, threads=1, **{**packed, **options})
+    packed = {"dtype": "bfloat16", "expert_dtype": "int8-g32", "dense_dtype": "int8-g32"}
+    model = tandem.load(directory, threads=1, **{**packed, **options})
     model.generation_config.eos_token_id = None
     return model

@@ -24,11 +24,6 @@ from tests.threads import two_threads
 pytestmark = pytest.mark.every_isa(first_of="name")
 
 
-@pytest.fixture(autouse=True)
-def pack_small_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 1)
-
-
 @pytest.fixture(scope="module")
 def threads(isa: str) -> CpuThreads:
     return two_threads()

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedConfig
 
 from tandem.devices.cuda.linear import DeviceLinear
 from tandem.hf.dense import on_device, pack_for_device
@@ -60,6 +61,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.config = PreTrainedConfig(hidden_size=256)
         self.proj = nn.Linear(256, 128, dtype=torch.float16)
         self.gate = nn.Linear(256, 128, dtype=torch.float16)
         self.small = nn.Linear(8, 8)

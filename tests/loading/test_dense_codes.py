@@ -30,11 +30,6 @@ KEPT = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def small_layers_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 0)
-
-
 def formats_of(model: Any) -> dict[str, str]:
     return {path: layer.packed.matrix.format.name for path, layer in packed_layers(model)}
 

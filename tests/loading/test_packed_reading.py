@@ -33,8 +33,7 @@ def logits(packed: Path) -> torch.Tensor:
 def test_answers_do_not_depend_on_free_memory(
     share: float, packed: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    expected = logits(packed)
-    monkeypatch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 0)
+    expected = logits_of(tandem.load(packed, dense_dtype="none"))
     total = sum(file.stat().st_size for file in packed.glob("*.safetensors"))
     monkeypatch.setattr(packed_reading, "available_bytes", lambda: int(share * total))
     found = logits(packed)
@@ -48,7 +47,6 @@ def test_answers_do_not_depend_on_free_memory(
 def test_the_dense_file_gives_way_only_where_memory_is_short(
     packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 0)
     dropped: list[str] = []
     monkeypatch.setattr(
         packed_reading, "let_go", lambda files: dropped.extend(file.name for file in files)

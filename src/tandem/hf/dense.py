@@ -28,8 +28,8 @@ from tandem.kernels.torch_private import tensor_without_values, tree_map
 
 _ROUTER_NAMES = ("gate", "router", "router_proj", "shared_expert_gate")
 _SCALE = "scalar_embed_scale"  # of Gemma's embeddings
-# Smaller ones save nothing.
-_LEAST_WEIGHTS = 1 << 14
+# Layers with fewer weights than so many rows of hidden states save nothing: ends of routers.
+_LEAST_ROWS = 4
 # Latent attention multiplies with them by head, as numbers: packed on a GPU they would be there
 # twice.
 _READ_BY_HEAD = ("kv_b_proj",)
@@ -344,13 +344,14 @@ LinearAt = tuple[str, nn.Module, str, nn.Linear]
 
 def packable_layers(model: nn.Module, *, on_device: bool = False) -> Iterator[LinearAt]:
     """Yield every linear layer that is worth packing, here or on a GPU."""
+    least = _LEAST_ROWS * cast("ModelPart", model).config.get_text_config().hidden_size
     kept = (*_ROUTER_NAMES, *(_READ_BY_HEAD if on_device else ()))
     for above, parent in model.named_modules():
         if is_experts_module(parent) or is_tower(above):
             continue
         for name, child in parent.named_children():
             is_plain = type(child) is nn.Linear and name not in kept
-            if is_plain and child.weight.numel() >= _LEAST_WEIGHTS:
+            if is_plain and child.weight.numel() >= least:
                 yield f"{above}.{name}".removeprefix("."), parent, name, child
 
 
