@@ -108,7 +108,8 @@ class SlotImages:
         ]
         parts = [part for part in found if part is not None]
         together = torch.cat(placed, 1)[:, None]  # (kinds, 1, n_tokens)
-        return ids, together[0] if kinds == 1 else together, _joined(parts) if parts else None
+        features = _changed(parts, torch.cat) if parts else None
+        return ids, together[0] if kinds == 1 else together, features
 
     def _shown_of(self, slot: int) -> _Shown | None:
         if slot not in self._prompts:
@@ -134,7 +135,7 @@ class SlotImages:
             return None
         if shown.features is None:
             shown.features = image_features(self._model, shown.prompt.tensors())
-        return _rows(shown.features, slice(before, before + count))
+        return _changed([shown.features], lambda wholes: wholes[0][before : before + count])
 
 
 def require_images(model: PreTrainedModel) -> None:
@@ -166,22 +167,13 @@ def why_no_slot_images(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _rows(features: ImageFeatures, part: slice) -> ImageFeatures:
-    """Return some rows of each field that a forward reads: (image tokens, hidden size) each."""
-    return _changed([features], lambda wholes: wholes[0][part])
-
-
-def _joined(parts: Sequence[ImageFeatures]) -> ImageFeatures:
-    """Put the rows of several slots one after the other."""
-    return _changed(parts, torch.cat)
-
-
 def _changed(
     features: Sequence[ImageFeatures], change: Callable[[list[Tensor]], Tensor]
 ) -> ImageFeatures:
     """Change what merging reads: the features, and those of the tower's depths if it has some.
 
-    Each of them is one tensor or one for each image, by model and version of Transformers.
+    Each of them is one tensor (image tokens, hidden size) or one for each image, by model and
+    version of Transformers.
     """
 
     def changed(parts: Sequence[Tensor | Sequence[Tensor]]) -> Tensor | tuple[Tensor]:

@@ -104,7 +104,8 @@ def ensure_built(
 def is_ready(directory: Path, *, kind: str, recipe: Recipe = RECIPE) -> bool:
     """Return whether a directory holds this build, by its manifest and file sizes alone."""
     manifest = _read_manifest(directory)
-    if manifest is None or _identity(manifest) != (recipe.version, kind, recipe.seed):
+    wanted = {"recipe_version": recipe.version, "kind": kind, "seed": recipe.seed}
+    if manifest is None or not wanted.items() <= manifest.items():
         return False
     return all(
         (path := directory / name).is_file() and path.stat().st_size == entry["bytes"]
@@ -184,10 +185,6 @@ def _read_manifest(directory: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return manifest if isinstance(manifest, dict) and "files" in manifest else None
-
-
-def _identity(manifest: dict[str, object]) -> tuple[object, ...]:
-    return manifest.get("recipe_version"), manifest.get("kind"), manifest.get("seed")
 
 
 @contextlib.contextmanager

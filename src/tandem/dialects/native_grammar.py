@@ -6,7 +6,7 @@ its own, in any order; their names and the form of their values are.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import llguidance
@@ -105,11 +105,8 @@ def native_grammar(
     else:
         body = f"(call{f' | {free}' if free else ''})* TEXT?"
     rules.append(f"start: {_thought(form, is_thinking=is_thinking, can_think=can_think)} {body}\n")
-    return checked(llguidance.LLMatcher.grammar_from_lark(_joined(rules)))
-
-
-def _joined(rules: Sequence[str]) -> str:
-    return "".join(rule if rule.endswith("\n") else f"{rule} " for rule in rules if rule)
+    lark = "".join(rule if rule.endswith("\n") else f"{rule} " for rule in rules if rule)
+    return checked(llguidance.LLMatcher.grammar_from_lark(lark))
 
 
 def _thought(form: NativeForm, *, is_thinking: bool, can_think: bool) -> str:

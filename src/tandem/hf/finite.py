@@ -43,7 +43,8 @@ def require_finite_logits(
     where = "no single layer" if place is None else place
     raise ExecutionError(
         f"the model's output is NaN or infinite, first in {where}; its weights are damaged "
-        f"(download it again) or too large for {_name(model.dtype)} (load it with another dtype)"
+        f"(download it again) or too large for {str(model.dtype).removeprefix('torch.')} (load "
+        "it with another dtype)"
     )
 
 
@@ -57,10 +58,6 @@ def _waited_for(value: Tensor) -> float:
     done.record(torch.cuda.current_stream(value.device))
     done.synchronize()
     return float(host)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @torch.inference_mode()

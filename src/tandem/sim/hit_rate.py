@@ -108,7 +108,8 @@ def belady_hit_rate(
     After each layer the set keeps, of residents and active experts, those whose next use is
     nearest; a miss whose own next use is farthest never enters.
     """
-    order = [_layer_keys(loads, geometry) for loads in steps]
+    width = geometry.num_experts
+    order = [[[load.layer * width + e for e in load.experts] for load in loads] for loads in steps]
     next_uses = _next_uses(order, geometry)
     layer_sets = len(set_sizes) > 1
     coming: list[int] = [NEVER] * (geometry.num_layers * geometry.num_experts)
@@ -135,10 +136,6 @@ def belady_hit_rate(
                     resident[key] = 0
                     held[set_id] -= 1
     return hits / demands if demands else 0.0
-
-
-def _layer_keys(loads: Sequence[LayerLoad], geometry: Geometry) -> list[list[int]]:
-    return [[load.layer * geometry.num_experts + e for e in load.experts] for load in loads]
 
 
 def _next_uses(order: Sequence[list[list[int]]], geometry: Geometry) -> list[list[list[int]]]:

@@ -27,42 +27,29 @@ def variants(
     device: torch.device,
 ) -> list[Callable[[], None]]:
     """Return launches on the current stream that together compile every kernel of a layout."""
-    compute = partial(_compute, experts, layout, activation, activate, dtype, device)
-    add_rows = partial(_add_rows, experts, layout.hidden_size, top_k, device)
+
+    def compute(num_tokens: int) -> None:
+        """Compute one expert of zeros for so many tokens."""
+        image = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
+        table = row_table(
+            [image.data_ptr()],
+            [0, num_tokens],
+            torch.zeros(num_tokens, dtype=torch.int32, device="cpu"),
+        )
+        hidden = torch.zeros(1, layout.hidden_size, dtype=dtype, device=device)
+        out = torch.empty(num_tokens, layout.hidden_size, device=device)
+        rows = table.on(table.memory.to(device))
+        experts.compute(layout, activation, hidden, rows, out, activate)
+
+    def add_rows(out_dtype: torch.dtype) -> None:
+        """Add up one token's rows, all of them padding but one."""
+        rows = torch.zeros(1, layout.hidden_size, device=device)
+        row_of = torch.zeros(1, top_k, dtype=torch.int32, device=device)
+        weights = torch.zeros(1, top_k, device=device)
+        experts.add_rows(rows, row_of, weights, torch.empty_like(rows, dtype=out_dtype))
+
     # Sums of planned layers are fp32, those of resident layers are in the model's dtype.
     return [
         *(partial(compute, num_tokens) for num_tokens in (*VECTOR_TOKENS, *TILE_ROWS)),
         *(partial(add_rows, out_dtype) for out_dtype in dict.fromkeys((torch.float32, dtype))),
     ]
-
-
-def _compute(
-    experts: TritonExperts,
-    layout: ExpertLayout,
-    activation: NativeActivation | None,
-    activate: Callable[[Tensor], Tensor],
-    dtype: torch.dtype,
-    device: torch.device,
-    num_tokens: int,
-) -> None:
-    """Compute one expert of zeros for so many tokens."""
-    image = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
-    table = row_table(
-        [image.data_ptr()],
-        [0, num_tokens],
-        torch.zeros(num_tokens, dtype=torch.int32, device="cpu"),
-    )
-    hidden = torch.zeros(1, layout.hidden_size, dtype=dtype, device=device)
-    out = torch.empty(num_tokens, layout.hidden_size, device=device)
-    rows = table.on(table.memory.to(device))
-    experts.compute(layout, activation, hidden, rows, out, activate)
-
-
-def _add_rows(
-    experts: TritonExperts, width: int, top_k: int, device: torch.device, dtype: torch.dtype
-) -> None:
-    """Add up one token's rows, all of them padding but one."""
-    rows = torch.zeros(1, width, device=device)
-    row_of = torch.zeros(1, top_k, dtype=torch.int32, device=device)
-    weights = torch.zeros(1, top_k, device=device)
-    experts.add_rows(rows, row_of, weights, torch.empty(1, width, dtype=dtype, device=device))

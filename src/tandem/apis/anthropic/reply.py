@@ -39,7 +39,8 @@ class MessageReply(Reply):
     def take(self, index: int, token_output: TokenOutput) -> list[Event]:
         """Take one token; return the events that follow from it."""
         parts = self._answer.take(token_output)
-        events = [] if self._has_begun else [self._start()]
+        start: Event = {"type": "message_start", "message": self._message()}
+        events = [] if self._has_begun else [start]
         self._has_begun = True
         for part in parts:
             events += self._part(part)
@@ -68,9 +69,6 @@ class MessageReply(Reply):
             "stop_sequence": None,
             "usage": self._usage(),
         }
-
-    def _start(self) -> Event:
-        return {"type": "message_start", "message": self._message()}
 
     def _delta(self) -> Event:
         return {"type": "message_delta", "delta": self._ending(), "usage": self._usage()}
