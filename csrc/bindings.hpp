@@ -64,6 +64,9 @@ void bind_runtime(nanobind::module_& m);
 // Captured steps. After bind_runtime, whose tables they take.
 void bind_coordinator(nanobind::module_& m);
 
+// What answers them without a GPU. Called by bind_coordinator.
+void bind_twin(nanobind::module_& m);
+
 // Experts on the disk, with slots in memory. After bind_runtime, whose tables they take.
 void bind_disk(nanobind::module_& m);
 

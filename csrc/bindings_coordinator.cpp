@@ -8,43 +8,12 @@
 #include <memory>
 #include <tuple>
 
-#include "bindings_calls.hpp"
-#include "coordinator/coordinator.hpp"
-#include "coordinator/copying.hpp"
-#include "coordinator/driver_copies.hpp"
-#include "coordinator/step_decisions.hpp"
-#include "coordinator/twin_stream.hpp"
-#include "program.hpp"
+#include "bindings_coordinator.hpp"
 
 namespace nb = nanobind;
 
 namespace tandem {
 namespace {
-
-using Layers = std::vector<RoutedLayer>;
-using CopyTuple = std::tuple<std::int32_t, std::int32_t, std::int32_t, std::int32_t>;
-
-// Of what Python prints of an error, the sentence.
-std::string last_line(std::string text) {
-  while (!text.empty() && text.back() == '\n') text.pop_back();  // Python's limited API ends so
-  if (text.empty()) return text;
-  return text.substr(text.find_last_of('\n') + 1);
-}
-
-// A call of Python from a thread of ours; what it raises becomes a C++ error.
-template <typename... Arguments>
-std::function<void(Arguments...)> calling(const nb::object& function) {
-  if (function.is_none()) return nullptr;
-  const nb::handle callee = function;  // the owner of the thread keeps it alive
-  return [callee](Arguments... arguments) {
-    const nb::gil_scoped_acquire acquire;
-    try {
-      callee(arguments...);
-    } catch (nb::python_error& error) {
-      throw std::runtime_error(last_line(error.what()));
-    }
-  };
-}
 
 Resident resident_of(const nb::bytes& state, std::vector<std::int32_t> slot_of,
                      std::vector<Ids> members, std::vector<Ids> free, Ids staging) {
@@ -75,115 +44,6 @@ std::vector<std::tuple<std::int32_t, std::int32_t, double>> as_tuples(
   for (const Arrival& a : arrivals) found.emplace_back(a.layer, a.expert, a.seconds);
   return found;
 }
-
-// Where a GPU's copies go: its driver, and its own table of addresses.
-struct DriverLink {
-  std::shared_ptr<Driver> driver;
-  std::uint64_t table;
-};
-
-// A coordinator with its slots, if it has any. Its end waits for its threads, without Python's
-// lock: they may be in a hook.
-class StepCoordinator {
- public:
-  StepCoordinator(Layers layers, int num_threads, const std::string& isa)
-      : layers_(layers), coordinator_(std::make_unique<Coordinator>(layers, num_threads, isa)) {}
-  ~StepCoordinator() { close(); }
-
-  Coordinator& get() {
-    if (!coordinator_) throw std::invalid_argument("the coordinator has been closed");
-    return *coordinator_;
-  }
-  const Layers& layers() const { return layers_; }
-
-  void close() {
-    const nb::gil_scoped_release release;
-    coordinator_.reset();  // its thread submits copies
-    copying_.reset();
-  }
-
-  void set_hook(const nb::object& hook) {
-    hook_ = hook;
-    get().set_hook(calling<std::int64_t>(hook));
-  }
-
-  // Of `slots`, which may be a GPU's memory, addresses come with the bytes of each.
-  void manage_slots(const Tensor& entries, const std::vector<std::uintptr_t>& slots,
-                    std::int64_t slot_bytes, StepPolicy* policy, double bytes_per_second,
-                    const nb::object& before_copy, const DriverLink* link) {
-    const auto num_layers = static_cast<std::int64_t>(layers_.size());
-    entries.require_dims("entries", 2);
-    auto* table = entries.dense<std::int64_t>("entries", num_layers * entries.size(1));
-    for (const RoutedLayer& layer : layers_)
-      require(layer.expert_bytes <= slot_bytes && layer.num_experts <= entries.size(1),
-              "slots and entries for all experts");
-    for (const std::uintptr_t slot : slots) require(slot != 0, "addresses of slots");
-    get().set_decisions(nullptr);
-    {
-      const nb::gil_scoped_release release;
-      copying_.reset();
-    }
-    before_copy_ = before_copy;
-    num_slots_ = static_cast<std::int32_t>(slots.size());
-    num_experts_ = entries.size(1);
-    entries_ = table;
-    std::vector<std::uint8_t*> memory;
-    for (const std::uintptr_t slot : slots) memory.push_back(reinterpret_cast<std::uint8_t*>(slot));
-    std::unique_ptr<CopyEngine> engine = std::make_unique<HostCopyEngine>(calling<>(before_copy));
-    if (link != nullptr) engine = std::make_unique<DriverCopyEngine>(link->driver, link->table);
-    copying_ = std::make_unique<CopyingThread>(std::move(engine), layers_, entries_, num_experts_,
-                                               std::move(memory), bytes_per_second);
-    auto decisions = std::make_unique<StepDecisions>(policy, *copying_);
-    decisions_ = decisions.get();
-    get().set_decisions(std::move(decisions));
-  }
-
-  CopyingThread& copying() {
-    if (!copying_) throw std::invalid_argument("the coordinator has no slots");
-    return *copying_;
-  }
-  StepDecisions& decisions() {
-    copying();
-    return *decisions_;
-  }
-
-  void clear(const std::vector<std::int64_t>& keys) {
-    for (const std::int64_t key : keys)
-      require(key >= 0 && key < num_experts_ * static_cast<std::int64_t>(layers_.size()),
-              "keys of experts");
-    copying().clear(keys);
-  }
-
-  void submit(const std::vector<CopyTuple>& copies) {
-    std::vector<SlotCopy> found;
-    for (const auto& [layer, expert, slot, victim] : copies) {
-      const auto at = static_cast<std::size_t>(layer);
-      if (layer < 0 || at >= layers_.size() || expert < 0 || expert >= layers_[at].num_experts ||
-          slot < 0 || slot >= num_slots_ || victim >= num_experts_)
-        throw std::invalid_argument("a copy of expert " + std::to_string(expert) + " of layer " +
-                                    std::to_string(layer) + " into slot " + std::to_string(slot) +
-                                    ", expected ones that exist");
-      found.push_back({layer, expert, slot, victim});
-    }
-    copying().submit(found);
-  }
-
-  // Ahead of a launch, in the host's table.
-  void clear_entries() {
-    for (const std::int64_t key : copying().take_cleared())
-      __atomic_store_n(entries_ + key, std::int64_t{0}, __ATOMIC_RELEASE);
-  }
-
- private:
-  Layers layers_;
-  nb::object hook_ = nb::none(), before_copy_ = nb::none();
-  std::unique_ptr<CopyingThread> copying_;
-  std::unique_ptr<Coordinator> coordinator_;
-  StepDecisions* decisions_ = nullptr;  // the coordinator's
-  std::int64_t* entries_ = nullptr;
-  std::int64_t num_experts_ = 0;
-  std::int32_t num_slots_ = 0;
-};
 
 void bind_mailbox(nb::module_& m) {
   nb::class_<MailboxLayout>(m, "MailboxLayout")
@@ -325,97 +185,13 @@ void bind_steps(nb::module_& m) {
       .def("copy_error", [](StepCoordinator& self) { return self.copying().error(); });
 }
 
-// layer, hidden, index, weights, out
-using TwinTuple = std::tuple<std::int64_t, Tensor, Tensor, Tensor, Tensor>;
-
-// A twin on the threads of an engine that is its own while it runs.
-class BoundTwin {
- public:
-  BoundTwin(StepCoordinator& coordinator, std::int64_t mailbox, const Tensor& addresses,
-            ExpertEngine& engine, int most_delay, unsigned seed)
-      : layers_(coordinator.layers()),
-        box_(coordinator.get().mailbox(mailbox).layout()),
-        engine_(engine),
-        stream_(layers_, coordinator.get().mailbox(mailbox), table_of(layers_, addresses), engine,
-                most_delay, seed) {}
-  ~BoundTwin() { join(); }
-
-  TwinCall call_of(const TwinTuple& call) const {
-    const auto& [layer, hidden, index, weights, out] = call;
-    const std::int64_t tokens = hidden.size(0);
-    require(layer >= 0 && layer < static_cast<std::int64_t>(layers_.size()), "a layer that exists");
-    const auto& own = layers_[static_cast<std::size_t>(layer)];
-    const RoutedCall found = routed_call(own, hidden, index, weights, out);
-    require(found.type == box_.type && found.top_k == box_.top_k && tokens <= box_.num_rows &&
-                found.num_tokens == tokens,
-            "tokens as the mailbox has them, at most its rows");
-    return {layer, tokens, found.hidden, found.index, found.weight_type, found.weights, found.out};
-  }
-
-  void run(const TwinTuple& call) {
-    const TwinCall found = call_of(call);
-    const Turn turn(engine_);
-    stream_.run(found);
-  }
-
-  // For programs on the same threads.
-  void add_to(Program& program, const TwinTuple& call) {
-    program.add([this, found = call_of(call)] { stream_.run(found); });
-  }
-
-  // A whole step on a thread beside: nothing else uses the engine until `join`.
-  void start(const std::vector<TwinTuple>& calls, std::int64_t stops_before) {
-    join();
-    std::vector<TwinCall> found;
-    for (const TwinTuple& call : calls) found.push_back(call_of(call));
-    step_ = std::make_unique<TwinStep>(stream_, std::move(found), stops_before);
-  }
-
-  void join() {
-    const nb::gil_scoped_release release;
-    step_.reset();
-  }
-
-  TwinStream& stream() { return stream_; }
-
- private:
-  static const std::int64_t* table_of(const Layers& layers, const Tensor& addresses) {
-    std::int64_t most = 0;
-    for (const RoutedLayer& layer : layers) most = std::max(most, layer.num_experts);
-    const auto count = static_cast<std::int64_t>(layers.size());
-    return addresses.dense<const std::int64_t>("addresses", count * most);
-  }
-
-  const Layers layers_;
-  const MailboxLayout box_;
-  ExpertEngine& engine_;
-  TwinStream stream_;
-  std::unique_ptr<TwinStep> step_;
-};
-
 }  // namespace
 
 void bind_coordinator(nb::module_& m) {
   bind_mailbox(m);
   bind_policy(m);
   bind_steps(m);
-  nb::class_<BoundTwin>(m, "TwinStream")
-      .def(nb::init<StepCoordinator&, std::int64_t, const Tensor&, ExpertEngine&, int, unsigned>(),
-           nb::keep_alive<1, 2>(), nb::keep_alive<1, 5>())
-      .def("run", &BoundTwin::run)
-      .def("add_to", &BoundTwin::add_to)
-      .def("start", &BoundTwin::start)
-      .def("join", &BoundTwin::join)
-      .def("set_patience",
-           [](BoundTwin& self, double seconds) { self.stream().set_patience(seconds); })
-      .def("set_dense_seconds",
-           [](BoundTwin& self, double seconds) { self.stream().set_dense_seconds(seconds); })
-      .def("times", [](BoundTwin& self) {
-        std::vector<std::tuple<double, double>> found;
-        for (const TwinStream::Times& t : self.stream().times())
-          found.emplace_back(t.rung, t.went_on);
-        return found;
-      });
+  bind_twin(m);
 }
 
 }  // namespace tandem
