@@ -19,12 +19,12 @@ from tandem.experts.store.packed_layer import PackedLayer
 from tandem.foreign_types import ModelPart, PreTrainedModel
 from tandem.hf.config import parse_dense_dtype, plain_name, stored_format
 from tandem.hf.experts import is_experts_module
-from tandem.hf.opaque_calls import DENSE, ROWS, opaque
+from tandem.hf.opaque_calls import DENSE, ROWS, mapped, opaque
 from tandem.hf.runtime import runtime_of
 from tandem.hf.stand_in import refuse_to_load
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, multiply, pack_dense
 from tandem.kernels.formats.weight_format import WeightFormat
-from tandem.kernels.torch_private import tensor_without_values, tree_map
+from tandem.kernels.torch_private import tensor_without_values
 
 _ROUTER_NAMES = ("gate", "router", "router_proj", "shared_expert_gate")
 _SCALE = "scalar_embed_scale"  # of Gemma's embeddings
@@ -75,8 +75,7 @@ class UnpackedWeight(Tensor):
 
 def with_values(arguments: T) -> T:
     """Return an operation's arguments, however deep in lists, with weights unpacked."""
-    changed: T = tree_map(lambda x: x.values() if isinstance(x, UnpackedWeight) else x, arguments)
-    return changed
+    return mapped(lambda x: x.values() if isinstance(x, UnpackedWeight) else x, arguments)
 
 
 class PackedModule(nn.Module):

@@ -7,7 +7,7 @@ function.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ ATTENTION = "attention"
 EXPERTS = "experts"
 STATES = "states"
 SELECTION = "selection"
+
+
+T = TypeVar("T")
 
 
 class Interceptor(Protocol):
@@ -78,6 +81,20 @@ class Meeting:
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[misc]
         ACTIVE.reset(self._token)
+
+
+def mapped(function: Callable[[object], object], arguments: T) -> T:
+    """Return an operation's arguments with a function applied to each, however deep in lists.
+
+    A step has thousands of operations: torch's own walk over trees of any kind takes ten times as
+    long, a quarter of the time to record a step.
+    """
+    kind: type = type(arguments)
+    if kind is tuple or kind is list:
+        return kind([mapped(function, each) for each in arguments])  # type: ignore
+    if kind is dict:
+        return {name: mapped(function, each) for name, each in arguments.items()}  # type: ignore
+    return function(arguments)  # type: ignore[return-value]
 
 
 def opaque(kind: str, function: Callable[..., Tensor], *args: object) -> Tensor:

@@ -7,10 +7,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-# What sees each operation below a model's Python code, and the walk over its arguments: public in
-# all but the names of their modules (2.11 to today), and what torch's own documentation tells of.
+# What sees each operation below a model's Python code: public in all but the name of its module
+# (2.11 to today), and what torch's own documentation tells of.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._pytree import tree_map as tree_map
 
 TensorKind = TypeVar("TensorKind", bound=Tensor)
 

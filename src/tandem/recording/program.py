@@ -11,9 +11,10 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from tandem.hf.opaque_calls import mapped
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
-from tandem.kernels.torch_private import operator_schema, tree_map
+from tandem.kernels.torch_private import operator_schema
 from tandem.recording.recorder import NotRecordableError, Operation, Ref
 
 _GRANULE_BYTES = 64  # a line of the cache
@@ -101,9 +102,7 @@ class Places:
         def place(value: object) -> object:
             return self.tensors[value.number] if isinstance(value, Ref) else value
 
-        args, kwargs = tree_map(
-            place, (operation.args, operation.kwargs), is_leaf=lambda x: isinstance(x, Ref)
-        )
+        args, kwargs = mapped(place, (operation.args, operation.kwargs))
         results = operation.function(*args, **kwargs)
         results = list(results) if operation.returns_sequence else [results]
         memory = {memory_of(self.tensors[ref.number]) for ref in operation.inputs}

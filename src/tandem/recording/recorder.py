@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tandem.hf.dense import with_values
-from tandem.hf.opaque_calls import Meeting
-from tandem.kernels.torch_private import TorchDispatchMode, operator_schema, tree_map
+from tandem.hf.opaque_calls import Meeting, mapped
+from tandem.kernels.torch_private import TorchDispatchMode, operator_schema
 
 # Operations whose result depends on the values of tensors, not only on their shapes: Python code
 # may have branched on them, or the shapes of what follows may change.
@@ -113,7 +113,7 @@ class Recorder(Meeting, TorchDispatchMode):
             inputs.append(Ref(self._number(value)))
             return inputs[-1]
 
-        noted_args, noted_kwargs = tree_map(ref, (args, kwargs))  # however deep in lists
+        noted_args, noted_kwargs = mapped(ref, (args, kwargs))
         is_argument = any(results is arg for arg in args if isinstance(arg, Tensor))
         if is_argument and (not has_effects or name == "detach_"):
             return  # `to` of a tensor that is that already; `torch.tensor` detaches what it makes

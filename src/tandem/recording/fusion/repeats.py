@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tandem.kernels.torch_private import tree_map
+from tandem.hf.opaque_calls import mapped
 from tandem.recording.program import NativeCall, memory_of
 from tandem.recording.recorder import Operation, Ref
 
@@ -45,9 +45,7 @@ def _renamed(operation: Operation, same: dict[Ref, Ref]) -> Operation:
     def ref(value: object) -> object:
         return same.get(value, value) if isinstance(value, Ref) else value
 
-    args, kwargs = tree_map(
-        ref, (operation.args, operation.kwargs), is_leaf=lambda x: isinstance(x, Ref)
-    )
+    args, kwargs = mapped(ref, (operation.args, operation.kwargs))
     inputs = [same.get(ref, ref) for ref in operation.inputs]
     return replace(operation, args=args, kwargs=kwargs, inputs=inputs)
 
