@@ -35,6 +35,13 @@ std::int64_t first_position(const AttentionCall& call, std::int64_t token) {
 
 std::int64_t heads_of(const AttentionCall& call) { return call.num_heads / call.num_kv_heads; }
 
+std::int64_t segments(std::int64_t positions) { return (positions + kSegment - 1) / kSegment; }
+
+// Of what `selected` is about: positions, or compressed keys.
+std::int64_t selectable(const AttentionCall& call, std::int64_t token) {
+  return call.compressed.cache ? call.compressed.num_seen(token) : call.positions[token] + 1;
+}
+
 std::int64_t part_values(const AttentionCall& call, std::int64_t rows) {
   return rows * (2 + call.layout.value_width());
 }
@@ -71,6 +78,24 @@ void append_heads(const AttentionCall& call, std::int64_t head, bool is_key) {
   }
 }
 
+void append_compressed(const AttentionCall& call) {
+  const CompressedKeys& compressed = call.compressed;
+  const AttentionCall& cache = *compressed.cache;
+  thread_local std::vector<float> values;
+  values.resize(call.layout.key_dim);
+  for (std::int64_t t = 0; t < call.num_tokens; ++t) {
+    if (!compressed.ends_window(t)) continue;
+    load_values(value_at(compressed.new_key.data, call.type, t * compressed.new_key.token_stride),
+                call.type, call.layout.key_dim, values.data());
+    const std::int64_t row = call.rows[t], at = compressed.positions[t] / compressed.ratio;
+    append_key(call.layout, cache.keys + head_offset(cache, row, 0, call.layout.key_block_bytes()),
+               at, values.data());
+    append_value(call.layout,
+                 cache.values + head_offset(cache, row, 0, call.layout.value_block_bytes()), at,
+                 values.data());
+  }
+}
+
 // Adds the softmax of the positions that follow to a row's.
 void merge_row(const PartialAttention& total, const PartialAttention& next, std::int64_t row,
                std::int64_t width) {
@@ -99,20 +124,36 @@ void finish_row(const AttentionCall& call, const PartialAttention& total, std::i
                         (token * call.num_heads + head) * call.layout.value_dim));
 }
 
+// What each row of a tile sees.
+struct SeenRows {
+  std::vector<std::int64_t> begin, end;
+  std::vector<const std::uint64_t*> selected;
+
+  void resize(std::int64_t rows) {
+    begin.resize(rows);
+    end.resize(rows);
+    selected.resize(rows);
+  }
+  void set(std::int64_t row, std::int64_t first, std::int64_t last, const std::uint64_t* some) {
+    begin[row] = first;
+    end[row] = last;
+    selected[row] = some;
+  }
+};
+
 // The queries of a tile as the kernels take them: row t * heads + h for token t and head h.
 struct TileRows {
   std::vector<float> query;
-  std::vector<std::int64_t> begin, end;
-  std::vector<const std::uint64_t*> selected;
+  SeenRows own, compressed;
 
   template <typename SelectedOf>
   void fill(const AttentionCall& call, std::int64_t first_token, std::int64_t num_tokens,
             std::int64_t kv_head, const SelectedOf& selected_of) {
     const std::int64_t heads = heads_of(call), width = call.layout.key_width();
+    const bool is_compressed = call.compressed.cache != nullptr;
     query.resize(num_tokens * heads * width);
-    begin.resize(num_tokens * heads);
-    end.resize(num_tokens * heads);
-    selected.resize(num_tokens * heads);
+    own.resize(num_tokens * heads);
+    compressed.resize(is_compressed ? num_tokens * heads : 0);
     for (std::int64_t t = 0; t < num_tokens; ++t)
       for (std::int64_t h = 0; h < heads; ++h) {
         const std::int64_t token = first_token + t, row = t * heads + h;
@@ -122,9 +163,10 @@ struct TileRows {
                                  (kv_head * heads + h) * call.query.head_stride),
                     call.type, call.layout.key_dim, to);
         std::fill(to + call.layout.key_dim, to + width, 0.0f);
-        begin[row] = first_position(call, token);
-        end[row] = call.positions[token] + 1;
-        selected[row] = selected_of(token);
+        const std::uint64_t* some = selected_of(token);
+        own.set(row, first_position(call, token), call.positions[token] + 1,
+                is_compressed ? nullptr : some);
+        if (is_compressed) compressed.set(row, 0, call.compressed.num_seen(token), some);
       }
   }
 };
@@ -138,6 +180,31 @@ void require_inside(const AttentionCall& call) {
                                   " of slot " + std::to_string(row) + ", expected one of the " +
                                   std::to_string(capacity) + " of a slot in the cache");
   }
+  const CompressedKeys& compressed = call.compressed;
+  if (!compressed.cache) return;
+  const std::int64_t room = compressed.cache->capacity_blocks * kKvBlock;
+  for (std::int64_t t = 0; t < call.num_tokens; ++t) {
+    if (compressed.positions[t] < 0 || compressed.num_seen(t) > room ||
+        call.rows[t] >= compressed.cache->num_rows)
+      throw std::invalid_argument("a token at position " + std::to_string(compressed.positions[t]) +
+                                  " sees more than the " + std::to_string(room) +
+                                  " compressed keys of a slot in the cache");
+  }
+}
+
+// What the kernels read of a row and head.
+struct HeadMemory {
+  const std::uint8_t *keys, *values;
+
+  HeadMemory(const AttentionCall& call, std::int64_t row, std::int64_t head)
+      : keys(call.keys + head_offset(call, row, head, call.layout.key_block_bytes())),
+        values(call.values + head_offset(call, row, head, call.layout.value_block_bytes())) {}
+};
+
+// Of the tile that a thread works on.
+TileRows& queries() {
+  thread_local TileRows rows;
+  return rows;
 }
 
 }  // namespace
@@ -153,6 +220,7 @@ void AttentionEngine::append(const AttentionCall& call) {
   } else {
     for (std::int64_t i = 0; i < tasks; ++i) append_heads(call, i / 2, i % 2 == 0);
   }
+  if (call.compressed.cache) append_compressed(call);
 }
 
 const std::uint64_t* AttentionEngine::selected_of(const AttentionCall& call,
@@ -163,8 +231,9 @@ const std::uint64_t* AttentionEngine::selected_of(const AttentionCall& call,
 
 void AttentionEngine::mark_selected(const AttentionCall& call) {
   if (!call.selected) return;
-  const std::int64_t last = *std::max_element(call.positions, call.positions + call.num_tokens);
-  selected_words_ = last / kKvChunk + 1;
+  std::int64_t last = 0;
+  for (std::int64_t t = 0; t < call.num_tokens; ++t) last = std::max(last, selectable(call, t));
+  selected_words_ = (last + kKvChunk - 1) / kKvChunk;
   if (static_cast<std::int64_t>(selected_.size()) < call.num_tokens * selected_words_)
     selected_.resize(call.num_tokens * selected_words_);
   const auto mark = [&](std::int64_t token) {
@@ -174,7 +243,7 @@ void AttentionEngine::mark_selected(const AttentionCall& call) {
     const std::int32_t* positions = call.selected + token * call.num_selected;
     for (std::int64_t i = 0; i < call.num_selected; ++i) {
       const std::int64_t position = positions[i];
-      if (position >= 0 && position <= call.positions[token])
+      if (position >= 0 && position < selectable(call, token))
         words[position / kKvChunk] |= std::uint64_t{1} << (position % kKvChunk);
     }
   };
@@ -189,35 +258,35 @@ void AttentionEngine::plan_tiles(const AttentionCall& call) {
     for (std::int64_t t = 0; t < call.num_tokens;) {
       std::int64_t n = 1;
       while (n < most && t + n < call.num_tokens && call.rows[t + n] == call.rows[t]) ++n;
-      tiles_.push_back({t, n, head, 0, 0});
+      const std::int64_t last = t + n - 1;
+      tiles_.push_back({t, n, head, first_position(call, t) / kSegment * kSegment,
+                        call.positions[last] + 1,
+                        call.compressed.cache ? call.compressed.num_seen(last) : 0, 0, 0});
       t += n;
     }
 }
 
-void AttentionEngine::plan_tasks(const AttentionCall& call) {
-  const auto first = [&](const Tile& tile) {
-    return first_position(call, tile.first_token) / kSegment * kSegment;
-  };
-  const auto last = [&](const Tile& tile) {
-    return call.positions[tile.first_token + tile.num_tokens - 1] + 1;
-  };
-  const auto segments = [](std::int64_t positions) {
-    return std::max<std::int64_t>(1, (positions + kSegment - 1) / kSegment);
-  };
+std::int64_t AttentionEngine::Tile::own_segments() const { return segments(end - begin); }
+
+std::int64_t AttentionEngine::Tile::num_segments() const {
+  return own_segments() + segments(num_compressed);
+}
+
+void AttentionEngine::plan_tasks() {
   std::int64_t positions = 0;
-  for (const Tile& tile : tiles_) positions += last(tile) - first(tile);
-  const std::int64_t share = segments(positions / (kTasksPerThread * pool_.num_threads()));
+  for (const Tile& tile : tiles_) positions += tile.end - tile.begin + tile.num_compressed;
+  const std::int64_t share =
+      std::max<std::int64_t>(1, segments(positions / (kTasksPerThread * pool_.num_threads())));
   tasks_.clear();
   num_parts_ = 0;
   for (std::size_t i = 0; i < tiles_.size(); ++i) {
     Tile& tile = tiles_[i];
-    const std::int64_t begin = first(tile), end = last(tile), all = segments(end - begin);
+    const std::int64_t all = tile.num_segments();
     tile.first_part = num_parts_;
     tile.num_parts = all <= share ? 0 : all;
     num_parts_ += tile.num_parts;
     for (std::int64_t s = 0; s < all; s += share)
-      tasks_.push_back({static_cast<std::int64_t>(i), begin + s * kSegment,
-                        std::min(begin + (s + share) * kSegment, end),
+      tasks_.push_back({static_cast<std::int64_t>(i), s, std::min(share, all - s),
                         tile.num_parts == 0 ? -1 : tile.first_part + s});
   }
 }
@@ -232,7 +301,7 @@ void AttentionEngine::run(const AttentionCall& call) {
   require_inside(call);
   mark_selected(call);
   plan_tiles(call);
-  plan_tasks(call);
+  plan_tasks();
   const std::int64_t heads = heads_of(call);
   const auto needed = num_parts_ * part_values(call, std::max(kTileRows, heads));
   if (static_cast<std::int64_t>(parts_.size()) < needed) parts_.resize(needed);
@@ -252,29 +321,36 @@ void AttentionEngine::run(const AttentionCall& call) {
 void AttentionEngine::attend(const AttentionCall& call, const Task& task) {
   const Tile& tile = tiles_[task.tile];
   const std::int64_t rows = tile.num_tokens * heads_of(call), width = call.layout.value_width();
-  thread_local TileRows queries;
-  queries.fill(call, tile.first_token, tile.num_tokens, tile.kv_head,
-               [&](std::int64_t token) { return selected_of(call, token); });
+  queries().fill(call, tile.first_token, tile.num_tokens, tile.kv_head,
+                 [&](std::int64_t token) { return selected_of(call, token); });
   thread_local std::vector<float> own;  // the tile's total, and the segment to be merged with it
   own.resize(2 * part_values(call, rows));
   const bool is_whole = task.part < 0;
-  const std::int64_t row = call.rows[tile.first_token];
-  const std::uint8_t* keys =
-      call.keys + head_offset(call, row, tile.kv_head, call.layout.key_block_bytes());
-  const std::uint8_t* values =
-      call.values + head_offset(call, row, tile.kv_head, call.layout.value_block_bytes());
-  const QueryTile query{rows, queries.query.data(), queries.begin.data(), queries.end.data(),
-                        queries.selected.data(), call.scale, call.softcap};
   const PartialAttention total = partial_at(own.data(), rows);
   const PartialAttention next = partial_at(own.data() + part_values(call, rows), rows);
-  for (std::int64_t at = task.begin, i = 0; at < task.end; at += kSegment, ++i) {
+  for (std::int64_t i = 0; i < task.num_segments; ++i) {
     const PartialAttention partial = !is_whole ? part(call, task.part + i) : i == 0 ? total : next;
     begin_partial(partial, rows, width);
-    kernel_.attend(call.layout, keys, values, query, at, std::min(at + kSegment, task.end),
-                   partial);
+    attend_segment(call, tile, task.first_segment + i, partial);
     if (is_whole && i > 0) merge(call, tile, total, next);
   }
   if (is_whole) finish(call, tile, total);
+}
+
+// Of a tile whose queries this thread has filled.
+void AttentionEngine::attend_segment(const AttentionCall& call, const Tile& tile,
+                                     std::int64_t segment, const PartialAttention& partial) {
+  const bool is_own = segment < tile.own_segments();
+  const HeadMemory memory(is_own ? call : *call.compressed.cache, call.rows[tile.first_token],
+                          is_own ? tile.kv_head : 0);
+  const TileRows& rows = queries();
+  const SeenRows& seen = is_own ? rows.own : rows.compressed;
+  const QueryTile query{tile.num_tokens * heads_of(call), rows.query.data(), seen.begin.data(),
+                        seen.end.data(), seen.selected.data(), call.scale, call.softcap};
+  const std::int64_t at =
+      is_own ? tile.begin + segment * kSegment : (segment - tile.own_segments()) * kSegment;
+  kernel_.attend(call.layout, memory.keys, memory.values, query, at,
+                 std::min(at + kSegment, is_own ? tile.end : tile.num_compressed), partial);
 }
 
 void AttentionEngine::merge(const AttentionCall& call, const Tile& tile,

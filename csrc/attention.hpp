@@ -18,6 +18,20 @@ struct TokenView {
   std::int64_t token_stride, head_stride;
 };
 
+struct AttentionCall;
+
+// Keys that stand for `ratio` tokens of a row each, beside the tokens' own; each is its value, too. The
+// token that ends such a window brings its key; a token sees the keys of all windows that have ended.
+struct CompressedKeys {
+  const AttentionCall* cache;     // where they lie, as a cache of positions; null: there are none
+  std::int64_t ratio;
+  const std::int64_t* positions;  // of each token, from its row's first one on
+  TokenView new_key;              // of each token; those that end no window bring none
+
+  std::int64_t num_seen(std::int64_t token) const { return (positions[token] + 1) / ratio; }
+  bool ends_window(std::int64_t token) const { return (positions[token] + 1) % ratio == 0; }
+};
+
 struct AttentionCall {
   KvLayout layout;
   ValueType type;  // of queries, new keys and values, and the output
@@ -34,10 +48,12 @@ struct AttentionCall {
   const float* sinks;    // one more score per head that takes its share of the softmax, or null
   // Positions that a token sees, of those it could see: (num_tokens, num_selected), in any order, with
   // -1 where there are fewer. A token whose first one is -1 sees all; so do all tokens if it is null.
+  // Where there are compressed keys, of these.
   const std::int32_t* selected;
   std::int64_t num_selected;
   void* out;             // (num_tokens, num_heads, value_dim)
   std::int64_t num_rows = INT64_MAX;  // of the cache
+  CompressedKeys compressed{};
 };
 
 // Queries that share a KV head: row r is (key_width) fp32 values and sees positions begin..end-1, or
@@ -89,18 +105,25 @@ class AttentionEngine {
   // Tokens of one row, next to each other in the call, with one KV head.
   struct Tile {
     std::int64_t first_token, num_tokens, kv_head;
+    std::int64_t begin, end;             // of positions
+    std::int64_t num_compressed;         // keys that are read after them
     std::int64_t first_part, num_parts;  // one a segment, to be merged; none: one task does it all
+
+    std::int64_t own_segments() const;
+    std::int64_t num_segments() const;
   };
   struct Task {
-    std::int64_t tile, begin, end;
+    std::int64_t tile, first_segment, num_segments;
     std::int64_t part;  // where its first segment's result is kept; -1: it is the tile's only task
   };
 
   void mark_selected(const AttentionCall& call);
   const std::uint64_t* selected_of(const AttentionCall& call, std::int64_t token) const;
   void plan_tiles(const AttentionCall& call);
-  void plan_tasks(const AttentionCall& call);
+  void plan_tasks();
   void attend(const AttentionCall& call, const Task& task);
+  void attend_segment(const AttentionCall& call, const Tile& tile, std::int64_t segment,
+                      const PartialAttention& partial);
   PartialAttention part(const AttentionCall& call, std::int64_t number);
   static void merge(const AttentionCall& call, const Tile& tile, const PartialAttention& total,
                     const PartialAttention& next);

@@ -23,7 +23,13 @@ TokenView token_view(const Tensor& x, const char* name, ValueType type, std::int
 }
 
 void take_tokens(AttentionCall& call, std::int64_t count, const Tensor& slots,
-                 const Tensor& positions) {
+                 const Tensor& positions, const MaybeTensor& whole_positions) {
+  const bool is_compressed = call.compressed.cache != nullptr;
+  require(is_compressed == whole_positions.has_value(),
+          "positions from the first token on where there are compressed keys");
+  if (is_compressed)
+    call.compressed.positions =
+        whole_positions->dense<const std::int64_t>("whole_positions", count);
   call.num_tokens = count;
   call.rows = slots.dense<const std::int64_t>("slots", count);
   call.positions = positions.dense<const std::int64_t>("positions", count);
@@ -71,19 +77,25 @@ RowsCall rows_call(const DenseMatrix& matrix, const Tensor& numbers, const Tenso
 }
 
 void take_new(AttentionCall& call, const Tensor& slots, const Tensor& positions, const Tensor& key,
-              const Tensor& value) {
-  take_tokens(call, key.size(1), slots, positions);
+              const Tensor& value, const MaybeTensor& whole_positions,
+              const MaybeTensor& compressed) {
+  take_tokens(call, key.size(1), slots, positions, whole_positions);
+  require(compressed.has_value() == whole_positions.has_value(), "compressed keys where there are some");
   call.type = key.value_type("key");
   call.new_key = token_view(key, "key", call.type, call.num_kv_heads, call.num_tokens,
                             call.layout.key_dim);
   call.new_value = token_view(value, "value", call.type, call.num_kv_heads, call.num_tokens,
                               call.layout.value_dim);
+  if (compressed)
+    call.compressed.new_key =
+        token_view(*compressed, "compressed", call.type, 1, call.num_tokens, call.layout.key_dim);
 }
 
 void take_query(AttentionCall& call, const Tensor& slots, const Tensor& positions,
-                const Tensor& query, const MaybeTensor& selected, const Tensor& out) {
+                const Tensor& query, const MaybeTensor& selected,
+                const MaybeTensor& whole_positions, const Tensor& out) {
   const ValueType type = query.value_type("query");
-  take_tokens(call, query.size(1), slots, positions);
+  take_tokens(call, query.size(1), slots, positions, whole_positions);
   call.type = type;
   call.query = token_view(query, "query", type, call.num_heads, call.num_tokens,
                           call.layout.key_dim);

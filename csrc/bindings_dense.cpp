@@ -232,6 +232,15 @@ void set_cache(AttentionCall& call, const Tensor& keys, const Tensor& values) {
   call.num_rows = slots;
 }
 
+// `cache` holds a key for every `ratio` tokens, which is its value too.
+void set_compressed(AttentionCall& call, const AttentionCall& cache, std::int64_t ratio) {
+  require(ratio >= 1 && call.num_kv_heads == 1 && cache.num_kv_heads == 1 &&
+              call.layout == cache.layout && call.layout.key_dim == call.layout.value_dim,
+          "compressed keys like the layer's own, of one head");
+  call.compressed.cache = &cache;
+  call.compressed.ratio = ratio;
+}
+
 void bind_attention(nb::module_& m) {
   // What stays the same from step to step, by layer.
   nb::class_<AttentionCall>(m, "AttentionLayer")
@@ -240,7 +249,8 @@ void bind_attention(nb::module_& m) {
                    [](const AttentionCall& call) { return call.layout.key_block_bytes(); })
       .def_prop_ro("value_block_bytes",
                    [](const AttentionCall& call) { return call.layout.value_block_bytes(); })
-      .def("set_cache", &set_cache);
+      .def("set_cache", &set_cache)
+      .def("set_compressed", &set_compressed, nb::keep_alive<1, 2>());
   nb::class_<AttentionEngine>(m, "AttentionEngine")
       .def("__init__",
            [](AttentionEngine* self, ExpertEngine& engine, bool may_use_tiles) {
@@ -249,19 +259,23 @@ void bind_attention(nb::module_& m) {
            nb::arg(), nb::arg("may_use_tiles") = true, nb::keep_alive<1, 2>())
       .def("append",
            [](AttentionEngine& engine, const AttentionCall& layer, const Tensor& slots,
-              const Tensor& positions, const Tensor& key, const Tensor& value) {
+              const Tensor& positions, const Tensor& key, const Tensor& value,
+              const MaybeTensor& whole_positions, const MaybeTensor& compressed) {
              AttentionCall call = layer;
-             take_new(call, slots, positions, key, value);
+             take_new(call, slots, positions, key, value, whole_positions, compressed);
              engine.append(call);
-           })
+           },
+           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none() = nb::none(),
+           nb::arg().none() = nb::none())
       .def("attend", [](AttentionEngine& engine, const AttentionCall& layer, const Tensor& slots,
                         const Tensor& positions, const Tensor& query, const MaybeTensor& selected,
-                        const Tensor& out) {
+                        const Tensor& out, const MaybeTensor& whole_positions) {
         AttentionCall call = layer;
-        take_query(call, slots, positions, query, selected, out);
+        take_query(call, slots, positions, query, selected, whole_positions, out);
         const Turn turn(engine);
         engine.run(call);
-      });
+      }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
+         nb::arg().none() = nb::none());
 }
 
 // `experts` is (experts, bytes of one), with or without gaps between the experts. With `slots` they

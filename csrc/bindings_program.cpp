@@ -131,10 +131,11 @@ void add_rows(Program& program, const DenseMatrix& matrix, const Tensor& numbers
 
 void add_attention(Program& program, const AttentionCall& layer, const Tensor& slots,
                    const Tensor& positions, const Tensor& query, const Tensor& key,
-                   const Tensor& value, const MaybeTensor& selected, const Tensor& out) {
+                   const Tensor& value, const MaybeTensor& selected, const Tensor& out,
+                   const MaybeTensor& whole_positions, const MaybeTensor& compressed) {
   AttentionCall step = layer;
-  take_new(step, slots, positions, key, value);
-  take_query(step, slots, positions, query, selected, out);
+  take_new(step, slots, positions, key, value, whole_positions, compressed);
+  take_query(step, slots, positions, query, selected, whole_positions, out);
   program.add(Program::Attention{&layer, step});
 }
 
@@ -188,6 +189,29 @@ void add_recurrence(Program& program, const Recurrence& layer, const Tensor& slo
   program.add(call);
 }
 
+// What a token's values and gates are: (tokens, width), those of a token side by side.
+const void* rows_of(const Tensor& x, const char* name, ValueType type, std::int64_t tokens,
+                    std::int64_t width) {
+  const void* rows = x.strided(name, type, {tokens, width});
+  if (x.size(1) > 1 && x.stride(1) != 1) x.refuse(name, "the values of a token side by side");
+  return rows;
+}
+
+void add_compression(Program& program, const WindowCompression& layer, const Tensor& slots,
+                     const Tensor& positions, const Tensor& values, const Tensor& gates,
+                     const Tensor& out) {
+  WindowCompression call = layer;
+  const std::int64_t tokens = slots.count();
+  call.tokens = state_tokens(tokens, slots, positions, false);
+  call.type = values.value_type("values");
+  call.values = rows_of(values, "values", call.type, tokens, layer.width());
+  call.gates = rows_of(gates, "gates", call.type, tokens, layer.width());
+  call.value_stride = values.stride(0);
+  call.gate_stride = gates.stride(0);
+  call.out = out.values("out", call.type, tokens * layer.dim, true);
+  program.add(call);
+}
+
 // (slots, tokens that may be drafted, values of a token), as many slots as there are states.
 DraftLog draft_log(const Tensor& kept, const Tensor& log, std::int64_t slots, std::int64_t values) {
   return {kept.dense<std::int64_t>("kept", slots),
@@ -208,6 +232,26 @@ void init_convolution(ShortConvolution* self, const Tensor& weight, const MaybeT
   layer.states = states.dense<float>("states", slots * (width - 1) * channels);
   layer.log.num_slots = slots;
   new (self) ShortConvolution(layer);
+}
+
+// `bias` is (ratio, series * dim), `states` (slots, kept tokens, 2, series * dim).
+void init_compression(WindowCompression* self, std::int64_t num_series, const Tensor& bias,
+                      const Tensor& states) {
+  bias.require_dims("bias", 2);
+  states.require_dims("states", 4);
+  const std::int64_t ratio = bias.size(0), width = bias.size(1);
+  require((num_series == 1 || num_series == 2) && width % num_series == 0 && ratio >= 1 && width >= 1,
+          "one series of values or two of the same size");
+  WindowCompression layer{};
+  layer.ratio = ratio;
+  layer.dim = width / num_series;
+  layer.num_series = num_series;
+  layer.bias = bias.dense<const float>("bias", ratio * width);
+  layer.num_slots = states.size(0);
+  layer.num_kept = states.size(1);
+  require(layer.num_kept >= layer.span(), "room for the tokens that a key is made of");
+  layer.states = states.dense<float>("states", layer.num_slots * layer.num_kept * 2 * width);
+  new (self) WindowCompression(layer);
 }
 
 void init_recurrence(Recurrence* self, std::int64_t num_heads, std::int64_t num_key_heads,
@@ -251,6 +295,7 @@ void bind_recurrent(nb::module_& m) {
       .def("keep_drafts", [](Recurrence& self, const Tensor& kept, const Tensor& log) {
         self.log = draft_log(kept, log, self.log.num_slots, LoggedToken(self).size);
       });
+  nb::class_<WindowCompression>(m, "WindowCompression").def("__init__", &init_compression);
   nb::class_<RecurrentEngine>(m, "RecurrentEngine")
       .def("__init__",
            [](RecurrentEngine* self, ExpertEngine& engine) {
@@ -282,7 +327,10 @@ void bind_program(nb::module_& m) {
       .def("add_rows", &add_rows, nb::keep_alive<1, 2>())
       .def("add_convolution", &add_convolution)
       .def("add_recurrence", &add_recurrence)
-      .def("add_attention", &add_attention, nb::keep_alive<1, 2>())
+      .def("add_compression", &add_compression, nb::keep_alive<1, 2>())
+      .def("add_attention", &add_attention, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg(), nb::arg().none(), nb::arg(), nb::arg().none() = nb::none(),
+           nb::arg().none() = nb::none(), nb::keep_alive<1, 2>())
       .def("add_experts", &add_experts)
       .def("num_active", &Program::num_active)
       .def("run", [](Program& program) {

@@ -134,6 +134,8 @@ void add_lookup(Program& program, const Tensor& x, int dim, const Tensor& index,
   const auto [where, strides] = places(x, "x", dim, index);
   const Four sizes = sizes_of(index, "index");
   Operand read = operand(x, "x", sizes, 4);
+  const bool is_whole = out.element() == Element::kInt64;
+  if (is_whole != (x.element() == Element::kInt64)) x.refuse("x", "whole numbers where out has some");
   read.strides = strides;
   program.add(Lookup{sizes, read, where, out.element_type("out"), written(out, product(sizes))});
 }
@@ -181,10 +183,12 @@ void add_selection(Program& program, const IndexLayer& layer, const Tensor& slot
 void bind_index_keys(nb::module_& m) {
   nb::class_<IndexLayer>(m, "IndexLayer")
       .def("__init__", [](IndexLayer* layer) { new (layer) IndexLayer{}; })
-      .def("set_keys", [](IndexLayer& layer, const Tensor& keys) {
+      .def("set_keys", [](IndexLayer& layer, const Tensor& keys, std::int64_t ratio) {
         keys.require_dims("keys", 3);
-        layer = {keys.dense<float>("keys", keys.count()), keys.size(1), keys.size(2), keys.size(0)};
-      });
+        require(ratio >= 1, "a key for one token or more");
+        layer = {keys.dense<float>("keys", keys.count()), keys.size(1), keys.size(2), keys.size(0),
+                 ratio};
+      }, nb::arg(), nb::arg() = 1);
 }
 
 void bind_tensor_ops(nb::class_<Program>& program) {

@@ -27,9 +27,10 @@ void IndexEngine::load_queries(const IndexSelection& call, std::int64_t token, f
                       {ElementType::kFp32, to, strides}});
   };
   const std::int64_t slot = call.tokens.slots[token], position = call.tokens.positions[token];
-  float* key = call.layer->keys + (slot * call.layer->capacity + position) * dim;
-  to_fp32(call.key, {0, 0, token, 0}, {1, 1, 1, dim}, {0, 0, 0, 1}, key);
-  if (position < call.most) return;
+  const std::int64_t ratio = call.layer->ratio;
+  float* key = call.layer->keys + (slot * call.layer->capacity + position / ratio) * dim;
+  if ((position + 1) % ratio == 0) to_fp32(call.key, {0, 0, token, 0}, {1, 1, 1, dim}, {0, 0, 0, 1}, key);
+  if (call.num_keys(token) <= call.most) return;
   std::fill_n(queries, dim * padded, 0.0f);
   to_fp32(call.query, {0, token, 0, 0}, {1, 1, heads, dim}, {0, 0, 1, padded}, queries);
   for (std::int64_t i = 0; i < dim * padded; ++i) queries[i] *= call.scale;
@@ -47,13 +48,13 @@ void IndexEngine::run(const IndexSelection& call) {
   std::int64_t longest = 0;
   for (std::int64_t t = 0; t < num_tokens; ++t) {
     const std::int64_t slot = call.tokens.slots[t], at = call.tokens.positions[t];
-    if (slot < 0 || slot >= call.layer->num_slots || at < 0 || at >= call.layer->capacity)
+    if (slot < 0 || slot >= call.layer->num_slots || at < 0 ||
+        call.num_keys(t) > call.layer->capacity)
       throw std::invalid_argument("an index key is at position " + std::to_string(at) +
                                   " of slot " + std::to_string(slot) +
                                   ", expected one that the layer has");
     load_queries(call, t, queries_.data() + t * dim * padded, weights_.data() + t * padded);
-    const std::int64_t position = call.tokens.positions[t];
-    const std::int64_t count = position < call.most ? 0 : position + 1;
+    const std::int64_t keys = call.num_keys(t), count = keys <= call.most ? 0 : keys;
     begin_.push_back(begin_.back() + count);
     longest = std::max(longest, count);
   }

@@ -15,11 +15,12 @@ struct IndexLayer {
   float* keys;
   std::int64_t capacity, dim;
   std::int64_t num_slots = INT64_MAX;
+  std::int64_t ratio = 1;  // tokens that a key stands for; the last of them brings it
 };
 
-// Keeps each token's key, then selects the `most` positions with the greatest sum over heads of
-// weight * relu(scale * query . key). Of equal scores the first wins; what is no number counts as the
-// greatest. A token that has no more positions than that sees all, which -1 says.
+// Keeps each token's key, then selects the `most` keys with the greatest sum over heads of
+// weight * relu(scale * query . key), of those that have come. Of equal scores the first wins; what is no
+// number counts as the greatest. A token that has no more keys than that sees all, which -1 says.
 struct IndexSelection {
   const IndexLayer* layer;
   StateTokens tokens;  // one of each slot
@@ -29,6 +30,11 @@ struct IndexSelection {
   Operand query;       // (tokens, heads, dim), strides of the last three
   Operand weights;     // (tokens, heads), strides of the last two; without data 1
   std::int32_t* out;   // (tokens, most)
+
+  // The keys of a token's slot, its own among them.
+  std::int64_t num_keys(std::int64_t token) const {
+    return (tokens.positions[token] + 1) / layer->ratio;
+  }
 };
 
 // Works with a pool that must outlive it and be idle.

@@ -36,6 +36,7 @@ struct KvLayout {
   constexpr std::int64_t value_bytes() const { return value_width() * kKvBlock * 4 / pack(); }
   constexpr std::int64_t key_block_bytes() const { return key_bytes() + scale_bytes(); }
   constexpr std::int64_t value_block_bytes() const { return value_bytes() + scale_bytes(); }
+  bool operator==(const KvLayout&) const = default;
 };
 
 // Writes one position's key (or value), `dim` values, into a head's blocks. The first position of a

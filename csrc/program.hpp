@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention.hpp"
+#include "compression.hpp"
 #include "dense.hpp"
 #include "index_keys.hpp"
 #include "recurrent.hpp"
@@ -25,7 +26,7 @@ class Program {
   Program(ExpertEngine& experts, DenseEngine& dense, AttentionEngine& attention,
           RoutedExperts& routed, RecurrentEngine& recurrent)
       : rows_(row_kernels(experts.isa())), tensors_(tensor_kernels(experts.isa())), pool_(experts.pool()), dense_(dense),
-        attention_(attention), routed_(routed), recurrent_(recurrent), index_(pool_, tensors_) {}
+        attention_(attention), routed_(routed), recurrent_(recurrent), index_(pool_, tensors_), compression_(pool_) {}
 
   void add(const RmsNorm& call) { steps_.emplace_back(call); }
   void add(const Rotary& call) { steps_.emplace_back(call); }
@@ -43,6 +44,7 @@ class Program {
   void add(const IndexSelection& call) { steps_.emplace_back(call); }
   void add(const ShortConvolution& call) { steps_.emplace_back(call); }
   void add(const Recurrence& call) { steps_.emplace_back(call); }
+  void add(const WindowCompression& call) { steps_.emplace_back(call); }
 
   // As of DenseCall; output m is at outputs[m].
   struct Dense {
@@ -83,7 +85,7 @@ class Program {
   using Step = std::variant<RmsNorm, Rotary, RotaryPairs, Choice, RankedChoice, Elementwise,
                             Reduction, Softmax, LayerNorm, Greatest, Lookup, Scatter, Product,
                             IndexSelection, RowsCall,
-                            ShortConvolution, Recurrence, Dense, Attention, Experts,
+                            ShortConvolution, Recurrence, WindowCompression, Dense, Attention, Experts,
                             std::function<void()>>;
 
   void operator()(const RmsNorm& call);
@@ -102,6 +104,7 @@ class Program {
   void operator()(const IndexSelection& call) { index_.run(call); }
   void operator()(const ShortConvolution& call) { recurrent_.run(call); }
   void operator()(const Recurrence& call) { recurrent_.run(call); }
+  void operator()(const WindowCompression& call) { compression_.run(call); }
   void operator()(const RowsCall& call) { dense_.read(call); }
   void operator()(const Dense& call);
   void operator()(const Attention& call);
@@ -120,6 +123,7 @@ class Program {
   RoutedExperts& routed_;
   RecurrentEngine& recurrent_;
   IndexEngine index_;
+  CompressionEngine compression_;
   std::vector<Step> steps_;
   std::vector<std::int64_t> num_active_;
 };

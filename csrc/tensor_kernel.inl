@@ -150,10 +150,16 @@ inline void look_up(const Lookup& call) {
     for (std::int64_t end = at[3] + count; at[3] < end; at[3] += kPart) {
       const std::int64_t some = std::min(kPart, end - at[3]);
       void* out = element_at(call.out, call.type, row * call.sizes[3] + at[3]);
+      const void* from =
+          element_at(call.x.data, call.x.type, offset_of(call.x.strides, at) + jump);
+      if (call.type == ElementType::kInt64) {  // fp32 would round it
+        for (std::int64_t i = 0; i < some; ++i)
+          static_cast<std::int64_t*>(out)[i] =
+              is_inside ? static_cast<const std::int64_t*>(from)[i * call.x.strides[3]] : -1;
+        continue;
+      }
       if (is_inside)
-        load_row(call.x.type,
-                 element_at(call.x.data, call.x.type, offset_of(call.x.strides, at) + jump),
-                 call.x.strides[3], some, values.values);
+        load_row(call.x.type, from, call.x.strides[3], some, values.values);
       else
         std::fill_n(values.values, some, NAN);
       store_row(call.type, out, 1, some, values.values);

@@ -23,6 +23,12 @@ struct Shape {
   std::int64_t heads, kv_heads, rows, capacity_blocks, window;
   float scale, softcap;
   std::vector<float> sinks;  // per head, or empty
+  std::int64_t ratio;        // of compressed keys beside the others; 0: there are none
+
+  std::int64_t compressed_blocks() const {
+    constexpr std::int64_t kBlocks = tandem::kKvChunk / tandem::kKvBlock;
+    return (capacity_blocks / ratio + kBlocks) / kBlocks * kBlocks;
+  }
 };
 
 Shape make_shape(Random& random, KvType type) {
@@ -36,18 +42,26 @@ Shape make_shape(Random& random, KvType type) {
   s.scale = 1.0f / std::sqrt(static_cast<float>(s.layout.key_dim));
   s.softcap = random.between(0, 3) ? 0.0f : 20.0f;
   if (random.between(0, 2) == 0) s.sinks = random.normals(s.heads);
+  if (random.between(0, 2) == 0) {
+    s.ratio = random.between(1, 5);
+    s.heads /= s.kv_heads;
+    s.kv_heads = 1;
+    s.layout.value_dim = s.layout.key_dim;
+  }
   return s;
 }
 
 // What the rows hold: keys and values by row, position and KV head.
 struct History {
-  std::vector<std::vector<float>> keys, values;
+  std::vector<std::vector<float>> keys, values, compressed;
+
+  explicit History(std::int64_t rows) : keys(rows), values(rows), compressed(rows) {}
 };
 
 // Tokens that are appended and attended together.
 struct Step {
   std::vector<std::int64_t> rows, positions;
-  std::vector<float> query, key, value;
+  std::vector<float> query, key, value, compressed;
   std::int64_t num_selected = 0;
   std::vector<std::int32_t> selected;  // (tokens, num_selected), or empty
 };
@@ -87,7 +101,8 @@ Step make_step(Random& random, const Shape& s, const History& history, std::int6
   step.query = random.normals(tokens * s.heads * s.layout.key_dim);
   step.key = random.normals(tokens * s.kv_heads * s.layout.key_dim);
   step.value = random.normals(tokens * s.kv_heads * s.layout.value_dim);
-  if (s.window == 0 && random.between(0, 1)) select(random, step);
+  if (s.ratio > 0) step.compressed = random.normals(tokens * s.layout.key_dim);
+  if ((s.window == 0 || s.ratio > 0) && random.between(0, 1)) select(random, step);
   return step;
 }
 
@@ -99,6 +114,10 @@ void remember(const Shape& s, const Step& step, History& history) {
     keys.insert(keys.end(), step.key.begin() + t * key, step.key.begin() + (t + 1) * key);
     values.insert(values.end(), step.value.begin() + t * value,
                   step.value.begin() + (t + 1) * value);
+    if (s.ratio == 0) continue;
+    auto& compressed = history.compressed[step.rows[t]];
+    compressed.insert(compressed.end(), step.compressed.begin() + t * key,
+                      step.compressed.begin() + (t + 1) * key);
   }
 }
 
@@ -117,14 +136,22 @@ void attend(const Shape& s, const History& history, const Step& step, std::size_
   std::vector<double> sums(s.layout.value_dim, 0.0);
   double total = s.sinks.empty() ? 0 : std::exp(double{s.sinks[head]});
   const std::int64_t first = s.window > 0 ? std::max<std::int64_t>(0, position + 1 - s.window) : 0;
-  for (std::int64_t p = first; p <= position; ++p) {
-    if (!is_seen(step, token, p)) continue;
-    const std::int64_t at = p * s.kv_heads + kv_head;
-    const double weight =
-        std::exp(score(s, query, history.keys[row].data() + at * s.layout.key_dim));
-    const float* value = history.values[row].data() + at * s.layout.value_dim;
+  const auto see = [&](const float* key, const float* value) {
+    const double weight = std::exp(score(s, query, key));
     for (std::int64_t d = 0; d < s.layout.value_dim; ++d) sums[d] += weight * value[d];
     total += weight;
+  };
+  for (std::int64_t p = first; p <= position; ++p) {
+    if (s.ratio == 0 && !is_seen(step, token, p)) continue;
+    const std::int64_t at = p * s.kv_heads + kv_head;
+    see(history.keys[row].data() + at * s.layout.key_dim,
+        history.values[row].data() + at * s.layout.value_dim);
+  }
+  for (std::int64_t n = 0; s.ratio > 0 && n < (position + 1) / s.ratio; ++n) {
+    if (!is_seen(step, token, n)) continue;
+    const float* key =
+        history.compressed[row].data() + ((n + 1) * s.ratio - 1) * s.layout.key_dim;
+    see(key, key);
   }
   for (std::int64_t d = 0; d < s.layout.value_dim; ++d)
     out[d] = static_cast<float>(sums[d] / total);
@@ -145,22 +172,29 @@ std::vector<float> expected(const Shape& s, const History& history, const Step& 
 struct Cache {
   std::vector<std::uint8_t> keys, values;
 
-  explicit Cache(const Shape& s)
-      : keys(s.rows * s.kv_heads * s.capacity_blocks * s.layout.key_block_bytes(), 0xFF),
-        values(s.rows * s.kv_heads * s.capacity_blocks * s.layout.value_block_bytes(), 0xFF) {}
+  Cache(const Shape& s, std::int64_t blocks)
+      : keys(s.rows * s.kv_heads * blocks * s.layout.key_block_bytes(), 0xFF),
+        values(s.rows * s.kv_heads * blocks * s.layout.value_block_bytes(), 0xFF) {}
 };
 
 std::vector<float> run(tandem::AttentionEngine& engine, const Shape& s, Cache& cache,
-                       const Step& step) {
+                       Cache& compressed, const Step& step) {
   std::vector<float> out(step.rows.size() * s.heads * s.layout.value_dim);
   const std::int64_t key = s.layout.key_dim, value = s.layout.value_dim;
-  const tandem::AttentionCall call{
+  tandem::AttentionCall call{
       s.layout, ValueType::kFp32, static_cast<std::int64_t>(step.rows.size()), s.heads, s.kv_heads,
       cache.keys.data(), cache.values.data(), s.capacity_blocks, step.rows.data(),
       step.positions.data(), {step.query.data(), s.heads * key, key},
       {step.key.data(), s.kv_heads * key, key}, {step.value.data(), s.kv_heads * value, value},
       s.scale, s.softcap, s.window, s.sinks.empty() ? nullptr : s.sinks.data(),
       step.selected.empty() ? nullptr : step.selected.data(), step.num_selected, out.data()};
+  tandem::AttentionCall beside = call;
+  if (s.ratio > 0) {
+    beside.keys = compressed.keys.data();
+    beside.values = compressed.values.data();
+    beside.capacity_blocks = s.compressed_blocks();
+    call.compressed = {&beside, s.ratio, step.positions.data(), {step.compressed.data(), key, key}};
+  }
   engine.append(call);
   engine.run(call);
   return out;
@@ -181,15 +215,15 @@ bool is_near(const std::vector<float>& actual, const std::vector<float>& wanted,
 bool agrees(Random& random, const Shape& s, const std::string& isa) {
   tandem::ExpertEngine threads(static_cast<int>(random.between(1, 3)), isa);
   tandem::AttentionEngine engine(threads.pool(), isa);
-  Cache cache(s);
-  History history{std::vector<std::vector<float>>(s.rows), std::vector<std::vector<float>>(s.rows)};
+  Cache cache(s, s.capacity_blocks), compressed(s, s.ratio > 0 ? s.compressed_blocks() : 0);
+  History history(s.rows);
   for (int n = 0; n < 4; ++n) {
     const Step step = n == 0 ? make_step(random, s, history, random.between(0, s.rows - 1),
                                          random.between(1, 150))
                              : make_step(random, s, history, -1, random.between(1, 3));
     if (step.rows.empty()) continue;
     remember(s, step, history);
-    if (!is_near(run(engine, s, cache, step), expected(s, history, step), s.layout.type))
+    if (!is_near(run(engine, s, cache, compressed, step), expected(s, history, step), s.layout.type))
       return false;
   }
   return true;

@@ -1,4 +1,4 @@
-// Convolutions and recurrences of random shapes on every instruction set against their definitions
+// Convolutions, recurrences and compressed windows of random shapes on every instruction set against their definitions
 // in double precision, in fp32: slots go on in turns, by prompts and by steps. Buffers are exactly as
 // large as the calls say, so that a read or write outside is found. Built with sanitizers.
 #include <algorithm>
@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "compression.hpp"
 #include "experts.hpp"
 #include "random.hpp"
 #include "recurrent.hpp"
@@ -101,6 +102,60 @@ bool convolutions_agree(Random& random, tandem::RecurrentEngine& engine) {
           sum += double{weight[(width - 1 - j) * channels + c]} *
                  past[(tokens.positions[t] - j) * channels + c];
         expected[t * channels + c] = has_silu ? sum / (1 + std::exp(-sum)) : sum;
+      }
+    }
+    if (!is_near(out, expected)) return false;
+    log.take_back(random, tokens, lengths);
+  }
+  return true;
+}
+
+// Of one number: values and gates of a window's tokens, the oldest first.
+double compressed(const std::vector<double>& values, const std::vector<double>& gates) {
+  double sum = 0, weighted = 0;
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    sum += std::exp(gates[i]);
+    weighted += std::exp(gates[i]) * values[i];
+  }
+  return weighted / sum;
+}
+
+bool compressions_agree(Random& random, tandem::ThreadPool& pool) {
+  const Index ratio = random.between(1, 9), series = random.between(1, 2);
+  const Index dim = random.between(1, 150), width = series * dim;
+  const auto bias = random.normals(ratio * width);
+  const Index kept = series * ratio + tandem::kMostDrafted;
+  std::vector<float> states(kSlots * kept * 2 * width, NAN);
+  std::vector<std::vector<float>> values(kSlots), gates(kSlots);
+  std::vector<Index> lengths(kSlots);
+  Log log(0);
+  tandem::CompressionEngine engine(pool);
+  for (int call = 0; call < 6; ++call) {
+    const Tokens tokens = some_tokens(random, lengths);
+    const Index count = tokens.view().count;
+    const Index value_stride = width + random.between(0, 3), gate_stride = width + random.between(0, 3);
+    const auto x = random.normals(std::max<Index>(1, count) * value_stride);
+    const auto z = random.normals(std::max<Index>(1, count) * gate_stride);
+    std::vector<float> out(count * dim);
+    engine.run({ratio, dim, series, bias.data(), states.data(), kept, kSlots, tokens.view(),
+                ValueType::kFp32, x.data(), z.data(), value_stride, gate_stride, out.data()});
+    std::vector<double> expected(out.size());
+    for (Index t = 0; t < count; ++t) {
+      const Index slot = tokens.slots[t], end = tokens.positions[t] + 1;
+      values[slot].resize((end - 1) * width);
+      gates[slot].resize((end - 1) * width);
+      for (Index c = 0; c < width; ++c) {
+        values[slot].push_back(x[t * value_stride + c]);
+        gates[slot].push_back(z[t * gate_stride + c] + bias[(end - 1) % ratio * width + c]);
+      }
+      for (Index c = 0; end % ratio == 0 && c < dim; ++c) {
+        std::vector<double> own_values, own_gates;
+        for (Index p = std::max<Index>(0, end - series * ratio); p < end; ++p) {
+          const Index at = p * width + (p < end - ratio ? 0 : series - 1) * dim + c;
+          own_values.push_back(values[slot][at]);
+          own_gates.push_back(gates[slot][at]);
+        }
+        expected[t * dim + c] = compressed(own_values, own_gates);
       }
     }
     if (!is_near(out, expected)) return false;
@@ -221,12 +276,13 @@ int main() {
       tandem::ThreadPool pool(static_cast<int>(random.between(1, 3)));
       tandem::RecurrentEngine engine(pool, isa);
       const auto kind = static_cast<DecayKind>(round % 3);
-      if (!convolutions_agree(random, engine) || !recurrences_agree(random, engine, kind)) {
+      if (!convolutions_agree(random, engine) || !recurrences_agree(random, engine, kind) ||
+          !compressions_agree(random, pool)) {
         std::printf("round %d: %s differs, decays of kind %d\n", round, isa.c_str(),
                     static_cast<int>(kind));
         return 1;
       }
     }
-  std::printf("convolutions and recurrences of %d random shapes equal their definitions\n", kRounds);
+  std::printf("convolutions, recurrences and windows of %d random shapes equal their definitions\n", kRounds);
   return 0;
 }

@@ -76,6 +76,14 @@ def _weight() -> DenseWeight:
     return pack_dense(_floats(16, HIDDEN), None, _FORMAT)
 
 
+def _compressed_attention() -> _native.AttentionLayer:
+    """Attention that reads compressed keys beside its own; everything takes those of one more."""
+    layer, beside = _attention(), _attention()
+    layer.set_compressed(beside, 2)
+    _KEPT.append(beside)
+    return layer
+
+
 def _attention() -> _native.AttentionLayer:
     layer = _native.AttentionLayer(0, HEADS, 1, DIM, DIM, 0.25, 0.0, 0, None)
     blocks = [_bytes(1, 1, 4, n) for n in (layer.key_block_bytes, layer.value_block_bytes)]
@@ -125,7 +133,7 @@ def engine_cases() -> dict[str, Case]:
     grouped = [weight.native] * 2, _floats(TOKENS, 2, HIDDEN), _floats(TOKENS, 2, 16)
     one = [weight.native], _floats(TOKENS, HIDDEN), [_floats(TOKENS, 16)]
     read = weight.native, _ints(TOKENS), _floats(TOKENS, HIDDEN)
-    layer, head = _attention(), _floats(1, TOKENS, DIM)
+    layer, head = _compressed_attention(), _floats(1, TOKENS, DIM)
     where = _ints(TOKENS), torch.arange(TOKENS)
     queries = _floats(HEADS, TOKENS, DIM), _int32(TOKENS, 2), _floats(TOKENS, HEADS, DIM)
     sampler = _native.TokenSampler("", SamplingRule(temperature=1.0, repetition_penalty=2.0))
@@ -145,8 +153,12 @@ def engine_cases() -> dict[str, Case]:
         "DenseEngine.run_groups": Case(dense.run_groups, grouped),
         "DenseEngine.read": Case(dense.read, read),
         "RoutedExperts.run": Case(threads.experts.run, (_routed(), *_routing())),
-        "AttentionEngine.append": Case(attention.append, (layer, *where, head, head)),
-        "AttentionEngine.attend": Case(attention.attend, (layer, *where, *queries)),
+        "AttentionEngine.append": Case(
+            attention.append, (layer, *where, head, head, where[1].clone(), head.clone())
+        ),
+        "AttentionEngine.attend": Case(
+            attention.attend, (layer, *where, *queries, where[1].clone())
+        ),
         "TokenSampler.choose": Case(
             sampler.choose, (_floats(8), torch.tensor([1, 2]), 0.5), any_size=[0, 1]
         ),
@@ -172,6 +184,7 @@ def making_cases() -> dict[str, Case]:
     log = _floats(2, 7, recurrence.logged_values)
     taps = _floats(4, 8), _floats(8), True, _floats(2, 3, 8)
     convolution = _native.ShortConvolution(*taps)
+    windows = 2, _floats(4, 2 * DIM), _floats(2, 9, 2, 2 * DIM)
     _KEPT.extend(taps)
     return {
         "make_dense_matrix": Case(
@@ -186,6 +199,7 @@ def making_cases() -> dict[str, Case]:
         "IndexLayer.set_keys": Case(index.set_keys, (_floats(2, 8, DIM),), any_size=[0]),
         "Recurrence": Case(_native.Recurrence, (*form, *of_pairs), any_size=[2]),
         "Recurrence.keep_drafts": Case(recurrence.keep_drafts, (_ints(2), log)),
+        "WindowCompression": Case(_native.WindowCompression, windows, any_size=[0, 1]),
         "ShortConvolution": Case(_native.ShortConvolution, taps, any_size=[2]),
         "ShortConvolution.keep_drafts": Case(convolution.keep_drafts, (_ints(2), _floats(2, 7, 8))),
     }
@@ -241,16 +255,21 @@ def coordinator_cases() -> dict[str, Case]:
 def program_cases() -> dict[str, Case]:
     """Return the operations of programs, each in one of its own."""
     x, heads, out = _floats(TOKENS, DIM), _floats(TOKENS, HEADS, DIM), _floats(TOKENS, DIM)
-    where, weight, attention = (_ints(TOKENS), torch.arange(TOKENS)), _weight(), _attention()
+    where, weight = (_ints(TOKENS), torch.arange(TOKENS)), _weight()
+    attention, head = _compressed_attention(), _floats(1, TOKENS, DIM)
+    compression = _native.WindowCompression(
+        2, *_kept(_floats(4, 2 * DIM), _floats(1, 9, 2, 2 * DIM))
+    )
     taps, before = _kept(_floats(4, DIM), _floats(1, 3, DIM))
     convolution = _native.ShortConvolution(taps, None, True, before)
     convolution.keep_drafts(*_kept(_ints(1), _floats(1, 7, DIM)))
     (states,) = _kept(_floats(1, HEADS, 1, DIM, 16))
     recurrence = _native.Recurrence(HEADS, 1, DIM, DIM, 0, True, False, 1.0, None, None, states)
     recurrence.keep_drafts(*_kept(_ints(1), _floats(1, 7, recurrence.logged_values)))
-    _KEPT.extend((weight, convolution, recurrence))
+    _KEPT.extend((weight, convolution, recurrence, compression))
     index = _native.IndexLayer()
-    index.set_keys(*_kept(_floats(1, 8, DIM)))
+    (keys,) = _kept(_floats(1, 8, DIM))
+    index.set_keys(keys)
     logits, chosen = _floats(TOKENS, EXPERTS), (_floats(TOKENS, TOP_K), _ints(TOKENS, TOP_K))
     one_head, rate = _floats(TOKENS, 1, DIM), _floats(TOKENS, HEADS)
     operations: dict[str, tuple[Any, ...]] = {
@@ -274,8 +293,10 @@ def program_cases() -> dict[str, Case]:
         "convolution": (convolution, *where, False, x, out),
         "recurrence": (recurrence, *where, False, one_head, one_head, heads, rate, rate,
                        _floats(TOKENS, HEADS, DIM)),
-        "attention": (attention, *where, _floats(HEADS, TOKENS, DIM), _floats(1, TOKENS, DIM),
-                      _floats(1, TOKENS, DIM), _int32(TOKENS, 2), _floats(TOKENS, HEADS, DIM)),
+        "attention": (attention, *where, _floats(HEADS, TOKENS, DIM), head, head.clone(),
+                      _int32(TOKENS, 2), _floats(TOKENS, HEADS, DIM), where[1].clone(),
+                      head.clone()),
+        "compression": (compression, *where, *(_floats(TOKENS, 2 * DIM) for _ in range(2)), out),
         "experts": (_routed(), *_routing()),
     }  # fmt: skip
     strides = {

@@ -2,7 +2,8 @@
 
 # What takes no memory: numbers, or objects that were checked when they were made.
 WITHOUT_MEMORY = {
-    "AttentionEngine", "CpuFeatures", "DenseEngine", "DenseMatrix", "DriverLink", "ExpertEngine",
+    "AttentionEngine", "AttentionLayer.set_compressed",
+    "CpuFeatures", "DenseEngine", "DenseMatrix", "DriverLink", "ExpertEngine",
     "ExpertEngine.bind_workers", "ExpertEngine.multiply", "ExpertEngine.wake", "ExpertLayout",
     "ForesightTables", "ForesightTables.begin_step", "ForesightTables.scores",
     "ForesightTables.teach", "HeldExpert", "HeldExpert.address", "HeldExpert.has_come",

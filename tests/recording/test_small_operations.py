@@ -120,6 +120,8 @@ def test_by_number(dtype: torch.dtype) -> None:
     check(lambda x: F.embedding(numbers, table) * x[0, 0], x)
     check(lambda x: table[:, 0][numbers] + x[:, 0][numbers], x)
     check(lambda x: x.gather(0, numbers), x)
+    experts = torch.randint(1 << 40, (50, 6))  # whole numbers, which fp32 would round
+    check(lambda x: torch.where(experts[numbers[0]] == experts[[3, 49]], 1.0, x[:2, :6]), x)
     few = numbers % 9
     check(lambda x: (x + 0).scatter_(1, few, x[:2, :2] * 2), x)
 

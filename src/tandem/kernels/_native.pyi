@@ -164,6 +164,7 @@ class AttentionLayer:
     @property
     def value_block_bytes(self) -> int: ...
     def set_cache(self, keys: Tensor, values: Tensor, /) -> None: ...
+    def set_compressed(self, cache: AttentionLayer, ratio: int, /) -> None: ...
 
 class AttentionEngine:
     def __init__(self, engine: ExpertEngine, /, may_use_tiles: bool = True) -> None: ...
@@ -174,6 +175,8 @@ class AttentionEngine:
         positions: Tensor,
         key: Tensor,
         value: Tensor,
+        whole_positions: Tensor | None = None,
+        compressed: Tensor | None = None,
         /,
     ) -> None: ...
     def attend(
@@ -184,6 +187,7 @@ class AttentionEngine:
         query: Tensor,
         selected: Tensor | None,
         out: Tensor,
+        whole_positions: Tensor | None = None,
         /,
     ) -> None: ...
 
@@ -228,6 +232,9 @@ class Recurrence:
     def logged_values(self) -> int: ...
     def keep_drafts(self, kept: Tensor, log: Tensor, /) -> None: ...
 
+class WindowCompression:
+    def __init__(self, num_series: int, bias: Tensor, states: Tensor, /) -> None: ...
+
 class RecurrentEngine:
     def __init__(self, engine: ExpertEngine, /) -> None: ...
 
@@ -235,7 +242,7 @@ class IndexLayer:
     """The index keys of a layer, wherever they lie now."""
 
     def __init__(self) -> None: ...
-    def set_keys(self, keys: Tensor, /) -> None: ...
+    def set_keys(self, keys: Tensor, ratio: int = 1, /) -> None: ...
 
 class Program:
     """The caller of `add_*` keeps the tensors, matrices and layers alive."""
@@ -355,6 +362,18 @@ class Program:
         key: Tensor,
         value: Tensor,
         selected: Tensor | None,
+        out: Tensor,
+        whole_positions: Tensor | None = None,
+        compressed: Tensor | None = None,
+        /,
+    ) -> None: ...
+    def add_compression(
+        self,
+        layer: WindowCompression,
+        slots: Tensor,
+        positions: Tensor,
+        values: Tensor,
+        gates: Tensor,
         out: Tensor,
         /,
     ) -> None: ...

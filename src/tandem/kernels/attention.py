@@ -4,7 +4,7 @@ A layer's keys and values lie as (slots, KV heads, blocks of 16 positions), each
 read it (`csrc/kv_layout.hpp`); each slot has a length of its own. Checks what C++ takes on trust.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -83,6 +83,15 @@ class CachedAttention:
             torch.empty((0, 0, 0, 0), dtype=torch.uint8, device="cpu") for _ in range(2)
         )
         """(slots, KV heads, blocks, bytes of a block)"""
+        self.compressed: CachedAttention | None = None
+        """Keys that stand for several tokens each, which tokens see beside the layer's own."""
+
+    def compress(self, ratio: int) -> "CachedAttention":
+        """See, beside own positions, a key for every `ratio` tokens; return what holds these."""
+        form = replace(self.form, window=0)
+        self.compressed = CachedAttention(form, self.kv_dtype)
+        self.native.set_compressed(self.compressed.native, ratio)
+        return self.compressed
 
     @property
     def num_bytes(self) -> int:
@@ -125,15 +134,25 @@ class CachedAttention:
             tensor[target, :, :blocks] = tensor[source, :, :blocks]
 
     def append(
-        self, threads: CpuThreads, slots: Tensor, positions: Tensor, key: Tensor, value: Tensor
+        self,
+        threads: CpuThreads,
+        slots: Tensor,
+        positions: Tensor,
+        key: Tensor,
+        value: Tensor,
+        compressed: Tensor | None = None,
+        whole_positions: Tensor | None = None,
     ) -> None:
         """Write (kv heads, n_tokens, dim) of tokens whose slot and position are (n_tokens,) int64.
 
         They lie inside the cache, for which the caller makes room; `ValueError` else. A slot's
-        positions are filled in their order, without a gap.
+        positions are filled in their order, without a gap. Of `compressed` (1, n_tokens, dim) those
+        of tokens that end a window are kept, as counted by the positions in their slot.
         """
         key, value = _dense_last(key), _dense_last(value)
-        threads.attention.append(self.native, slots, positions, key, value)
+        compressed = None if compressed is None else _dense_last(compressed)
+        where = slots, positions
+        threads.attention.append(self.native, *where, key, value, whole_positions, compressed)
 
     def attend(
         self,
@@ -142,17 +161,20 @@ class CachedAttention:
         positions: Tensor,
         query: Tensor,
         selected: Tensor | None = None,
+        whole_positions: Tensor | None = None,
     ) -> Tensor:
         """Attend: query (heads, n_tokens, key dim) -> (n_tokens, heads, value dim).
 
         Tokens of one slot that follow each other read what they see together. With `selected`
-        (n_tokens, most) int32 a token sees those positions alone, in any order; -1 stands where
-        there are fewer. A token whose first one is -1 sees all.
+        (n_tokens, most) int32 a token sees those positions alone, in any order, or of the
+        compressed keys, if there are some, those alone; -1 stands where there are fewer. A token
+        whose first one is -1 sees all.
         """
         query = _dense_last(query)
         shape = (query.shape[1], self.form.num_heads, self.form.value_dim)
         out = torch.empty(shape, dtype=query.dtype, device="cpu")
-        threads.attention.attend(self.native, slots, positions, query, selected, out)
+        where = slots, positions
+        threads.attention.attend(self.native, *where, query, selected, out, whole_positions)
         return out
 
 

@@ -1,7 +1,7 @@
-"""Layers that carry a state from token to token, on the CPU: short convolutions and recurrences.
+"""Layers that carry a state from token to token, on the CPU: convolutions, recurrences, windows.
 
 The tokens of several sequences stand one after the other; each sequence has its state in a slot, in
-fp32 (`csrc/recurrent.hpp` has the equations).
+fp32 (`csrc/recurrent.hpp` and `csrc/compression.hpp` have the equations).
 """
 
 from abc import ABC, abstractmethod
@@ -59,7 +59,25 @@ class Recurrence(NamedTuple):
     """(heads, value_dim)"""
 
 
-StateOperation = Convolution | Recurrence
+class Compression(NamedTuple):
+    """Of every window of tokens one key; values and gates (n_tokens, series * dim) -> (.., dim).
+
+    The token that ends a window has its key: values by their gates' softmax over the window. With
+    two series the first one is of the window before, the second of this one. Others have zeros.
+    """
+
+    bias: Tensor
+    """(tokens of a window, series * dim), added to gates"""
+    num_series: int
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """What is kept of a slot: tokens, values and gates, their width."""
+        ratio, width = self.bias.shape
+        return self.num_series * ratio + MOST_DRAFTED, 2, width
+
+
+StateOperation = Convolution | Recurrence | Compression
 
 
 class StateTokens(NamedTuple):
@@ -207,8 +225,43 @@ class RecurrenceState(LayerState):
         return padded.view(self._blocks, _BLOCK, -1).transpose(1, 2).contiguous()
 
 
+class CompressionState(LayerState):
+    """A compression with the tokens of each slot that later keys are made of.
+
+    They lie by their positions, and drafted ones beside them: taking these back changes nothing.
+    """
+
+    def __init__(self, num_slots: int, operation: Compression) -> None:
+        """Begin with zeros in all slots."""
+        bias, num_series = operation
+        self._dim = bias.shape[1] // num_series
+        self._bias = bias.detach().float().contiguous()
+        self.states = torch.zeros(num_slots, *operation.state_shape, device="cpu")
+        self.kept = torch.zeros(num_slots, dtype=torch.int64, device="cpu")
+        self.log = torch.zeros(num_slots, 0, device="cpu")
+        self._native = _native.WindowCompression(num_series, self._bias, self.states)
+
+    def output_shape(self, num_tokens: int) -> tuple[int, ...]:
+        """Return the shape of what so many tokens give."""
+        return num_tokens, self._dim
+
+    def add(
+        self,
+        program: _native.Program,
+        tokens: StateTokens,
+        inputs: Sequence[Tensor],
+        output: Tensor,
+    ) -> None:
+        """Add a call to a program: `inputs` are values and gates, fp32 or bf16."""
+        values, gates = inputs
+        slots, positions, _ = tokens
+        program.add_compression(self._native, slots, positions, values, gates, output)
+
+
 def new_layer_state(num_slots: int, operation: StateOperation) -> LayerState:
     """Return an operation with states of zeros for so many slots."""
     if isinstance(operation, Convolution):
         return ConvolutionState(num_slots, operation)
+    if isinstance(operation, Compression):
+        return CompressionState(num_slots, operation)
     return RecurrenceState(num_slots, operation)

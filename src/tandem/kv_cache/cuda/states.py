@@ -17,7 +17,14 @@ from tandem.kernels.device_states import (
     StateMemory,
     logged_values,
 )
-from tandem.kernels.recurrent import MOST_DRAFTED, Convolution, Recurrence, StateOperation
+from tandem.kernels.recurrent import (
+    MOST_DRAFTED,
+    Compression,
+    Convolution,
+    Recurrence,
+    StateOperation,
+)
+from tandem.kv_cache.base import NotInSlotsError
 from tandem.kv_cache.cuda.layers import on_its_way
 from tandem.kv_cache.index_keys import Zeros
 from tandem.kv_cache.states import KeptStates, StateKey
@@ -27,7 +34,7 @@ from tandem.kv_cache.states import KeptStates, StateKey
 class DeviceLayer:
     """An operation whose numbers lie as `StateKernels` reads them, with its states."""
 
-    operation: StateOperation
+    operation: Convolution | Recurrence
     memory: StateMemory
 
     @property
@@ -142,8 +149,14 @@ class DeviceStates(KeptStates[DeviceLayer]):
         if isinstance(operation, Convolution):
             weight, bias, has_silu = operation
             channels, width = weight.shape
-            ready: StateOperation = Convolution(_transposed(weight), _fp32(bias), has_silu)
+            ready: Convolution | Recurrence = Convolution(
+                _transposed(weight), _fp32(bias), has_silu
+            )
             shape: tuple[int, ...] = (width - 1, channels)
+        elif isinstance(operation, Compression):
+            raise NotInSlotsError(
+                "windows of tokens are compressed, which slots on a GPU do not do"
+            )
         else:
             form, factor, skip = operation
             turned = None if factor is None else _transposed(factor)

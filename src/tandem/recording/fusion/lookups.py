@@ -14,10 +14,12 @@ from tandem.recording.recorder import Operation, Ref
 def match_lookup(graph: Graph, operation: Operation) -> Small | None:
     """Match an operation that takes int64 numbers of places along one dimension."""
     result = operation.outputs[0]
-    if result is None or operation.kwargs or not are_floats(graph.tensor(result)):
+    if result is None or operation.kwargs:
         return None
     if operation.name in ("embedding", "index"):
         return _match_rows(graph, operation)
+    if not are_floats(graph.tensor(result)):
+        return None
     if operation.name == "gather":
         return _match_gather(graph, operation)
     if operation.name in ("scatter", "scatter_"):
@@ -25,12 +27,12 @@ def match_lookup(graph: Graph, operation: Operation) -> Small | None:
     return None
 
 
-def _are_known(graph: Graph, values: object, index: object) -> bool:
+def _are_known(graph: Graph, values: object, index: object, *, are_whole: bool = False) -> bool:
     if not (isinstance(values, Ref) and isinstance(index, Ref)):
         return False
-    number = graph.tensor(index)
+    number, table = graph.tensor(index), graph.tensor(values)
     is_index = number.dtype == torch.int64 and 1 <= number.dim() <= MAX_DIMENSIONS
-    return is_index and are_floats(graph.tensor(values))
+    return is_index and (are_floats(table) or (are_whole and table.dtype == torch.int64))
 
 
 def _match_rows(graph: Graph, operation: Operation) -> Small | None:
@@ -39,7 +41,7 @@ def _match_rows(graph: Graph, operation: Operation) -> Small | None:
         if len(index) != 1:
             return None
         index = index[0]
-    if not _are_known(graph, table, index) or graph.tensor(table).dim() > 2:
+    if not _are_known(graph, table, index, are_whole=True) or graph.tensor(table).dim() > 2:
         return None
     if not graph.tensor(index).is_contiguous():
         return None
