@@ -72,7 +72,7 @@ def test_without_an_expert_cache_the_decode_step_is_explained(
     [
         ("mixtral", ["--max-new-tokens", "1"], "no decode step was replayed"),
         ("mixtral", ["--no-compile"], "no decode step was replayed"),
-        ("deepseek_v4", [], "steps run padded, on Transformers' own caches"),
+        ("inkling", [], "steps run padded, on Transformers' own caches"),
     ],
 )
 def test_steps_that_are_not_replayed_are_not_counted(

@@ -47,7 +47,7 @@ def test_a_start_does_not_look_for_garbage(model: str) -> None:
 
 
 def test_a_model_that_keeps_states_says_why_it_is_slower(tmp_path: Path) -> None:
-    padded = str(save_tiny_checkpoint(tmp_path / "padded", "deepseek_v4"))
+    padded = str(save_tiny_checkpoint(tmp_path / "padded", "inkling"))
     done = tandem("run", padded, "-p", "hello", "--max-new-tokens", "8", "--temperature", "0")
     assert "[slower than it could be: steps run padded" in done.stderr
 

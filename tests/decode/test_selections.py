@@ -14,12 +14,17 @@ SLOTS, HEADS, DIM, MOST, CAPACITY = 3, 5, 24, 6, 700
 
 
 def natively(
-    store: IndexStore, positions: Tensor, key: Tensor, query: Tensor, weights: Tensor | None
+    store: IndexStore,
+    positions: Tensor,
+    key: Tensor,
+    query: Tensor,
+    weights: Tensor | None,
+    block: int = 1,
 ) -> Tensor:
     slots = torch.arange(SLOTS)
     out = torch.empty(SLOTS, MOST, dtype=torch.int32)
     program = two_threads().program()
-    program.add_selection(store.native(0), slots, positions, 0.25, key, query, weights, out)
+    program.add_selection(store.native(0, block), slots, positions, 0.25, key, query, weights, out)
     program.run()
     return out
 
@@ -48,6 +53,34 @@ def test_native_selections(dtype: torch.dtype, has_weights: bool, lengths: list[
     assert torch.equal(actual, expected)
     store.reserve(2 * CAPACITY, max(lengths) + 1)  # to other memory
     assert torch.equal(natively(store, positions, key, query, weights), expected)
+
+
+@pytest.mark.parametrize("lengths", [[0, 26, 27], [3, 28, 699], [99, 30, 31]])
+def test_keys_of_blocks_are_selected_by_their_numbers(lengths: list[int]) -> None:
+    """A key comes with the last token of each block; with others come keys that are nothing."""
+    block, positions = 4, torch.tensor(lengths)
+    store = IndexStore(SLOTS)
+    new = NewIndexKeys(0, Selection.of_keys(0.25, MOST, block))
+    store.reserve(CAPACITY, 0)
+    kept: dict[int, Tensor] = {}
+    for slot, length in enumerate(lengths):
+        at, keys = torch.arange(length), torch.randn(length, DIM)
+        segments = [Segment(slot, 0, length)]
+        store.append(new, torch.full_like(at, slot), at, segments, keys)
+        kept[slot] = keys[block - 1 :: block]
+    key, query = torch.randn(SLOTS, DIM), torch.randn(SLOTS, HEADS, DIM)
+    weights = torch.randn(SLOTS, HEADS)
+    actual = natively(store, positions, key, query, weights, block)
+    segments = [Segment(slot, length, 1) for slot, length in enumerate(lengths)]
+    scored = store.append(new, torch.arange(SLOTS), positions, segments, key)
+    assert torch.equal(actual, store.select(scored, segments, new.selection, query, weights))
+    for slot, length in enumerate(lengths):
+        own = kept[slot] if (length + 1) % block else torch.cat([kept[slot], key[slot : slot + 1]])
+        if len(own) <= MOST:
+            assert (actual[slot] == -1).all()
+            continue
+        scores = weights[slot] @ torch.relu(query[slot] @ own.T * 0.25)
+        assert actual[slot].tolist() == scores.topk(MOST).indices.sort().values.tolist()
 
 
 def test_what_is_not_a_number_is_selected() -> None:

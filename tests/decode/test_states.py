@@ -37,7 +37,7 @@ def test_ngrams_begin_after_an_end_of_text(threads: CpuThreads) -> None:
     require_alike(CpuSlotPool(model, threads, 3), model, prompts)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "deepseek_v4"])
 def test_a_prompt_in_parts_is_the_same_prompt(name: str, threads: CpuThreads) -> None:
     model: Any = build_tiny_model(name)
     whole, parts = (CpuSlotPool(model, threads, 2) for _ in range(2))
@@ -80,7 +80,7 @@ def continued(pool: CpuSlotPool, slot: int, length: int, tokens: list[int]) -> t
     return pool.prefill({slot: tokens})
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "deepseek_v4"])
 def test_a_slot_goes_back_to_a_checkpoint(name: str, threads: CpuThreads) -> None:
     model: Any = build_tiny_model(name)
     pool, fresh = (CpuSlotPool(model, threads, 2) for _ in range(2))
@@ -179,7 +179,7 @@ def test_memory_counts_states_and_checkpoints_stay_within_their_budget(
     assert pool.usable(0, 299) == 292  # the newest is kept
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "deepseek_v4"])
 def test_checkpoints_inside_a_prompt_do_not_change_its_bits(
     name: str, threads: CpuThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -223,7 +223,7 @@ def test_a_new_call_interrupts_one_that_was_left(generator: tandem.Generator) ->
     assert early.token_ids == answer.token_ids[:1]
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v4"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "inkling"])
 def test_each_prompt_of_a_call_has_the_room_that_its_own_length_leaves(name: str) -> None:
     """The second architecture runs padded, where a row that has ended is stepped on."""
     model: Any = build_tiny_model(name)

@@ -140,7 +140,7 @@ def test_other_weights_find_nothing(model: Any, written: Path) -> None:
     assert ask(scheduler_of(other, written), PROMPT)[-1].reused_tokens == 0
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_moe", "lfm2_moe", "nemotron_h"])
+@pytest.fixture(scope="module", params=["qwen3_5_moe", "lfm2_moe", "nemotron_h", "deepseek_v4"])
 def model_with_states(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Any:

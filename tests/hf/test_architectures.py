@@ -25,7 +25,7 @@ from tests.architectures import (
     tiny_inputs,
 )
 from tests.decode.test_indexed import has_indexer
-from tests.generate.test_architectures import NOT_TOKEN_BY_TOKEN, WHY_PADDED
+from tests.generate.test_architectures import NOT_TOKEN_BY_TOKEN, PADDED_ON_A_GPU, WHY_PADDED
 from tests.hf import models_document
 from tests.hf.models_document import ModelsDocument
 from tests.inside import runtime_in
@@ -108,7 +108,7 @@ def steps_on_gpu(name: str, model: Any) -> str:
     """Say how its decode steps run on a GPU; `tests/generate` asks which have slots there."""
     if name in NOT_TOKEN_BY_TOKEN:
         return "none"
-    if name in WHY_PADDED:
+    if name in PADDED_ON_A_GPU:
         return "padded"
     return "captured, in slots" + (", torch attends" if has_indexer(model) else "")
 

@@ -26,18 +26,20 @@ from tests.generate.test_architectures import (
 
 TABLE = Path(__file__).with_name("native_operations.json")
 COMMAND = "pytest tests/recording/test_native_operations.py --write-docs"
-ARCHITECTURES = sorted(
-    set(architectures()) - NOT_TOKEN_BY_TOKEN - NOT_GENERATING_UPSTREAM - ON_THEIR_OWN_CACHES
-)
 MOST_CALLS = 30  # of a step
 NEWEST = (5, 23)  # the Transformers that the table was written on
 IS_OLDER = tuple(map(int, transformers.__version__.split(".")[:2])) < NEWEST
 PADDED_ON_THE_OLDEST = {"ernie4_5_moe"}
-FAILING_ON_THE_OLDEST = {"deepseek_v4"}  # in Transformers' own code, in bf16
-# Nothing of them is replayed.
-PADDED = sorted(
-    ON_THEIR_OWN_CACHES & set(architectures()) - (FAILING_ON_THE_OLDEST if IS_OLDER else set())
+FAILING = {"deepseek_v4"} if IS_OLDER else set()  # in Transformers' own code, in bf16
+ARCHITECTURES = sorted(
+    set(architectures())
+    - NOT_TOKEN_BY_TOKEN
+    - NOT_GENERATING_UPSTREAM
+    - ON_THEIR_OWN_CACHES
+    - FAILING
 )
+# Nothing of them is replayed.
+PADDED = sorted(ON_THEIR_OWN_CACHES & set(architectures()))
 TOKENS = 6  # of an answer: some steps are recorded and compared
 
 Step = dict[str, Any]

@@ -47,6 +47,7 @@ class MovingSlots:
         """
         first, count = self._cache.lengths[slot], len(tokens)
         self._cache.begin([Segment(slot, first, count)])  # makes room, and windows slide
+        self._cache.compressed.begin_blocks(slot, first)
         parts = list(self._memory(slot, first, count))
         pieces = pieces_of(data, [part.numel() for part in parts])
         for part, piece in zip(parts, pieces, strict=True):
@@ -63,3 +64,4 @@ class MovingSlots:
             for tensor in (layer.keys, layer.values):
                 yield tensor[slot, :, begin : begin + num_blocks]
         yield from self._cache.index_keys.memory(slot, first, num_tokens)
+        yield from self._cache.compressed.memory(slot, first, num_tokens)

@@ -1,11 +1,13 @@
 """What a sequence's states take beside keys and values: from a model without memory, run once."""
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from tandem.decode.substitutions.compressors import compresses, compression_of
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import cache_argument, own_cache_class, reference_warnings_held
 from tandem.hf.experts import is_experts_module
@@ -21,6 +23,9 @@ def state_bytes_of(model: PreTrainedModel) -> int:
 
     0 for a model without states, and for one that cannot be run without memory.
     """
+    windows = [compression_of(part) for part in model.modules() if compresses(part)]
+    if windows:
+        return _STATE_BYTES * sum(math.prod(window.state_shape) for window in windows)
     cache = DynamicCache(config=model.config.get_text_config())
     if not any(hasattr(layer, "conv_states") for layer in cache.layers):
         return 0

@@ -140,6 +140,14 @@ def is_empty_cache_layer(layer: object) -> bool:
     return type(layer).__name__ == "DummyLayer"
 
 
+def compresses_windows(layer: object) -> bool:
+    """Tell whether a cache's layer has a key for every so many tokens beside a sliding window.
+
+    DeepSeek-V4's, whose classes are in its own file (not in 5.17).
+    """
+    return hasattr(layer, "sliding_window") and hasattr(layer, "compress_rate")
+
+
 def cache_layer_kinds(*names: str) -> tuple[type, ...]:
     """Return the classes of a cache's layers of these names that there are (fewer in 5.17)."""
     return tuple(getattr(cache_utils, name) for name in names if hasattr(cache_utils, name))

@@ -12,6 +12,8 @@ from tandem.kernels.attention import CHUNK_TOKENS
 USUAL_CONTEXT = 4096  # tokens of a conversation
 # Layers of these kinds, as Transformers calls them, keep a state of one size, or nothing.
 _WITHOUT_KEYS = ("linear_attention", "conv", "moe", "mlp")
+_INDEXED = "compressed_sparse_attention"  # an indexer selects of its compressed keys
+_INDEX_BYTES = 4  # of a number of an index key
 _SLIDING = "sliding_attention"
 # Kept before a window, so that slots can go back: a conversation's next turn often writes the end
 # of the last one differently, and requests may begin with the same instructions.
@@ -27,7 +29,7 @@ class KvSizes(NamedTuple):
     """What keys and values take on the CPU, of which layers with a window keep the last ones."""
 
     layers: tuple[tuple[str, int], ...]
-    """Each layer's kind, and the bytes of a token in it."""
+    """Each layer's kind, and the bytes of a token in it; one with compressed keys is there twice."""
     window: int
     """Positions that layers with a window see; 0: there are none."""
 
@@ -49,8 +51,9 @@ def kv_sizes_of(config: PreTrainedConfig, dtype: torch.dtype, *, latents: int = 
     kinds = value_of(config, "layer_types") or [_SLIDING if window else "full_attention"] * count
     layers = value_of(config, "per_layer_config") or [config] * count
     each = (
-        (kind, 0 if kind in _WITHOUT_KEYS else _kv_bytes(layer, dtype, latents))
+        part
         for kind, layer in zip(kinds, layers, strict=True)
+        for part in _parts_of(kind, layer, dtype, latents)
     )
     return KvSizes(tuple(each), window)
 
@@ -68,6 +71,23 @@ def room_for(num_tokens: int, window: int) -> int:
 def whole_granules(num_tokens: int) -> int:
     """Return a number of tokens, rounded up to what slots' memory grows by."""
     return -(-num_tokens // GRANULE_TOKENS) * GRANULE_TOKENS
+
+
+def _parts_of(
+    kind: str, config: PreTrainedConfig, dtype: torch.dtype, copies: int
+) -> list[tuple[str, int]]:
+    """Return what a layer of a kind keeps: that kind, and the bytes of a token.
+
+    Where it has compressed keys, these, and its window as of another kind.
+    """
+    if kind in _WITHOUT_KEYS:
+        return [(kind, 0)]
+    ratio = (value_of(config, "compress_rates") or {}).get(kind)
+    if ratio is None:
+        return [(kind, _kv_bytes(config, dtype, copies))]
+    index = int(config.index_head_dim) * _INDEX_BYTES if kind == _INDEXED else 0
+    key = copies * int(config.head_dim) * dtype.itemsize  # which is the value, too
+    return [(kind, -(-(key + index) // int(ratio))), (_SLIDING, key)]
 
 
 def _kv_bytes(config: PreTrainedConfig, dtype: torch.dtype, latents: int) -> int:

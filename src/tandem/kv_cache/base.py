@@ -22,11 +22,16 @@ from transformers.cache_utils import (
 )
 
 from tandem.foreign_types import PreTrainedModel
-from tandem.hf.compat import cache_layer_kinds, is_empty_cache_layer, own_cache_class
+from tandem.hf.compat import (
+    cache_layer_kinds,
+    compresses_windows,
+    is_empty_cache_layer,
+    own_cache_class,
+)
 from tandem.hf.steps import SEQUENCES
 from tandem.kernels.attention import AttentionForm, Segment
 from tandem.kernels.recurrent import StateOperation
-from tandem.kv_cache.attention_call import AttentionCall
+from tandem.kv_cache.attention_call import AttentionCall, NewCompressed
 from tandem.kv_cache.index_keys import KeptIndexKeys, NewIndexKeys, Pool, Selection
 from tandem.kv_cache.indexers import IndexScores
 from tandem.kv_cache.latents import Expansion
@@ -71,12 +76,13 @@ class SlotCache(ABC):
         self.states_asked_for: StateHandle | None = None
         """The states of the layer that the model asked for last."""
         self._awaited: int | None = None
+        self._compressed: NewCompressed | None = None
         self._segments: list[Segment] = []  # that are announced
 
     def _announce(self, segments: Sequence[Segment], *, is_decoding: bool) -> None:
         """Note the tokens of the next forward, of which nothing has been asked for yet."""
         self._segments, self.is_decoding = list(segments), is_decoding
-        self._awaited = self.states_asked_for = None
+        self._awaited = self.states_asked_for = self._compressed = None
 
     def commit(self) -> None:
         """Count the announced tokens as held: the forward is through."""
@@ -135,6 +141,15 @@ class SlotCache(ABC):
         """
         if self._awaited is None:
             self._awaited = vars(module).get("layer_idx")
+
+    def expect_compressed(self, new: NewCompressed) -> None:
+        """Note what the tokens of the expected layer see beside its own keys."""
+        self._compressed = new
+
+    def expected_compressed(self) -> NewCompressed | None:
+        """Return what was noted for the layer whose attention is asked for now."""
+        compressed, self._compressed = self._compressed, None
+        return compressed
 
     @property
     def expected_window(self) -> int:
@@ -230,12 +245,8 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
 
-class _IndexedLayer(_Layer):
-    """The same for a layer whose indexer selects the positions that attention sees."""
-
-    def update_indexer(self, key_states: Tensor) -> IndexScores:
-        """Return what stands for the index keys of each token's slot."""
-        return IndexScores(self.select, key_states)
+class _SelectingLayer(_Layer):
+    """The same for a layer that selects some of what attention sees."""
 
     def select(
         self,
@@ -251,6 +262,14 @@ class _IndexedLayer(_Layer):
         selected = self._cache.select(new, key.flatten(0, 1), query.flatten(0, 1), flat)
         return selected.view(*key.shape[:2], -1)
 
+
+class _IndexedLayer(_SelectingLayer):
+    """The same for a layer whose indexer selects the positions that attention sees."""
+
+    def update_indexer(self, key_states: Tensor) -> IndexScores:
+        """Return what stands for the index keys of each token's slot."""
+        return IndexScores(self.select, key_states)
+
     @property
     def indexer_position_ids(self) -> None:
         """None: the positions of earlier tokens are not asked for again."""
@@ -258,6 +277,18 @@ class _IndexedLayer(_Layer):
     @indexer_position_ids.setter
     def indexer_position_ids(self, position_ids: Tensor) -> None:
         """No-op."""
+
+
+class _CompressedLayer(_SelectingLayer):
+    """The same for a layer with a window and, of all tokens, compressed keys."""
+
+    def __init__(self, cache: SlotCache, layer: int) -> None:
+        super().__init__(cache, layer)
+        self.states = StateHandle(cache, layer, 0)
+
+    def expect_compressed(self, ratio: int, key: Tensor, selected: Tensor | None) -> None:
+        """Note the keys (b, n_tokens, dim) that attention sees beside those of the window."""
+        self._cache.expect_compressed(NewCompressed(ratio, key.flatten(0, 1)[None], selected))
 
 
 class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
@@ -303,7 +334,7 @@ def transformers_cache(model: PreTrainedModel, cache: SlotCache) -> DynamicCache
     cache.windows_by_layer = {
         number: layer.sliding_window
         for number, layer in enumerate(shell.layers)
-        if type(layer) in _SLIDING
+        if type(layer) in _SLIDING or compresses_windows(layer)
     }
     cache.num_sliding_layers = len(cache.windows_by_layer)
     full = sum(kind in _FULL for kind in kinds)
@@ -330,6 +361,8 @@ def _stand_in(cache: SlotCache, number: int, layer: Any) -> Any:
         return _Layer(cache, number)
     if kind is DynamicIndexedLayer:
         return _IndexedLayer(cache, number)
+    if compresses_windows(layer):
+        return _CompressedLayer(cache, number)
     if kind in (*_FULL_AND_STATES, *_SLIDING_AND_STATES):
         return _KeysAndStateLayer(cache, number, layer.number_of_states)
     if kind is LinearAttentionLayer:

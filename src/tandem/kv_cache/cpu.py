@@ -24,6 +24,7 @@ from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.kernels.recurrent import LayerState, StateOperation, StateTokens
 from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.base import NotInSlotsError, SlotCache
+from tandem.kv_cache.compressed import CompressedStore
 from tandem.kv_cache.cpu_states import CpuStates
 from tandem.kv_cache.index_keys import IndexStore, NewIndexKeys
 from tandem.kv_cache.latents import ExpandedKeys, Expansion
@@ -56,6 +57,7 @@ class KvCache(SlotCache):
         self.states = CpuStates(num_slots)
         self.index_keys = IndexStore(num_slots)
         self.index_keys.reserve(self._capacity, 0)
+        self.compressed = CompressedStore(num_slots)
         self._expanded = ExpandedKeys()
         self._expected_bytes = 0
         self.slots = self.positions = torch.zeros(0, dtype=torch.int64, device="cpu")
@@ -63,7 +65,7 @@ class KvCache(SlotCache):
     @property
     def num_bytes(self) -> int:
         """Bytes that the cache takes now."""
-        kept = sum(layer.num_bytes for layer in self._layers.values())
+        kept = sum(layer.num_bytes for layer in self._layers.values()) + self.compressed.num_bytes
         return kept + self.states.num_bytes + self.index_keys.num_bytes + self._expanded.num_bytes
 
     @property
@@ -73,14 +75,19 @@ class KvCache(SlotCache):
             layer.bytes_of(min(length, layer.form.window or length))
             for layer in self._layers.values()
             for length in self.lengths
-        ) + sum(map(self.index_keys.read_bytes, self.lengths))
+        ) + sum(map(self._read_bytes, self.lengths))
+
+    def _read_bytes(self, length: int) -> int:
+        """Return what a token reads beside keys and values in a slot of so many tokens."""
+        return self.index_keys.read_bytes(length) + self.compressed.bytes_of(length)
 
     def can_move(self, num_tokens: int) -> bool:
         """Tell whether what is kept of so many tokens is whole blocks, as far as the model was run.
 
         States do not count: they are not of tokens.
         """
-        return bool(self._layers) and all(num_tokens % n == 0 for n in self.index_keys.blocks)
+        blocks = self.index_keys.blocks | self.compressed.ratios
+        return bool(self._layers) and all(num_tokens % n == 0 for n in blocks)
 
     def layers_of(self, slot: int) -> list[tuple[CachedAttention, int]]:
         """Return the layers in their order, each with the first position that a slot keeps."""
@@ -132,6 +139,7 @@ class KvCache(SlotCache):
             window = self._windows.get(layer.form.window)
             kept = length if window is None else max(0, length - window.first(source))
             layer.copy_prefix(source, target, kept)
+        self.compressed.copy_prefix(source, target, length)
         self._expanded.note_written(target, 0)
         for window in self._windows.values():
             window.follow(source, target)
@@ -174,6 +182,8 @@ class KvCache(SlotCache):
             for slot in range(len(self.lengths)):
                 first = 0 if kept is None else kept.first(slot)
                 _pretend(layer, self.threads, slot, length - first)
+                for compressed, ratio in self.compressed.layers:
+                    _pretend(compressed, self.threads, slot, length // ratio)
 
     def advance(
         self, key: StateKey, operation: Callable[[], StateOperation], *inputs: Tensor
@@ -202,9 +212,10 @@ class KvCache(SlotCache):
     def attend(self, call: AttentionCall) -> Tensor:
         """Append the new keys and values of the expected layer; attend: (n_tokens, heads, dim)."""
         attention = self._layer_for(call)
-        if call.selected is not None and call.form.window:
+        if call.selected is not None and call.form.window and call.compressed is None:
             raise NotInSlotsError("positions are selected within a window")
-        more = [] if call.selected is None else [call.selected]
+        compressed = None if call.compressed is None else call.compressed.key
+        more = [x for x in (compressed, call.selected) if x is not None]
         tensors = (call.query, call.key, call.value, *more)
         return opaque(ATTENTION, KvCache.attend_layer, self, attention, *tensors)
 
@@ -214,12 +225,22 @@ class KvCache(SlotCache):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        selected: Tensor | None = None,
+        *more: Tensor,
     ) -> Tensor:
-        """The same for a layer that is known."""
+        """The same for a layer that is known: compressed keys if it has such, then a selection."""
         slots, positions = self.slots, self.positions_of(attention)
-        attention.append(self.threads, slots, positions, key, value)
-        return attention.attend(self.threads, slots, positions, query, selected)
+        compressed, selected, whole = self.beside(attention, more)
+        attention.append(self.threads, slots, positions, key, value, compressed, whole)
+        return attention.attend(self.threads, slots, positions, query, selected, whole)
+
+    def beside(
+        self, attention: CachedAttention, more: Sequence[Tensor]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Tell a layer's compressed keys, what is selected, and positions that count for keys."""
+        has_compressed = attention.compressed is not None
+        compressed = more[0] if has_compressed else None
+        selected = more[has_compressed] if len(more) > has_compressed else None
+        return compressed, selected, self.positions if has_compressed else None
 
     def attend_expanded(self, call: AttentionCall, expansion: Expansion) -> Tensor:
         """Append new latents as of `attend`; attend to what slots keep of them, expanded."""
@@ -260,8 +281,16 @@ class KvCache(SlotCache):
             self._grow(attention, self._capacity, 0)
         else:
             window.add(attention)
+        if call.compressed is not None:
+            self._add_compressed(layer, attention, call.compressed.ratio)
         self._layers[layer] = attention
         return attention
+
+    def _add_compressed(self, layer: int, attention: CachedAttention, ratio: int) -> None:
+        compressed = attention.compress(ratio)
+        keys = -(-self._capacity // ratio)
+        self._require_bytes(compressed.bytes_of(keys) * len(self.lengths))
+        self.compressed.add(layer, compressed, ratio, self._capacity)
 
     def _window_of(self, size: int) -> KeptWindow | None:
         if size and size not in self._windows:
@@ -284,6 +313,7 @@ class KvCache(SlotCache):
         for layer in layers:
             self._grow(layer, self._capacity, max(self.lengths))
         self.index_keys.reserve(self._capacity, max(self.lengths))
+        self.compressed.reserve(self._capacity, max(self.lengths))
 
     def _require_memory(self, layers: list[CachedAttention]) -> None:
         """Raise `CapacityError` unless there is room for layers of the present capacity.
@@ -291,9 +321,11 @@ class KvCache(SlotCache):
         Layers grow one after the other, so that one of them is there twice for a moment.
         """
         needed = sum(layer.bytes_of(self._capacity) for layer in layers)
-        needed = (needed + self.index_keys.bytes_of(self._capacity)) * len(self.lengths)
-        held = sum(layer.num_bytes for layer in layers) + self.index_keys.num_bytes
-        self._require_bytes(needed, held)
+        for kept in (self.index_keys, self.compressed):
+            needed += kept.bytes_of(self._capacity)
+        held = self.index_keys.num_bytes + self.compressed.num_bytes
+        held += sum(layer.num_bytes for layer in layers)
+        self._require_bytes(needed * len(self.lengths), held)
 
     def _expect_kind(self, attention: CachedAttention, capacity: int) -> None:
         """Raise `CapacityError` unless there is room for all layers of this one's kind.

@@ -31,11 +31,34 @@ class Selection(NamedTuple):
     """Positions that a token sees at most."""
     block: int = 1
     """Positions that are selected together; those after the last whole one are always seen."""
+    are_keys: bool = False
+    """Whether a key comes for each block, with its last token, and the numbers of keys are selected
+    in place of positions."""
 
     @classmethod
     def of_blocks(cls, scale: float, most_blocks: int, block: int) -> "Selection":
         """Select so many blocks, and the tail."""
         return cls(scale, (most_blocks + 1) * block - 1, block)
+
+    @classmethod
+    def of_keys(cls, scale: float, most_keys: int, block: int) -> "Selection":
+        """Select so many keys, which blocks have."""
+        return cls.of_blocks(scale, most_keys, block)._replace(are_keys=True)
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks that are selected at most."""
+        return (self.most + 1) // self.block - 1
+
+    @property
+    def width(self) -> int:
+        """How many numbers say what a token sees."""
+        return self.most_blocks if self.are_keys else self.most
+
+    @property
+    def key_block(self) -> int:
+        """Tokens that have a key together, where keys are not pooled."""
+        return self.block if self.are_keys else 1
 
 
 # Makes the keys (n_blocks, dim) of whole blocks from those of their tokens, (n_blocks, block, any).
@@ -101,8 +124,8 @@ class IndexStore(KeptIndexKeys):
     def __init__(self, num_slots: int) -> None:
         """Hold nothing for so many slots; layers come as the model asks for them."""
         super().__init__(num_slots, _zeros)
-        self._native: dict[int, _native.IndexLayer] = {}
-        """By a layer's number: its tokens' keys as native steps find them."""
+        self._native: dict[tuple[int, int], _native.IndexLayer] = {}
+        """By a layer's number and the block that a key is of: keys as native steps find them."""
         self._most = 0
 
     def bytes_of(self, num_tokens: int) -> int:
@@ -127,14 +150,13 @@ class IndexStore(KeptIndexKeys):
     def reserve(self, capacity: int, used: int) -> None:
         """Make room for `capacity` tokens in each slot, of which the first `used` are kept."""
         super().reserve(capacity, used)
-        for number in self._native:
-            self.native(number)
+        for number, block in self._native:
+            self.native(number, block)
 
-    def native(self, layer: int) -> _native.IndexLayer:
+    def native(self, layer: int, block: int = 1) -> _native.IndexLayer:
         """Return a layer whose keys were given, as native steps take it: also when it has grown."""
-        keys = self._layers[layer, 1]
-        native = self._native.setdefault(layer, _native.IndexLayer())
-        native.set_keys(keys)
+        native = self._native.setdefault((layer, block), _native.IndexLayer())
+        native.set_keys(self._layers[layer, block], block)
         return native
 
     def append(
@@ -146,8 +168,10 @@ class IndexStore(KeptIndexKeys):
         keys: Tensor,
     ) -> Tensor:
         """Keep (n_tokens, any) of a layer; return what its blocks are scored by, of all slots."""
-        tokens = self._kept(new.layer, 1, keys.shape[1])
-        tokens[slots, positions] = keys.float()
+        block = new.selection.key_block
+        tokens = self._kept(new.layer, block, keys.shape[1])
+        ends = (positions + 1) % block == 0
+        tokens[slots[ends], positions[ends] // block] = keys[ends].float()
         if new.pool is None:
             return tokens
         block = new.selection.block
@@ -169,13 +193,14 @@ class IndexStore(KeptIndexKeys):
         query: Tensor,
         weights: Tensor | None,
     ) -> Tensor:
-        """Return the positions that tokens see: (n_tokens, most) int32; -1 first: all.
+        """Return the positions that tokens see: (n_tokens, most) int32; -1 first: all. Or keys.
 
         `query` is (n_tokens, heads, dim) and `weights` (n_tokens, heads), in the order of
         `segments`.
         """
         self._most = most = selection.most
-        selected = torch.full((len(query), most), -1, dtype=torch.int32, device="cpu")
+        shape = len(query), selection.width
+        selected = torch.full(shape, -1, dtype=torch.int32, device="cpu")
         first = 0
         for slot, position, count in segments:
             some = max(0, most - position)  # see all
@@ -210,10 +235,11 @@ def scores_of(keys: Tensor, scale: float, query: Tensor, weights: Tensor | None)
 
 def _positions(scores: Tensor, selection: Selection, own: Tensor) -> Tensor:
     """Return the positions (n_tokens, most) of the best blocks before each token's `own`."""
-    block = selection.block
-    most = (selection.most + 1) // block - 1
+    block, most = selection.block, selection.most_blocks
     is_best = greatest(scores, (own + 1) // block, most)
     best = is_best.nonzero()[:, 1].view(len(scores), most)
+    if selection.are_keys:
+        return best
     selected = best[..., None] * block + torch.arange(block, device="cpu")
     tail = ((own + 1) // block * block)[:, None] + torch.arange(block - 1, device="cpu")
     tail = tail.masked_fill(tail > own[:, None], -1)

@@ -9,6 +9,7 @@ from functools import partial
 
 from tandem.decode.substitutions import (
     block_indexers,
+    compressors,
     latents,
     norms,
     recurrences,
@@ -27,6 +28,7 @@ METHODS: tuple[Substitution, ...] = (
     block_indexers.QWEN4,
     block_indexers.GLM5,
     block_indexers.POSITIONS_AS_MASK,
+    compressors.COMPRESSOR,
     state_layers.LIGHTNING_ATTENTION,
     state_layers.CONVOLVED_PROJECTION,
     state_layers.EMBEDDED_NGRAMS,

@@ -54,6 +54,9 @@ def attention_forward(
     if has_mask or position_bias is not None or not causal:
         raise NotInSlotsError("attention has a mask or a bias of the model's own")
     cache.expect_sharing(module)
+    compressed = cache.expected_compressed()
+    if compressed is not None:
+        indices = compressed.selected
     if query.shape[1] % key.shape[1]:
         raise NotInSlotsError(f"{query.shape[1]} query heads share {key.shape[1]} of keys")
     form = AttentionForm(
@@ -69,7 +72,7 @@ def attention_forward(
     # (heads, all tokens, dim), a view in either case
     query, key, value = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))
     selected = None if indices is None else indices.flatten(0, 1)
-    call = AttentionCall(form, query, key, value, s_aux, selected)
+    call = AttentionCall(form, query, key, value, s_aux, selected, compressed)
     is_latent = has_latents(module, cache)
     out = attend_latents(module, cache, call) if is_latent else cache.attend(call)
     return out.view(batch, num_tokens, *out.shape[1:]), None

@@ -198,7 +198,7 @@ class StaticKvCache(SlotCache):
         return layer.read(slot, first + count, key.dtype)
 
     def _decode(self, call: AttentionCall, layer: LayerMemory) -> Tensor:
-        form, query, key, value, sinks, selected = call
+        form, query, key, value, sinks, selected, _ = call
         slots, positions = self._step.slots, self._step.positions
         count = len(slots)
         if self._kernels is not None:
@@ -217,7 +217,7 @@ class StaticKvCache(SlotCache):
         return out.reshape(count, form.num_heads, form.value_dim)
 
     def _prefill(self, call: AttentionCall, keys: Tensor, values: Tensor) -> Tensor:
-        form, query, _, _, sinks, selected = call
+        form, query, _, _, sinks, selected, _ = call
         count, total = query.shape[1], keys.shape[1]
         group = form.num_heads // form.num_kv_heads
         keys = keys.repeat_interleave(group, 0)  # (heads, total, dim)
@@ -236,7 +236,7 @@ class StaticKvCache(SlotCache):
 
     def _prefill_latents(self, call: AttentionCall, keys: Tensor, values: Tensor) -> Tensor:
         """Attend with a prompt's few tokens to the one key that all heads have, copied for none."""
-        form, query, _, _, sinks, selected = call
+        form, query, _, _, sinks, selected, _ = call
         mask = self._seen_by_last(query.shape[1], keys.shape[1], form.window, selected)[:, None]
         of_tokens = query.transpose(0, 1)[None]  # (1, n_tokens, heads, dim)
         heads = None if sinks is None else sinks.reshape(-1, 1)

@@ -68,7 +68,7 @@ class _Call(NamedTuple):
 def _attention(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | None:
     """Match a decode step's, for tensors (heads, n_tokens, dim) whose last dimension is dense.
 
-    Selected positions (n_tokens, most) may follow them.
+    Compressed keys and what is selected (n_tokens, most) may follow them.
     """
     cache, attention, *refs = operation.args
     tensors = [graph.tensor(ref) for ref in refs]
@@ -77,9 +77,9 @@ def _attention(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | Non
     slots, positions = cache.slots, cache.positions_of(attention)
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        (q, k, v, *selected), (out,) = inputs, outputs
-        chosen = selected[0] if selected else None
-        program.add_attention(attention.native, slots, positions, q, k, v, chosen, out)
+        (q, k, v, *more), (out,) = inputs, outputs
+        keys, chosen, whole = cache.beside(attention, more)
+        program.add_attention(attention.native, slots, positions, q, k, v, chosen, out, whole, keys)
 
     return _Call(NativeCall(add, cache.threads), refs)
 
@@ -96,7 +96,7 @@ def _states(graph: Graph, operation: Operation, _: CpuThreads) -> _Call:
 
 
 def _selection(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | None:
-    """Match what indexers select by the keys of single positions, in a decode step.
+    """Match what indexers select by keys that are not pooled here, in a decode step.
 
     For keys (n, dim), queries (n, heads, dim), perhaps weights (n, heads).
     """
@@ -107,7 +107,8 @@ def _selection(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | Non
     if len(cache.positions) != len(graph.tensor(refs[0])):
         return None
     slots, positions = cache.slots, cache.positions
-    layer, scale = cache.index_keys.native(new.layer), new.selection.scale
+    layer = cache.index_keys.native(new.layer, new.selection.key_block)
+    scale = new.selection.scale
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (key, query, *weights), (out,) = inputs, outputs
