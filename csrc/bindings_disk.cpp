@@ -196,6 +196,14 @@ void bind_disk(nb::module_& m) {
              require(self.takes_states(states.size()), "a state for each expert");
              self.note_on_device(static_cast<const std::uint8_t*>(states.data()));
            })
+      .def("expect",
+           [](HostSlots& self, std::vector<Ids> experts) {
+             for (std::size_t layer = 0; layer < experts.size(); ++layer)
+               for (const std::int32_t expert : experts[layer])
+                 require(self.has_expert(static_cast<std::int32_t>(layer), expert),
+                         "experts of these slots");
+             self.expect(std::move(experts));
+           })
       .def("pin", &HostSlots::pin)
       .def("fill", &HostSlots::fill)
       .def("use_share",

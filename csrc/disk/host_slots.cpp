@@ -105,7 +105,7 @@ void HostSlots::settle_transit(std::int32_t layer) {
   for (Slot& slot : transit_) {
     const bool is_ahead = slot.layer == layer || slot.layer == layer + 1;
     if (slot.layer >= 0 && slot.read.has_ended() &&
-        (!is_ahead || slot.read.state == DiskRead::State::kFailed))
+        ((!is_ahead && !is_expected(slot)) || slot.read.state == DiskRead::State::kFailed))
       leave(slot);
   }
 }
@@ -157,9 +157,12 @@ void HostSlots::begin(const ExpertUse& use) {
     ++(slot == nullptr ? counts_.misses : counts_.hits);
     counts_.ahead += slot != nullptr && !has_slot;
   }
+  const auto number = static_cast<std::size_t>(use.layer);
+  if (number < expected_.size()) expected_[number].clear();
   order_ahead();
   admit_absent(scores_, std::move(absent));
   use_transit_slots();
+  read_expected();
 }
 
 // Gives memory back, or takes it again, until a layer uses its share of slots. After its use.
@@ -256,7 +259,8 @@ void HostSlots::read_into(Slot& slot, std::int32_t layer, std::int32_t expert, C
 
 HostSlots::Slot* HostSlots::free_transit() {
   for (Slot& slot : transit_) {
-    const bool stays = slot.layer == layer_ + 1 || is_wanted(slot.layer, slot.expert);
+    const bool stays = slot.layer == layer_ + 1 || is_wanted(slot.layer, slot.expert) ||
+                       is_expected(slot);
     if (slot.layer >= 0 && !stays && slot.read.has_ended()) leave(slot);
     if (slot.layer < 0) return &slot;
   }

@@ -55,6 +55,10 @@ class HostSlots final : public ExpertSource {
   // Reads experts into free slots while nothing else is asked of the disk, layer by layer; once.
   void fill();
 
+  // By layer, from the first one on, the experts that its next use will want, as far as they are
+  // known: their reads begin. In place of what was expected before.
+  void expect(std::vector<Ids> experts);
+
   void begin(const ExpertUse& use) override;
   std::span<const Arrived> next() override;
   void end() noexcept override;
@@ -138,6 +142,8 @@ class HostSlots final : public ExpertSource {
   void read_into(Slot& slot, std::int32_t layer, std::int32_t expert, Cause cause);
   void use_transit_slots();
   void order_ahead();
+  bool is_expected(const Slot& slot) const;
+  void read_expected();
   bool read_ahead(std::int32_t layer, std::int32_t expert);
   Slot* free_transit();
   void release_handed_out();
@@ -158,6 +164,7 @@ class HostSlots final : public ExpertSource {
   std::int32_t batch_ = 1;  // tokens of a decode step
   double use_patience_ = 0.0;  // of the present use
   Ids experts_, above_, ahead_;  // in use; of the layer above; to read ahead, the first one last
+  std::vector<Ids> expected_;  // by layer; none of a layer that has been used since
   std::vector<Wanted> wanted_;  // by place
   std::vector<Arrived> arrived_;
   bool has_one_size_ = true;  // of all slots: their memory can be traded

@@ -8,6 +8,7 @@ WITHOUT_MEMORY = {
     "ForesightTables", "ForesightTables.begin_step", "ForesightTables.scores",
     "ForesightTables.teach", "HeldExpert", "HeldExpert.address", "HeldExpert.has_come",
     "HeldExpert.keep", "HeldExpert.let_go", "HeldExpert.wait", "HostSlots.counts",
+    "HostSlots.expect",
     "HostSlots.fail", "HostSlots.fill", "HostSlots.hold", "HostSlots.is_direct",
     "HostSlots.note_on_device", "HostSlots.pin", "HostSlots.read_buffered", "HostSlots.resident",
     "HostSlots.take_back", "HostSlots.try_hold",

@@ -21,6 +21,7 @@ from tandem.decode.slots import EACH_TOKEN_SEEN, CachedSlotPool
 from tandem.decode.trial import why_other_logits
 from tandem.experts.execution.executor import unheard
 from tandem.foreign_types import PreTrainedModel
+from tandem.hf.lookahead.token_routed import TokenRouted
 from tandem.hf.lookahead.warm_up import warm_up_ids
 from tandem.hf.steps import MAX_STEP_TOKENS
 from tandem.kernels import _native
@@ -78,6 +79,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         self._has_replay = has_replay
         self._is_packed = not any(isinstance(one, nn.Linear) for one in model.modules())
         self._executor = self._model.executor
+        self._token_routed = TokenRouted(model)
         self._steps: dict[int, _Step] = {}
         self._last: _Step | None = None
 
@@ -146,6 +148,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         executor = self._executor
         if step.replayed.is_replaying and executor is not None and executor.needs_steps:
             executor.begin_step(ids, is_prefill=False)
+        self._token_routed.expect(ids)
         with self._going_back(slots):
             try:
                 logits = step.replayed()
@@ -215,6 +218,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         keys = torch.tensor([token for _, tokens in chunk for token in tokens], device="cpu")
         with self._going_back([slot for slot, _ in chunk]):
             ids, positions, features = self._images.place(segments, keys, self.cache.positions)
+            self._token_routed.expect(ids.tolist())
             logits = self._model.logits(ids[None], positions, keep, features, is_prompt=True)
             self.cache.commit()
         for slot, tokens in chunk:

@@ -1,0 +1,94 @@
+"""Experts of layers that are routed by token are read before their layers are computed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tandem
+from tandem.decode.cpu_slots import CpuSlotPool
+from tandem.hf.lookahead.token_routed import TokenRouted
+from tests.disk.loading import slots_of, with_share
+from tests.hf.tiny import save_tiny_checkpoint
+from tests.inside import runtime_in
+
+EXPERTS, TOP_K, HASHED = 32, 3, 2
+KINDS = ["hash_moe"] * HASHED + ["moe"] * 2
+
+
+@pytest.fixture(scope="module")
+def hashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny DeepSeek-V4 in packed form."""
+    folder = tmp_path_factory.mktemp("hashed")
+    more: dict[str, Any] = {"mlp_layer_types": KINDS}
+    plain = save_tiny_checkpoint(
+        folder / "plain", "deepseek_v4", n_routed_experts=EXPERTS, num_experts_per_tok=TOP_K, **more
+    )
+    return tandem.save(tandem.load(plain, expert_dtype="int8"), folder / "packed")
+
+
+def tables_of(model: Any) -> list[torch.Tensor]:
+    return [model.model.layers[layer].mlp.gate.tid2eid for layer in range(HASHED)]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_what_tokens_want_is_read_before_it_is_asked_for(hashed: Path, share: float) -> None:
+    model = with_share(hashed, share)
+    native = slots_of(model).native
+    tokens = [40, 41]
+    wanted = [set(table[tokens].flatten().tolist()) for table in tables_of(model)]
+    TokenRouted(model).expect(tokens)
+    assert native.counts().read_bytes > 0
+    assert native.counts().misses == 0
+    with torch.inference_mode():
+        logits = model(torch.tensor([tokens])).logits
+        assert torch.equal(logits, tandem.load(hashed)(torch.tensor([tokens])).logits)
+    # All of the first layer: there are transit slots for as many.
+    assert native.counts().hits >= len(wanted[0])
+
+
+def test_steps_have_the_tokens_of_memory_and_miss_nothing_that_is_known(hashed: Path) -> None:
+    model, whole = with_share(hashed, 0.0), tandem.load(hashed)
+    pools = [CpuSlotPool(one, runtime_in(one).threads, 1) for one in (model, whole)]
+    native = slots_of(model).native
+    for pool in pools:
+        pool.prefill({0: [50, 51, 52]})
+        while not pool.step.is_replaying:  # until then a step is done twice
+            pool.decode({0: 53})
+    for token in range(60, 75):
+        before = native.counts()
+        found, expected = (pool.decode({0: token}) for pool in pools)
+        assert torch.equal(found, expected)
+        counts = native.counts()
+        # By token: all are there, or on their way. Two layers of a token take six of the slots.
+        assert counts.misses - before.misses <= (len(KINDS) - HASHED) * TOP_K
+        assert counts.hits - before.hits >= HASHED * TOP_K
+
+
+def test_what_was_expected_in_vain_takes_no_room(hashed: Path) -> None:
+    """A step that never came leaves its slots to the next one, more than half of them at once."""
+    model, whole = with_share(hashed, 0.0), tandem.load(hashed)
+    ahead = TokenRouted(model)
+    with torch.inference_mode():
+        for first in range(40, 80, 10):
+            ahead.expect(list(range(first, first + 10)))
+            prompt = torch.arange(first + 5, first + 45)[None]
+            assert torch.equal(model(prompt).logits, whole(prompt).logits)
+
+
+def test_models_in_memory_and_of_other_routers_expect_nothing(hashed: Path, packed: Path) -> None:
+    TokenRouted(tandem.load(hashed)).expect([40])
+    other = with_share(packed, 0.3)
+    before = slots_of(other).statistics().read_bytes
+    TokenRouted(other).expect([40])
+    assert TokenRouted(other)._tables == {}
+    assert slots_of(other).statistics().read_bytes >= before
+
+
+def test_experts_that_are_not_there_are_refused(hashed: Path) -> None:
+    native = slots_of(with_share(hashed, 0.3)).native
+    with pytest.raises(ValueError, match="experts of these slots"):
+        native.expect([[EXPERTS]])
+    with pytest.raises(ValueError, match="experts of these slots"):
+        native.expect([[], [], [], [], [0]])
