@@ -29,7 +29,7 @@ class KvSizes(NamedTuple):
     """What keys and values take on the CPU, of which layers with a window keep the last ones."""
 
     layers: tuple[tuple[str, int], ...]
-    """Each layer's kind, and the bytes of a token in it; one with compressed keys is there twice."""
+    """Each layer's kind, and a token's bytes in it; one with compressed keys is there twice."""
     window: int
     """Positions that layers with a window see; 0: there are none."""
 
