@@ -69,19 +69,17 @@ void bind_policy(nb::module_& m) {
   nb::class_<StepPolicy>(m, "StepPolicy")
       .def("__init__",
            [](StepPolicy* self, std::vector<double> cpu, std::vector<double> gpu, double cpu_first,
-              double link, double cpu_slowdown, double link_slowdown, std::int64_t max_fetches,
-              int rule, std::vector<SuccessorTable*> tables, const nb::bytes& state,
+              double link, double cpu_slowdown, double link_slowdown, double copy_wake,
+              std::int64_t max_fetches, std::vector<SuccessorTable*> tables, const nb::bytes& state,
               std::vector<std::int32_t> slot_of, std::vector<Ids> members, std::vector<Ids> free,
               Ids staging) {
              if (tables.size() != members.size())
                throw std::invalid_argument("expected a table for each layer");
-             require(rule >= 0 && rule <= static_cast<int>(GraphRule::kDali), "one of three rules");
              new (self) StepPolicy({std::move(cpu), std::move(gpu), cpu_first, link, cpu_slowdown,
-                                    link_slowdown, max_fetches},
+                                    link_slowdown, copy_wake, max_fetches},
                                    std::move(tables),
                                    resident_of(state, std::move(slot_of), std::move(members),
-                                               std::move(free), std::move(staging)),
-                                   static_cast<GraphRule>(rule));
+                                               std::move(free), std::move(staging)));
            },
            nb::keep_alive<1, 10>())
       .def("load",
@@ -91,6 +89,11 @@ void bind_policy(nb::module_& m) {
              self.load(resident_of(state, std::move(slot_of), std::move(members), std::move(free),
                                    std::move(staging)),
                        link_free_at, pending);
+           })
+      .def("set_rule",
+           [](StepPolicy& self, int rule) {
+             require(rule >= 0 && rule <= static_cast<int>(GraphRule::kDali), "one of three rules");
+             self.set_rule(static_cast<GraphRule>(rule));
            })
       .def("resident", [](const StepPolicy& self) { return as_tuple(self.resident()); })
       .def("link_free_at", &StepPolicy::link_free_at)

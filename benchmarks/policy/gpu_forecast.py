@@ -59,8 +59,8 @@ What the host itself does is in the times. "Graph" is how device `cuda` decodes 
 card let it: a whole step as one graph ([runtime.md](runtime.md)); the host's part in it is measured
 on a CPU twin, the card's assumed. "Segments" is the way elsewhere: graph segments with Python
 between them at every layer. Each decides as it runs: a graph's decode steps leave every miss to the
-CPU (`ready-on-gpu`), planned ones fetch some (`balanced`) and copy ahead. "Hits" are the active
-experts that run from the card's memory.
+CPU (`ready-on-gpu`) or fetch some (`balanced-in-graph`), as a trial says; planned ones fetch some
+(`balanced`) and copy ahead. "Hits" are the active experts that run from the card's memory.
 """
 
 

@@ -2,9 +2,9 @@
 
 Real routing on the virtual clock, batch 1, with experts of Qwen3-30B-A3B's sizes in int4. Each cell
 is the speed with a path's host costs over the speed without any: 1 means that they are hidden. A
-graph decides as it runs (`ready-on-gpu`), segments and the speed without host costs by plans
-(`balanced`). All costs are those of the profiles, whose sources stand in them; none was measured on
-a GPU.
+graph decides as it runs (by the rule of the trial at load), segments and the speed without host
+costs by plans (`balanced`). All costs are those of the profiles, whose sources stand in them; none
+was measured on a GPU.
 """
 
 import argparse

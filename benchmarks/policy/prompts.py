@@ -14,12 +14,12 @@ from typing import Any
 
 from tandem.bench.model_shapes import find_shape
 from tandem.forecast.gpu_forecast import costs_for, geometry_of, shape_sizes
-from tandem.forecast.typical_routing import typical_routing
 from tandem.hardware.profiles import load_profile
 from tandem.hf.config import OffloadConfig
 from tandem.sim.replay import ReplaySettings, replay
 from tandem.sim.start import SIMULATED_STARTS
 from tandem.sim.systems import TANDEM
+from tandem.sim.typical_routing import typical_routing
 
 SETTINGS = dataclasses.replace(TANDEM, copies_prompts=True)
 MACHINES = ("ddr4-12gb", "desktop-12gb", "desktop-24gb")

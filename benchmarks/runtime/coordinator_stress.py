@@ -2,10 +2,10 @@
 
 python -m benchmarks.runtime.coordinator_stress --minutes 30
 
-A third each of its engines fetches nothing for the layer that runs, or some misses by either rule.
-Every result is compared with the CPU executor's to the bit, every slot with the expert that the
-table says is in it; a lost step is one sentence, and the next one is right. Memory and threads must
-not grow. The last line is JSON.
+Each step fetches nothing for the layer that runs, or some misses by either rule. Copies come at
+once, late, or, as from a driver whose calls block, behind the step. Every result is compared with
+the CPU executor's to the bit, every slot with the expert that the table says is in it; a lost step
+is one sentence, and the next one is right. Memory and threads must not grow. The last line is JSON.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Sequence
 
@@ -85,10 +86,11 @@ class Engine:
         self._dtype = draw.choice((torch.float32, torch.bfloat16))
         num_slots = draw.randrange(NUM_EXPERTS + 3)
         costs = CostTable(make_machine(cpu=2e-5, gpu=1e-5, link=draw.choice((0.0, 2e-5))).shape)
-        settings = dataclasses.replace(SETTINGS, assignment=draw.choice(IN_GRAPH))
-        planner = make_planner(settings, GEOMETRY, costs, num_slots, tables=NATIVE_TABLES)
+        planner = make_planner(SETTINGS, GEOMETRY, costs, num_slots, tables=NATIVE_TABLES)
         self._policy = native_step_policy(planner)
-        link_delay = draw.choice((0.0, 1e-4, 2e-3))
+        self._link_delay = draw.choice((0.0, 1e-4, 2e-3))
+        self._blocks_copies, self._is_between = draw.random() < 0.2, threading.Event()
+        self._is_between.set()
         self._machine = TwinMachine(
             self._store,
             self._num_rows,
@@ -97,11 +99,17 @@ class Engine:
             num_threads=draw.choice((1, 2)),
             most_delay=draw.choice((0, 50, 300)),
             policy=self._policy,
-            before_copy=lambda: time.sleep(draw.random() * link_delay),
+            before_copy=self._delay_copy,
         )
         self._has_trouble = draw.random() < 0.5
         if self._has_trouble:
             self._machine.coordinator.set_hook(Trouble(draw, 0.02))
+
+    def _delay_copy(self) -> None:
+        """Be late, or let the step end first."""
+        if self._blocks_copies:
+            self._is_between.wait()
+        time.sleep(self._draw.random() * self._link_delay)
 
     def run(self) -> None:
         """Do some steps, then check what is in the slots."""
@@ -113,20 +121,29 @@ class Engine:
                 self._step(random_step(tokens, generator, GEOMETRY, self._dtype, padding))
             self._check_slots()
         finally:
+            self._is_between.set()
             self._machine.close()
         self._outcome.engines += 1
 
     def _step(self, step: list[LayerTokens]) -> None:
+        self._is_between.clear()
+        try:
+            self._run_step(step)
+        finally:
+            self._is_between.set()
+
+    def _run_step(self, step: list[LayerTokens]) -> None:
         outcome, machine = self._outcome, self._machine
         outcome.steps += 1
+        rule = self._draw.choice(range(len(IN_GRAPH)))
         if self._draw.random() < 0.03:  # the device is not told to go on, and the caller gives up
-            machine.start(step, stops_before=self._draw.randrange(GEOMETRY.num_layers))
+            machine.start(step, rule, stops_before=self._draw.randrange(GEOMETRY.num_layers))
             machine.twin.join()
             machine.coordinator.abort_step(20.0)
             outcome.interruptions += 1
             return
         try:
-            machine.run(step, patience=SHORT_PATIENCE if self._has_trouble else 20.0)
+            machine.run(step, rule, patience=SHORT_PATIENCE if self._has_trouble else 20.0)
         except _native.StepLostError as error:
             if not self._has_trouble or "\n" in str(error):
                 raise WrongError(f"a step was lost: {error}") from error

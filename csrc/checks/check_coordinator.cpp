@@ -86,8 +86,8 @@ class Machine {
   // Runs a step and compares it. Throws StepLost as the coordinator does.
   bool run(double patience, std::int64_t stops_before = -1) {
     Step step = random_step();
-    clear_entries();
     coordinator_->begin_step(0, kPatience);
+    clear_entries();
     is_running_.store(true);
     {
       TwinStep stream(*twin_, calls(step), stops_before);
@@ -191,8 +191,9 @@ class Machine {
       for (const auto& table : tables_) tables.push_back(table.get());
       policy_ = std::make_unique<StepPolicy>(
           StepPolicy::Costs{std::vector<double>(65, 1e-3), std::vector<double>(65, 1e-4), 0.0,
-                            1e-4, 1.05, 1.05, 5},
-          tables, resident_, static_cast<GraphRule>(random_.between(0, 2)));
+                            1e-4, 1.05, 1.05, 1e-5, 5},
+          tables, resident_);
+      change_rule();
     }
     coordinator_->set_decisions(
         std::make_unique<StepDecisions>(policy_.get(), *copying_));
@@ -203,6 +204,11 @@ class Machine {
     if (blocks_copies_)
       while (is_running_.load()) sleep_us(100);
     sleep_us(static_cast<std::int64_t>(copy_noise_.fetch_add(37) % 200));
+  }
+
+  // Between steps: a policy may fetch in some and not in others.
+  void change_rule() {
+    if (policy_) policy_->set_rule(static_cast<GraphRule>(random_.between(0, 2)));
   }
 
   void take_arrivals() {
@@ -278,6 +284,7 @@ bool steps_agree(Random& random, bool has_policy, bool blocks_copies, bool has_d
   Machine machine(random, random.between(0, 3), has_policy, blocks_copies, has_disk);
   for (int i = 0; i < kSteps; ++i) {
     for (int copies = 0; !has_policy && copies < 3; ++copies) machine.copy_something();
+    machine.change_rule();
     if (!machine.run(kPatience)) return false;
   }
   num_fetched += machine.num_fetched();

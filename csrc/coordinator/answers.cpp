@@ -87,7 +87,7 @@ void Coordinator::answer(std::int64_t layer) {
   std::uint8_t taken = kTaken;
   if (!answers_[layer].compare_exchange_strong(taken, kClosed)) return;
   if (has_misses) {
-    if (decisions_ && decisions_->fetches()) publish_fetched(layer, fetches);
+    publish_fetched(layer, fetches);
     store_release(box_->done(layer), 1u);
   }
   note(layer, num_computed, rung);

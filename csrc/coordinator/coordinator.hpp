@@ -77,7 +77,6 @@ struct Fetch {
 class LayerDecisions {
  public:
   virtual ~LayerDecisions() = default;
-  virtual bool fetches() const { return false; }  // ever
   virtual void begin_step() = 0;  // with the step's first doorbell
   // Ahead of the answer to a layer with misses: which of them are copied.
   virtual std::span<const Fetch> fetch(std::int64_t, std::span<const std::int32_t>) { return {}; }

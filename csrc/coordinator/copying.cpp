@@ -39,15 +39,15 @@ CopyingThread::~CopyingThread() {
   thread_.join();
 }
 
-void CopyingThread::submit(std::span<const SlotCopy> copies) {
+void CopyingThread::submit(std::span<const SlotCopy> copies, bool is_read) {
   if (copies.empty()) return;
   for (const SlotCopy& copy : copies) {
     HeldExpert now = held(copy, false);
     const std::lock_guard lock(mutex_);
     if (!error_.empty()) return;
-    const bool is_read = copy.victim != kNobody;
-    if (is_read) to_clear_.push_back(copy.layer * num_experts_ + copy.victim);
-    jobs_.push_back({copy, is_read ? launched_ + 1 : 0, std::move(now)});
+    const bool has_victim = copy.victim != kNobody;
+    if (has_victim) to_clear_.push_back(copy.layer * num_experts_ + copy.victim);
+    jobs_.push_back({copy, has_victim && is_read ? launched_ + 1 : 0, std::move(now)});
   }
   changed_.notify_all();
 }

@@ -3,7 +3,8 @@
 //
 //   submit(copy)           the victim's entry is to be cleared; the slot may still be read. An expert
 //                          on a disk is held where it lies from now on, until its copy has happened
-//     -> take_cleared      ahead of the next launch: the entries are cleared on the launch's stream
+//     -> take_cleared      ahead of the next launch, once nobody decides in the last step any more
+//                          (Coordinator::begin_step): the entries are cleared on the launch's stream
 //     -> begin_step        that launch's first doorbell: no kernel reads the slot any more
 //     -> a victim of a disk is copied back into a host slot, if it is worth that
 //     -> the copy, part by part, then its entry in a table of the device, if it has one that can be
@@ -15,12 +16,13 @@
 // An entry is set at any time, and cleared only between steps. `submit` is called by any thread,
 // `take_cleared` by the one that launches.
 //
-// What the layer that runs is waiting for goes ahead of all that (`fetch`), and begins at once:
+// What is decided about the layer that runs begins at once (`submit` of slots that are not read), and
+// what that layer is waiting for goes ahead of all else (`fetch`):
 //
 //   the layer's doorbell   the layer before has ended, so nothing reads its staging slots; and this
-//                          layer has looked its experts up, so nothing reads a victim's slot, which
-//                          is the same layer's, before the next launch
-//     -> fetch             the victim's entry is cleared ahead of that launch, as above
+//                          layer has looked its experts up, of which none is a victim. So nothing
+//                          reads a victim's slot, which is the same layer's, before the next launch
+//     -> submit, fetch     the victim's entry is cleared ahead of that launch, as above
 //     -> the bytes, then the word is landed, unless it has been claimed. A staging slot gets no
 //        entry; of two copies into one, the later one lies behind the other on the stream
 #pragma once
@@ -59,7 +61,8 @@ class CopyingThread {
   CopyingThread(const CopyingThread&) = delete;
   CopyingThread& operator=(const CopyingThread&) = delete;
 
-  void submit(std::span<const SlotCopy> copies);
+  // `is_read` tells whether what runs may read the victims' slots.
+  void submit(std::span<const SlotCopy> copies, bool is_read = true);
 
   // Copies for the layer whose doorbell has been taken; returns who computes it. One for this use
   // alone (`is_staged`) is given up when it is claimed. Called by one thread.

@@ -30,20 +30,24 @@ double added(const std::vector<double>& seconds, const Positions& positions) {
   return total;
 }
 
+// The second launch waits for the hits, for the CPU's share and for the last copy.
 GraphSplit priced(const GraphProblem& problem, const Published& layer, const Positions& fetch) {
   Positions left = layer.under_way;
   for (const std::int32_t i : layer.absent)
     if (std::find(fetch.begin(), fetch.end(), i) == fetch.end()) left.push_back(i);
   const double link = left.empty() ? problem.link / problem.link_slowdown : problem.link;
   double arrived = problem.link_busy;
+  if (!fetch.empty()) arrived = std::max(arrived, problem.copy_wake);
+  for (std::size_t i = 0; i < fetch.size(); ++i) arrived += link;
   GraphSplit found{fetch, layer.held_seconds, 0.0};
-  for (const std::int32_t i : fetch) {
-    arrived += link;
-    found.gpu_seconds = std::max(arrived, found.gpu_seconds) + problem.gpu[i];
+  if (!left.empty()) {
+    const double cpu = added(problem.cpu, left) + problem.cpu_first;
+    found.cpu_seconds = cpu + (problem.cpu_slowdown - 1.0) * std::min(cpu, arrived);
   }
-  if (left.empty()) return found;
-  const double cpu = added(problem.cpu, left) + problem.cpu_first;
-  found.cpu_seconds = cpu + (problem.cpu_slowdown - 1.0) * std::min(cpu, arrived);
+  if (fetch.empty()) return found;
+  found.gpu_seconds =
+      std::max({found.gpu_seconds, found.cpu_seconds, arrived + problem.copy_wake});
+  for (const std::int32_t i : fetch) found.gpu_seconds += problem.gpu[i];
   return found;
 }
 

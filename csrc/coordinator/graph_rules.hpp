@@ -19,7 +19,7 @@ struct GraphProblem {
   std::vector<std::uint8_t> states;   // kEmpty, kCopying, kReady
   std::vector<std::uint32_t> scores;
   double cpu_first, link, link_busy;  // as tandem.policy.assignment.problem has them
-  double cpu_slowdown, link_slowdown;
+  double cpu_slowdown, link_slowdown, copy_wake;
   std::int64_t max_fetches;
 };
 

@@ -10,7 +10,7 @@
 //   is_hit    i32 (rows, top_k)   1: the device computes it, or it is padding; 0: the host does
 //   weights   f32 (rows, top_k)   the router's, for policies that read them
 //   fetched   u64 (rows, top_k)   where a miss lies that the host has copied meanwhile; 0: the host
-//                                 has computed it. Not used where nothing is ever fetched
+//                                 has computed it. Not read where nothing is ever fetched
 //
 // Behind the blocks of all layers, shared by them:
 //

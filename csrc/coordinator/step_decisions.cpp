@@ -14,7 +14,7 @@ void StepDecisions::begin_step() {
 std::span<const Fetch> StepDecisions::fetch(std::int64_t layer,
                                             std::span<const std::int32_t> choice) {
   fetches_.clear();
-  if (!fetches()) return {};
+  if (policy_ == nullptr || !policy_->fetches()) return {};
   decide(layer, choice, steady_seconds());
   is_decided_ = true;
   for (const FetchCopy& found : copies_.fetch) {
@@ -32,7 +32,7 @@ void StepDecisions::note(const LayerRecord& record) {
     for (const FetchCopy& found : copies_.fetch)  // nobody waits for it any more
       copying_.fetch(found.copy, found.is_staged).claim();
   }
-  copying_.submit(copies_.insert);
+  copying_.submit(copies_.insert, false);
   policy_->learn(static_cast<std::int32_t>(record.layer));
 }
 

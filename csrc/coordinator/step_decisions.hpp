@@ -33,7 +33,6 @@ class StepDecisions : public LayerDecisions {
 
   void set_dense_seconds(double seconds) { dense_ = seconds; }  // of a layer; between steps
 
-  bool fetches() const override { return policy_ != nullptr && policy_->fetches(); }
   void begin_step() override;
   std::span<const Fetch> fetch(std::int64_t layer, std::span<const std::int32_t> choice) override;
   void note(const LayerRecord& record) override;

@@ -40,9 +40,8 @@ bool Resident::has_every_expert() const {
   return std::all_of(state.begin(), state.end(), [](std::uint8_t s) { return s == kReady; });
 }
 
-StepPolicy::StepPolicy(Costs costs, std::vector<SuccessorTable*> tables, Resident resident,
-                       GraphRule rule)
-    : costs_(std::move(costs)), tables_(std::move(tables)), rule_(rule) {
+StepPolicy::StepPolicy(Costs costs, std::vector<SuccessorTable*> tables, Resident resident)
+    : costs_(std::move(costs)), tables_(std::move(tables)) {
   load(std::move(resident), 0.0, {});
 }
 
@@ -131,6 +130,7 @@ void StepPolicy::pose(const std::uint8_t* states, const Ids& experts, const Ids&
   problem.link_busy = link_free_at_ > now ? link_free_at_ - now : 0.0;
   problem.cpu_slowdown = costs_.cpu_slowdown;
   problem.link_slowdown = costs_.link_slowdown;
+  problem.copy_wake = costs_.copy_wake;
   problem.max_fetches = costs_.max_fetches;
 }
 
@@ -155,10 +155,10 @@ void StepPolicy::place(std::int32_t layer, const Ids& fetched, const Ids& expert
     const double cpu = problem_.cpu[i];
     if (is_staged) {
       const SlotCopy copy{layer, expert, resident_.staging[asked_ - 1], kNobody};
-      fetches_.push_back({copy, true, issue(now), cpu});
+      fetches_.push_back(fetch_of(copy, true, now, cpu));
       staged_.push_back(layer * resident_.num_experts + expert);
     } else {
-      fetches_.push_back({*at, false, issue(now), cpu});
+      fetches_.push_back(fetch_of(*at, false, now, cpu));
       inserts_.erase(at);
     }
   }
@@ -190,9 +190,14 @@ Ids StepPolicy::newcomers(const std::uint8_t* states, const Ids& experts, const 
   return found;
 }
 
-// Returns when the copy is expected to end.
-double StepPolicy::issue(double now) {
-  link_free_at_ = std::max(link_free_at_, now) + costs_.link;
+FetchCopy StepPolicy::fetch_of(const SlotCopy& copy, bool is_staged, double now,
+                               double cpu_seconds) {
+  return {copy, is_staged, issue(now + costs_.copy_wake) + costs_.copy_wake, cpu_seconds};
+}
+
+// Returns when a copy that may begin at `ready` is expected to end.
+double StepPolicy::issue(double ready) {
+  link_free_at_ = std::max(link_free_at_, ready) + costs_.link;
   ++num_pending_;
   return link_free_at_;
 }

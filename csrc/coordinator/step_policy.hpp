@@ -59,22 +59,23 @@ class StepPolicy {
     std::vector<double> cpu, gpu;  // seconds of an expert, by tokens
     double cpu_first, link;
     double cpu_slowdown = 1.0, link_slowdown = 1.0;  // see LoneTerms
+    double copy_wake = 0.0;        // of the copying thread, ahead of a fetch and behind it
     std::int64_t max_fetches = 0;  // of one layer
   };
 
   // A table for each layer, which must outlive it.
-  StepPolicy(Costs costs, std::vector<SuccessorTable*> tables, Resident resident,
-             GraphRule rule = GraphRule::kReadyOnGpu);
+  StepPolicy(Costs costs, std::vector<SuccessorTable*> tables, Resident resident);
 
   // Between steps: takes the place of what is known. `pending` are the keys whose copies have not
   // ended, of experts with a slot and of those that were fetched for one use.
   void load(Resident resident, double link_free_at, const std::vector<std::int64_t>& pending);
+  void set_rule(GraphRule rule) { rule_ = rule; }  // between steps
   const Resident& resident() const { return resident_; }
   double link_free_at() const { return link_free_at_; }
 
   void begin_step(double dense_seconds);
 
-  // Whether anything is ever fetched for the layer that runs.
+  // Whether anything may be fetched for the layers of this step.
   bool fetches() const { return rule_ != GraphRule::kReadyOnGpu; }
 
   // What a layer uses now: experts in ascending order with their tokens.
@@ -85,7 +86,8 @@ class StepPolicy {
  private:
   const std::uint8_t* states_of(std::int32_t layer);
   void pose(const std::uint8_t* states, const Ids& experts, const Ids& tokens, double now);
-  double issue(double now);
+  double issue(double ready);
+  FetchCopy fetch_of(const SlotCopy& copy, bool is_staged, double now, double cpu_seconds);
   std::int64_t idle_copies(double now, double next_plan) const;
   Ids newcomers(const std::uint8_t* states, const Ids& experts, const Scores& scores,
                 std::int64_t room, const Ids& fetched) const;
@@ -96,7 +98,7 @@ class StepPolicy {
   std::vector<SuccessorTable*> tables_;
   Resident resident_;
   Ids above_;  // experts in use in the layer above
-  const GraphRule rule_;
+  GraphRule rule_ = GraphRule::kReadyOnGpu;
   GraphProblem problem_;
   std::vector<FetchCopy> fetches_;
   std::vector<SlotCopy> inserts_, entered_;

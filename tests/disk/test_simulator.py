@@ -11,7 +11,6 @@ import tandem
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.experts.cache.policy_tables import host_slot_eviction
 from tandem.experts.execution.forced_routing import ForcedRouting
-from tandem.forecast.typical_routing import typical_routing
 from tandem.hf.config import OffloadConfig
 from tandem.hf.disk_tier import slots_over
 from tandem.policy.plan import Geometry
@@ -19,6 +18,7 @@ from tandem.recording.recorded_graph import RecordedGraph
 from tandem.sim.disk import is_prompt
 from tandem.sim.hit_rate import DemandCache
 from tandem.sim.steps import LoadReader, Step
+from tandem.sim.typical_routing import typical_routing
 from tandem.trace import RoutingTrace
 from tests.disk.loading import slots_of, with_share
 from tests.hf.tiny import save_tiny_checkpoint

@@ -12,6 +12,7 @@ from tandem.experts.store.host_store import HostStore
 from tandem.kernels import _native
 from tandem.kernels.engine import best_isa, start_engine
 from tandem.kernels.native import TOKEN_DTYPES
+from tandem.policy.assignment import IN_GRAPH
 from tandem.policy.cost import CostTable
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings, make_planner
@@ -66,6 +67,7 @@ def fetching_policy(rule: str, num_slots: int) -> _native.StepPolicy:
     )
     policy = native_step_policy(planner)
     assert policy is not None
+    policy.set_rule(IN_GRAPH.index(rule))
     return policy
 
 
@@ -106,6 +108,7 @@ class TwinMachine:
             before_copy,
             link,
         )
+        self._policy = policy
         self.twin = _native.TwinStream(
             self.coordinator, box, self.seen, start_engine(num_threads=1), most_delay, 0
         )
@@ -115,22 +118,32 @@ class TwinMachine:
         """Ask for a copy between steps."""
         self.coordinator.submit([(layer, expert, slot, victim)])
 
-    def start(self, step: Sequence[LayerTokens], stops_before: int = -1) -> None:
-        """Begin a step as a captured one begins: entries are cleared ahead of the launch."""
+    def start(
+        self, step: Sequence[LayerTokens], rule: int | None = None, stops_before: int = -1
+    ) -> None:
+        """Begin a step as a captured one begins: entries are cleared ahead of the launch.
+
+        It is decided by another `rule` than the last one, if one is given by its number.
+        """
         self._step = step  # its tensors must live until the twin has ended
+        self.coordinator.begin_step(self.box, PATIENCE)
         self.coordinator.clear_entries()
         if self.seen is not self.table:
             self.seen.copy_(self.table)
-        self.coordinator.begin_step(self.box, PATIENCE)
+        if rule is not None:
+            assert self._policy is not None
+            self._policy.set_rule(rule)
         calls = [
             (layer, call.hidden, call.chosen, call.weights, call.out)
             for layer, call in enumerate(step)
         ]
         self.twin.start(calls, stops_before)
 
-    def run(self, step: Sequence[LayerTokens], patience: float = PATIENCE) -> None:
+    def run(
+        self, step: Sequence[LayerTokens], rule: int | None = None, patience: float = PATIENCE
+    ) -> None:
         """Do a step whole; raises `StepLostError`."""
-        self.start(step)
+        self.start(step, rule)
         try:
             self.coordinator.finish_step(patience)
         finally:

@@ -104,6 +104,7 @@ def make_executor(
     geometry: Geometry = GEOMETRY,
     resident: Sequence[int] = (),
     device_bytes: int = 1 << 30,
+    in_graph: bool = False,
 ) -> HybridExecutor:
     """Return a hybrid executor on the emulated device and the virtual clock."""
     machine = machine or make_machine(geometry)
@@ -119,7 +120,7 @@ def make_executor(
         VirtualCopyEngine,
     )
     cache.resize(num_slots, resident)
-    return TwinExecutor(cache, device, kernels)
+    return TwinExecutor(cache, device, kernels, in_graph=in_graph)
 
 
 def make_real_executor(

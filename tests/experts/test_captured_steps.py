@@ -103,6 +103,27 @@ def test_the_device_computes_what_is_fetched_meanwhile(
     check_slots(executor, store)
 
 
+def test_steps_of_some_rows_fetch_and_others_do_not(store: HostStore) -> None:
+    settings = PlannerSettings(fetching_rows=(4, 8))
+    executor, events = make_real_executor(store, 12, settings, cpu=SLOW_CPU), list[LayerExecuted]()
+    threads = CpuThreads(num_threads=1)
+    executor.captured = TwinSteps(executor.cache, native_layers(store), threads, torch.float32)
+    executor.listeners.append(events.append)
+    residency = executor.cache.planner.residency
+    for seed, num_tokens in enumerate([4, 4, 3, 1, 2, 12, 8, 5, 1, 1, 3] * 4):
+        step(executor, store, num_tokens, seed)
+        if num_tokens < 3:
+            assert not residency.lent  # slots are the cache's again
+    check_slots(executor, store)
+    executor.close()
+    num_fetched = {tokens: 0 for tokens in (1, 2, 3, 4, 5, 8)}
+    for event in events:
+        if event.num_tokens in num_fetched and event.plan is not None:
+            num_fetched[event.num_tokens] += len(event.plan.fetch)
+    assert num_fetched[1] == num_fetched[2] == 0
+    assert sum(num_fetched.values()) > 0
+
+
 def test_python_hears_of_no_layer_in_which_nothing_was_copied(
     executor: HybridExecutor, store: HostStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

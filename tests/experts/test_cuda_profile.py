@@ -154,6 +154,8 @@ def test_steps_that_are_one_graph_have_costs_of_their_own(
             graph_costs(NeverRings(), streams, HIDDEN, 1e-6, limits=impatient)
     assert costs.layer_seconds > 0
     assert costs.cpu_begin_seconds == costs.cpu_end_seconds >= 0
+    assert costs.second_launch_seconds >= costs.layer_seconds  # two kernels more, and their taking
+    assert 0 < costs.copy_wake_seconds < 1
 
     def graph(fetch_seconds: float) -> HostCosts:
         return dataclasses.replace(costs, fetch_seconds=fetch_seconds)

@@ -23,8 +23,8 @@ from tandem.policy.cost import CostTable
 from tandem.policy.eviction import EVICTIONS, IN_HOST_SLOTS
 from tandem.policy.plan import LayerLoad
 from tandem.policy.planner import Planner
-from tandem.policy.settings import PlannerSettings, make_planner
-from tandem.policy.step_path import StepPath, step_path
+from tandem.policy.settings import FETCHING_RULE, GRAPH_RULE, PlannerSettings, make_planner
+from tandem.policy.step_path import StepPath, run_path
 from tandem.sim.systems import SimulatedSettings
 from tests.policy.strategies import GEOMETRY, shape_costs
 
@@ -88,7 +88,9 @@ def test_every_setting_of_a_planner_is_named_or_cannot_matter() -> None:
     }
     # Of copies ahead, of prompts, and limits that a step without fetches keeps.
     others = {"prefetch", "must_prefetch", "copies_prompts", "max_fetches", "never_worse_than_cpu"}
-    assert {field.name for field in dataclasses.fields(PlannerSettings)} == {*changed, *others}
+    of_graphs = {"fetching_rows"}
+    known = {*changed, *others, *of_graphs}
+    assert {field.name for field in dataclasses.fields(PlannerSettings)} == known
     for name, value in changed.items():
         both = {"prediction": "foresight", "prefetch_count": 1} if name.startswith("pre") else {}
         why = PlannerSettings(**{**both, name: value}).why_planned()
@@ -119,13 +121,9 @@ def test_experts_on_a_disk_are_kept_by_an_eviction_or_it_is_refused(device: str,
             parsed(device, words)
 
 
-@pytest.mark.parametrize(
-    ("device", "words"), [("cuda", ["--emulated-speed", "4"]), ("emulated", ["--no-decode-graph"])]
-)
-def test_what_is_another_devices_is_refused(device: str, words: list[str]) -> None:
-    flag = words[0].replace("no-", "")
-    with pytest.raises(ConfigError, match=f"^{flag}: that is not of --device {device}"):
-        parsed(device, words)
+def test_what_is_another_devices_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^--emulated-speed: that is not of --device cuda"):
+        parsed("cuda", ["--emulated-speed", "4"])
 
 
 def test_residuals_that_nobody_would_read_are_refused() -> None:
@@ -133,23 +131,16 @@ def test_residuals_that_nobody_would_read_are_refused() -> None:
         parsed("cuda", ["--residuals", "r.npz"])
 
 
+@pytest.mark.parametrize("device", ["cuda", "emulated"])
 @pytest.mark.parametrize(("words", "why"), DECISIONS, ids=str)
-def test_a_gpu_follows_it_in_one_graph_or_in_planned_steps(
-    words: list[str], why: str | None
+def test_a_device_follows_it_in_one_graph_or_in_planned_steps(
+    device: str, words: list[str], why: str | None
 ) -> None:
-    options = parsed("cuda", words)
+    options = parsed(device, words)
     assert options.why_planned() == why
-    usual_is_graph = dataclasses.replace(DESKTOP, host=DESKTOP.host[::-1])
-    path = step_path(usual_is_graph, None, options.why_planned())
+    path = run_path(DESKTOP, options.why_planned())
     assert path == StepPath("graph" if why is None else "segments", in_graph=why is None)
     assert_followed(words, options.planner_settings(), in_graph=path.in_graph)
-
-
-@pytest.mark.parametrize("words", [w for w, _ in DECISIONS if w != ["--no-decode-graph"]])
-def test_the_emulated_device_plans_all_steps(words: list[str]) -> None:
-    options = parsed("emulated", words)
-    assert options.why_planned() == "device emulated"
-    assert_followed(words, options.planner_settings(), in_graph=False)
 
 
 def assert_followed(words: Sequence[str], settings: PlannerSettings, *, in_graph: bool) -> None:
@@ -225,12 +216,17 @@ def test_simulate_refuses_one_graph_with_it(
 def test_simulate_decides_one_graph_as_it_runs(
     words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    plans, rule = tmp_path / "plans.jsonl", dict(pairwise(words)).get("--assignment", IN_GRAPH[0])
+    plans = tmp_path / "plans.jsonl"
     assert main([*graph_of(words), "--prompt", "1", "--dump", str(plans), "--json"]) == 0
     out = capsys.readouterr().out
-    assert f"on desktop-12gb, decode steps in one graph by {rule}" in out
     result = json.loads(out.splitlines()[-1])
-    assert (result["in_graph"], result["assignment"]) == (True, rule)
+    rule = result["assignment"]
+    if "--assignment" in words:
+        assert rule == words[1]
+    else:
+        assert rule in (GRAPH_RULE, FETCHING_RULE)  # as a trial says
+    assert f"on desktop-12gb, decode steps in one graph by {rule}" in out
+    assert result["in_graph"]
     timed = [json.loads(line) for line in plans.read_text().splitlines()]
     timed = [plan for plan in timed if plan.get("run") == "timed" and plan["step"] > 1]
     assert timed
@@ -272,5 +268,8 @@ def test_plan_forecasts_the_rule_that_runs_and_refuses_others(
     ):
         assert main([*words, "graph", *more]) == 2
         assert f"one graph cannot follow {why}; leave" in capsys.readouterr().err
-    assert main([*plan, "--device", "emulated", "--host-path", "graph"]) == 2
-    assert "one graph cannot follow device emulated" in capsys.readouterr().err
+    # Without a path it is the run's, on both devices.
+    for device in ("cuda", "emulated"):
+        assert main([*plan, "--device", device, "--expert-dtype", "int4"]) == 0
+        report = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert report["host_path"] == "graph"

@@ -13,9 +13,11 @@ from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.hardware.profiles import load_profile, profile_names, shape_for
 from tandem.policy.assignment import ASSIGNMENTS
+from tandem.policy.cost import GRAPH
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.plan import LayerPlan
 from tandem.policy.settings import PlannerSettings
+from tandem.policy.step_path import GRAPH_ROWS
 from tandem.sim.replay import ReplaySettings, Tally, replay
 from tandem.sim.start import SIMULATED_STARTS
 from tandem.sim.steps import replay_steps
@@ -95,6 +97,8 @@ def simulated(
     num_slots: int,
     batch: int,
     prompt: int = 8,
+    *,
+    in_graph: bool = False,
 ) -> tuple[Tally, list[LayerPlan]]:
     plans: list[LayerPlan] = []
     steps = list(replay_steps(trace, batch, prompt=prompt))[:STEPS]
@@ -107,6 +111,7 @@ def simulated(
         prompt=prompt,
         limit=sum(len(step.tokens) for step in steps),
         compare_every=0,
+        in_graph=in_graph,
     )
     tally = replay(
         trace,
@@ -124,6 +129,8 @@ def check_same(
     settings: PlannerSettings,
     batch: int,
     prompt: int = 8,
+    *,
+    in_graph: bool = False,
 ) -> tuple[CacheStatistics, float]:
     num_slots = trace.meta.geometry.num_layers * trace.meta.geometry.num_experts // 3
     executor = make_executor(
@@ -133,9 +140,12 @@ def check_same(
         machine=machine,
         geometry=trace.meta.geometry,
         resident=start_of(trace, settings, num_slots),
+        in_graph=in_graph,
     )
     statistics, plans = live(executor, trace, batch, prompt)
-    tally, expected = simulated(trace, machine, settings, num_slots, batch, prompt)
+    tally, expected = simulated(
+        trace, machine, settings, num_slots, batch, prompt, in_graph=in_graph
+    )
     clock = executor.cache.clock
     assert len(plans) == STEPS * trace.meta.n_moe_layers
     assert plans == expected
@@ -164,6 +174,19 @@ def test_same_plans_and_times_on_every_profile(
 ) -> None:
     statistics, _ = check_same(store, trace, machine_of(hardware, trace), TANDEM, batch)
     assert 0 < statistics.hits < statistics.active
+
+
+@pytest.mark.parametrize("hardware", ["laptop-8gb", "desktop-12gb"])
+@pytest.mark.parametrize(("batch", "fetches"), [(1, False), (1, True), (4, True), (8, True)])
+def test_same_plans_and_times_in_one_graph(
+    store: HostStore, trace: RoutingTrace, hardware: str, batch: int, fetches: bool
+) -> None:
+    machine = machine_of(hardware, trace)
+    machine = Machine(machine.profile, machine.profile.charged(machine.shape, GRAPH))
+    settings = dataclasses.replace(TANDEM, fetching_rows=GRAPH_ROWS if fetches else ())
+    _, seconds = check_same(store, trace, machine, settings, batch, in_graph=True)
+    _, planned = check_same(store, trace, machine, settings, batch)
+    assert seconds != planned
 
 
 def test_a_long_prompt_is_copied_ahead_of_its_routers(

@@ -16,6 +16,7 @@ from tandem.experts.cache.policy_tables import (
 )
 from tandem.hardware.profiles import load_profile, profile_names, shape_for
 from tandem.policy.assignment import IN_GRAPH
+from tandem.policy.cost import GRAPH
 from tandem.policy.eviction.next_use import NextUse
 from tandem.policy.plan import Copy
 from tandem.policy.planner import Planner
@@ -47,6 +48,8 @@ def test_the_same_experts_are_fetched_enter_and_leave(
     """Slots, victims and the link's estimate are the planner's, whenever copies end."""
     geometry, profile = trace.meta.geometry, load_profile(hardware)
     shape = shape_for(profile, trace.meta.model, geometry)
+    if any(host.path == GRAPH for host in profile.host):
+        shape = profile.charged(shape, GRAPH)
     settings = dataclasses.replace(TANDEM, assignment=rule)
     num_slots = int(share * geometry.num_layers * geometry.num_experts)
     resident = range(0, geometry.num_layers * geometry.num_experts, 7)
@@ -60,11 +63,12 @@ def test_the_same_experts_are_fetched_enter_and_leave(
     assert policy is not None
     timeline, reader, inserted, fetched = Timeline(profile, shape), LoadReader(trace), 0, 0
     for step in list(replay_steps(trace, batch, prompt=1))[: STEPS // batch + 8]:
-        planner.begin_step(len(step.tokens), timeline.now, in_graph=True)
+        num_tokens, link = len(step.tokens), planner.link
+        planner.begin_step(num_tokens, timeline.now, in_graph=True)
         if rule is not None:  # staging slots may have changed
-            link = planner.link
             policy.load(*resident_lists(planner), link.free_at, [*link.pending])
-        policy.begin_step(planner.costs.dense(len(step.tokens)))
+        policy.set_rule(IN_GRAPH.index(settings.rule(graph_tokens=num_tokens)))
+        policy.begin_step(planner.graph_rule(num_tokens).dense_seconds(planner.costs, num_tokens))
         for load in reader.loads(step):
             timeline.run_dense(len(step.tokens))
             for arrival in timeline.arrivals():

@@ -13,18 +13,14 @@ from torch import Tensor
 from tandem.core.errors import ExecutionError
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
-from tandem.experts.execution.captured_steps import (
-    MAX_ROWS,
-    NUM_ROWS,
-    PATIENCE_SECONDS,
-    CapturedSteps,
-)
+from tandem.experts.execution.captured_steps import PATIENCE_SECONDS, CapturedSteps
 from tandem.experts.execution.executor import DirectCall
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.execution.routed_layers import native_layer
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.native import TOKEN_DTYPES
+from tandem.policy.step_path import GRAPH_ROWS, MAX_GRAPH_TOKENS, graph_rows
 
 
 class TwinSteps(CapturedSteps):
@@ -46,7 +42,7 @@ class TwinSteps(CapturedSteps):
         super().__init__(cache, layers, threads, table, bytes_per_second=bytes_per_second)
         self._dtype = dtype
         self._twins: dict[int, tuple[int, _native.TwinStream]] = {}
-        for rows in NUM_ROWS:
+        for rows in GRAPH_ROWS:
             box = self.coordinator.add_mailbox(rows, geometry.top_k, TOKEN_DTYPES[dtype])
             twin = _native.TwinStream(self.coordinator, box, table, threads.engine, 0, 0)
             twin.set_patience(PATIENCE_SECONDS)
@@ -58,11 +54,11 @@ class TwinSteps(CapturedSteps):
         _, hidden, index, weights = call
         if hidden.dtype is not self._dtype or index.dtype is not torch.int64:
             return False
-        return hidden.shape[0] <= MAX_ROWS and weights.dtype in TOKEN_DTYPES
+        return hidden.shape[0] <= MAX_GRAPH_TOKENS and weights.dtype in TOKEN_DTYPES
 
     def begin(self, num_tokens: int) -> None:
-        """Begin a step of at most `MAX_ROWS` tokens."""
-        box, self._twin = self._twins[next(rows for rows in NUM_ROWS if rows >= num_tokens)]
+        """Begin a step of at most `MAX_GRAPH_TOKENS` tokens."""
+        box, self._twin = self._twins[graph_rows(num_tokens)]
         self.begin_on(box, num_tokens)
 
     def run(self, call: RoutedCall) -> Tensor:
@@ -88,7 +84,7 @@ class TwinSteps(CapturedSteps):
         self, layer: int, program: _native.Program, tensors: tuple[Tensor, Tensor, Tensor, Tensor]
     ) -> None:
         """Add a layer (hidden, index, weights, out) to a program, which runs in begun steps."""
-        rows = next(rows for rows in NUM_ROWS if rows >= len(tensors[0]))
+        rows = graph_rows(len(tensors[0]))
         self._twins[rows][1].add_to(program, (layer, *tensors))
 
 
@@ -107,7 +103,7 @@ class TwinExecutor(HybridExecutor):
     def repeat_step(self, num_tokens: int) -> None:
         """Begin a captured step, if it is one: its recording does not ask."""
         twin = self._twin
-        if twin is None or num_tokens > NUM_ROWS[-1]:
+        if twin is None or num_tokens > MAX_GRAPH_TOKENS:
             return
         with self._turn:
             self._announced, self._last_layer = None, -1

@@ -19,13 +19,13 @@ from tandem.forecast.gpu_forecast import (
     measured_shape,
 )
 from tandem.forecast.sizes import ModelSizes, config_sizes, model_sizes
-from tandem.forecast.typical_routing import typical_routing
 from tandem.hardware.profiles import load_profile
 from tandem.hf.checkpoint import open_model
 from tandem.hf.config import OffloadConfig
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings
 from tandem.policy.step_path import step_path
+from tandem.sim.typical_routing import typical_routing
 
 DESKTOP = load_profile("desktop-12gb")
 
@@ -111,8 +111,8 @@ def test_a_plan_for_a_gpu_that_is_elsewhere(
     assert report["decode_tokens_per_second"] > 0
     assert report["profile"] == "desktop-12gb"
     assert report["gpu_available_bytes"] == DESKTOP.gpu_memory_bytes
-    assert report["host_path"] == "segments"
-    assert "the segments path's host costs" in out
+    assert report["host_path"] == "graph"
+    assert "the graph path's host costs" in out
     assert "left free" in out
 
 

@@ -25,7 +25,6 @@ from tandem.forecast.model_plan import workspace_bytes
 from tandem.forecast.sizes import ModelSizes, model_sizes
 from tandem.forecast.speed_forecast import SpeedForecast
 from tandem.forecast.state_bytes import state_bytes_of
-from tandem.forecast.typical_routing import typical_routing
 from tandem.hardware.profiles import load_profile, save_profile
 from tandem.hf.checkpoint import open_checkpoint
 from tandem.hf.config import OffloadConfig
@@ -34,6 +33,7 @@ from tandem.hf.load import empty_model
 from tandem.kernels.dense import CpuThreads
 from tandem.policy.cost import DiskCosts
 from tandem.sim.disk import whole_pages
+from tandem.sim.typical_routing import typical_routing
 from tandem.trace import write_trace
 from tests.architectures import build_tiny_model
 from tests.disk.loading import slots_of

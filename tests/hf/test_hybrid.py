@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.cache.heat import Heat
 from tandem.experts.cache.sizing import parse_gpu_memory
 from tandem.experts.execution.forced_routing import ForcedRouting
+from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.generate.generator import Generator
+from tandem.hardware.profiles import load_profile, save_profile
 from tandem.hf.checkpoint import open_model
 from tandem.hf.identity import model_identity
 from tandem.hf.load import load_checkpoint
 from tandem.hf.lookahead.routing_recording import recording
+from tandem.policy.settings import FETCHING_RULE, GRAPH_RULE
 from tandem.sim.replay import ReplaySettings, Tally, replay
 from tandem.trace import RoutingTrace, read_trace, write_trace
 from tests.hf.tiny import save_tiny_checkpoint
@@ -44,10 +48,10 @@ def load(checkpoint: Path, profile: str, **options: Any) -> Any:
     return load_checkpoint(open_model(checkpoint), config, dtype=torch.float32)
 
 
-def recorded(model: Any) -> RoutingTrace:
+def recorded(model: Any, prompts: Sequence[str] = tuple(PROMPTS)) -> RoutingTrace:
     """Return what the routers chose while the model went on from every prompt."""
     with recording(model) as recorder, torch.no_grad():
-        for prompt in PROMPTS:
+        for prompt in prompts:
             recorder.begin_sequences()
             ids = torch.tensor([ids_of(prompt)])
             model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=-1)
@@ -59,6 +63,7 @@ def replayed(trace: RoutingTrace, cache: ExpertCache, resident: list[int]) -> Ta
     run = ReplaySettings(
         settings=cache.settings, profile=cache.machine.profile, shape=cache.machine.shape,
         num_slots=cache.num_slots, prompt=None, compare_every=0,
+        in_graph=cache.machine.path.in_graph,
     )  # fmt: skip
     return replay(trace, run, resident=resident)
 
@@ -87,15 +92,19 @@ def test_a_whole_model_says_the_same_to_the_bit(
     assert 0 < statistics.hits < statistics.active
 
 
+@pytest.mark.parametrize("machine", ["made-up", "desktop-12gb"])
 def test_a_recorded_trace_replays_with_the_same_decisions(
-    checkpoint: Path, profile: str, tmp_path: Path
+    checkpoint: Path, profile: str, machine: str, tmp_path: Path
 ) -> None:
-    model = load(checkpoint, profile)
+    model = load(checkpoint, profile if machine == "made-up" else machine)
     executor = runtime_in(model).executor
+    assert isinstance(executor, HybridExecutor)
+    assert executor.in_graph == (machine != "made-up")  # whose costs of one graph are not known
     resident = list(executor.cache.resident())
     statistics = CacheStatistics()
     executor.listeners.append(statistics)
-    trace = recorded(model)
+    # A prompt of one token is a step like any other here, and a prompt to the simulator.
+    trace = recorded(model, PROMPTS[::2] if executor.in_graph else PROMPTS)
     assert runtime_in(model).executor is executor
     write_trace(tmp_path / "t.npz", trace)
     trace = read_trace(tmp_path / "t.npz")
@@ -111,6 +120,26 @@ def test_a_recorded_trace_replays_with_the_same_decisions(
         statistics.copies,
         executor.cache.clock.now,
     )
+
+
+def test_a_load_asks_the_trial_and_uses_its_rules(checkpoint: Path) -> None:
+    shape = load_profile("desktop-12gb").shape("qwen3-30b-a3b")
+    cheap = dataclasses.replace(shape, link_seconds_per_expert=1e-7)
+    dear = dataclasses.replace(shape, link_seconds_per_expert=1.0)
+    for costs, rule in ((cheap, FETCHING_RULE), (dear, GRAPH_RULE)):
+        profile = dataclasses.replace(load_profile("desktop-12gb"), shapes=(costs,))
+        host = tuple(
+            dataclasses.replace(
+                each, fetch_seconds=0.0, second_launch_seconds=0.0, copy_wake_seconds=0.0
+            )
+            for each in profile.host
+        )
+        path = checkpoint.parent / f"{rule}.json"
+        save_profile(dataclasses.replace(profile, host=host), path)
+        model = load(checkpoint, str(path), gpu_memory="700kB")
+        settings = runtime_in(model).executor.cache.settings
+        assert settings.graph_rules() == rule
+        assert settings.assignment is None
 
 
 def test_a_trace_forces_its_routing(checkpoint: Path, profile: str) -> None:

@@ -18,6 +18,7 @@ from tandem.policy.assignment.problem import (
     pipeline_seconds,
     priced,
 )
+from tandem.policy.settings import FETCHING_RULE
 from tandem.sim.exact import Exact, lower_bound
 from tandem.sim.systems import POLICIES
 from tests.policy.strategies import problems
@@ -78,6 +79,9 @@ def test_split_is_sound_and_deterministic(name: str, layer: LayerProblem) -> Non
     if name in FETCH_NOTHING:  # and price no copies that are under way for others
         layer = layer._replace(cpu_slowdown=1.0, link_slowdown=1.0)
     expected = seconds(layer, split.fetch, split.spill)
+    if name == FETCHING_RULE:  # whose fetches are computed behind all else
+        fetch = [layer.experts.index(expert) for expert in split.fetch]
+        expected = in_graph_seconds(layer, Published.of(layer), fetch)
     assert (split.gpu_seconds, split.cpu_seconds) == pytest.approx(expected)
     assert policy.assign(layer) == split
 
@@ -160,18 +164,30 @@ def test_balanced_in_graph_weighs_each_copy_against_the_cpus_share() -> None:
     layer = problem(cpu, [1.0] * 4, wait, link=2.0, cpu_first=0.5, link_busy=1.0)
     published = Published.of(layer)
     # The hit ends at 1, copies at 3 and 5. The expert under way is the CPU's in any case.
+    # What is fetched is computed behind all of that, together.
     assert in_graph_seconds(layer, published, ()) == (1.0, 22.5)
-    assert in_graph_seconds(layer, published, (1,)) == (4.0, 13.5)
-    assert in_graph_seconds(layer, published, (1, 2)) == (6.0, 4.5)
+    assert in_graph_seconds(layer, published, (1,)) == (14.5, 13.5)
+    assert in_graph_seconds(layer, published, (1, 2)) == (7.0, 4.5)
     split = BalancedInGraph().assign(layer)
-    assert (split.fetch, split.spill, split.seconds) == ([1, 2], [3], 6.0)
+    assert (split.fetch, split.spill, split.seconds) == ([1, 2], [3], 7.0)
+
+
+@pytest.mark.parametrize(("copy_wake", "seconds"), [(0.5, 7.5), (1.5, 9.0), (20.0, 22.5)])
+def test_in_one_graph_a_thread_wakes_up_ahead_of_the_copies_and_behind_them(
+    copy_wake: float, seconds: float
+) -> None:
+    cpu, wait = [5.0, 9.0, 9.0, 4.0], [0.0, -1.0, -1.0, 0.3]
+    layer = problem(cpu, [1.0] * 4, wait, link=2.0, cpu_first=0.5, link_busy=1.0)
+    layer = layer._replace(copy_wake=copy_wake)
+    # Two copies from when the thread is awake and the link is free, then two experts of 1.
+    assert BalancedInGraph().assign(layer).seconds == seconds
 
 
 def test_in_one_graph_copies_are_as_fast_as_the_link_where_the_cpu_has_nothing() -> None:
     layer = problem([9.0] * 2, [1.0] * 2, [-1.0] * 2, link=4.0, link_slowdown=2.0)
     published = Published.of(layer)
-    assert in_graph_seconds(layer, published, (0,)) == (5.0, 9.0)
-    assert in_graph_seconds(layer, published, (0, 1)) == (5.0, 0.0)  # two copies of 2, then 1
+    assert in_graph_seconds(layer, published, (0,)) == (10.0, 9.0)
+    assert in_graph_seconds(layer, published, (0, 1)) == (6.0, 0.0)  # two copies of 2, then two
 
 
 def test_dali_in_graph_line_by_line() -> None:

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from tandem.forecast.typical_routing import typical_routing
 from tandem.hardware.profiles import load_profile
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings
 from tandem.sim.replay import ReplaySettings, replay
+from tandem.sim.typical_routing import typical_routing
 
 GEOMETRY = Geometry(4, 64, 4)
 LINK_BYTES_PER_SECOND = 55e9

@@ -7,7 +7,7 @@ import pytest
 
 from tandem.hardware.profiles import load_profile
 from tandem.policy.cost import HardwareProfile
-from tandem.policy.plan import Copy, ExpertId, LayerLoad, LayerPlan
+from tandem.policy.plan import TWICE, Copy, ExpertId, LayerLoad, LayerPlan
 from tandem.sim.timeline import Arrival, Timeline
 from tests.policy.strategies import shape_costs
 
@@ -50,6 +50,24 @@ def test_a_ring_slot_is_overwritten_after_its_expert_has_run() -> None:
     copies = (Copy(0, 1, 9, None), Copy(0, 2, 9, None))
     clock.run(LayerLoad(0, (1, 2), (1, 1)), plan(fetch=copies))
     assert clock.now == 2.0 + 0.25 + 2.0 + 0.25
+
+
+def test_a_layer_that_is_launched_twice_waits_for_all_before_what_it_fetched() -> None:
+    shape = dataclasses.replace(
+        timeline().costs.costs, second_launch_seconds=0.0625, copy_wake_seconds=0.5
+    )
+    clock = Timeline(dataclasses.replace(load_profile("laptop-8gb"), shapes=(shape,)), shape)
+    clock._link_slowdown = clock._cpu_slowdown = 1.0
+    copies = (Copy(0, 2, 0, None), Copy(0, 3, 1, None))
+    load = LayerLoad(0, (1, 2, 3, 4), (1, 1, 1, 1))
+    twice = plan(gpu=(1,), fetch=copies, cpu=(4,), launches=TWICE)
+    clock.run(load, twice)
+    # A thread wakes up, two copies follow each other, it hears of them; then one launch of both.
+    assert clock.now == 0.5 + 2 * 2.0 + 0.5 + 0.0625 + 2 * 0.25
+    assert (clock.cpu_busy, clock.gpu_busy, clock.link_busy) == (1.125, 0.75, 4.0)
+    before = clock.now
+    clock.run(load, plan(gpu=(1,), cpu=(2, 3, 4), launches=TWICE))
+    assert clock.now == before + 0.125 + 3 * 1.0 + 0.0625  # also where nothing is fetched
 
 
 def test_background_copies_delay_nothing_but_later_copies() -> None:

@@ -289,8 +289,12 @@ class Explanation:
         self._executor.listeners.remove(self._statistics)
         self._recorder.pause()  # the recorded step goes on through it
         trace = self._recorder.trace("this run")
-        executor = self._executor
-        in_graph = isinstance(executor, HybridExecutor) and executor.captured is not None
-        changes = what_if(trace, self._expert_cache, in_graph=in_graph)
-        eviction = self._expert_cache.planner.eviction
-        return [layer_table(self._statistics, eviction), change_table(changes, trace.num_tokens)]
+        executor, cache = self._executor, self._expert_cache
+        in_graph = isinstance(executor, HybridExecutor) and executor.in_graph
+        changes = what_if(trace, cache, in_graph=in_graph)
+        rules = cache.settings.graph_rules() if in_graph else cache.settings.rule()
+        return [
+            f"decode steps by {rules}",
+            layer_table(self._statistics, cache.planner.eviction),
+            change_table(changes, trace.num_tokens),
+        ]

@@ -207,7 +207,7 @@ def _speed(
     """Return the forecast that was asked for, or why there is none."""
     from tandem.forecast.gpu_forecast import forecast_on_gpu, machine_for
     from tandem.forecast.speed_forecast import forecast_speed, why_not_measured
-    from tandem.policy.step_path import step_path
+    from tandem.policy.step_path import run_path, step_path
 
     if not options.measure:
         return "not forecast (--no-measure)"
@@ -217,7 +217,11 @@ def _speed(
     if reason:
         return reason
     machine = machine_for(sizes, offload)
-    path = step_path(machine, options.host_path, offload.why_planned())
+    asked, why_planned = options.host_path, offload.why_planned()
+    if asked is None:
+        path = run_path(machine, why_planned)
+    else:
+        path = step_path(machine, asked, why_planned)
     return forecast_on_gpu(sizes, machine, offload.planner_settings(), num_slots, path)
 
 
@@ -313,7 +317,7 @@ def _speed_lines(plan: "Plan") -> list[str]:
         return [
             f"{line}, {speed.hit_rate:.0%} of experts from the device's memory (simulated with the "
             f"times of {speed.costs_of} on {speed.profile} and typical routing, {host} host costs, "
-            f"decode steps by {speed.assignment}; these forecasts have not been compared with a "
+            f"decode steps by {speed.rules}; these forecasts have not been compared with a "
             "GPU)"
         ]
     layers = plan.sizes.num_layers

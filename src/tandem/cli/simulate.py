@@ -42,7 +42,7 @@ class SimulateOptions:
         0.5, help="fraction of all experts that the GPU has room for", metavar="FRACTION"
     )
     assignment: str | None = option(
-        None, help="who computes (default: balanced; with --host-path graph ready-on-gpu)"
+        None, help="who computes (default: balanced; with --host-path graph as a trial says)"
     )
     eviction: str = option("successor", help="what stays")
     prediction: str | None = option(

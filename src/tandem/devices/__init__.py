@@ -68,7 +68,7 @@ class Emulated(DeviceKind):
     """A simulated GPU, whose memory is the host's."""
 
     help = "a simulated GPU on the CPU"
-    is_in_host_memory = True
+    is_in_host_memory = has_graphs = True
     machine = "tandem.hf.machine.emulated"
 
 

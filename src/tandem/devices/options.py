@@ -17,7 +17,7 @@ from tandem.policy.eviction import EVICTIONS, IN_HOST_SLOTS
 from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.settings import POOLS, PlannerSettings
 
-_OF_ONE_DEVICE = {"emulated_speed": "emulated", "decode_graph": "cuda"}
+_OF_ONE_DEVICE = {"emulated_speed": "emulated"}
 # What is copied ahead where steps are planned, if nothing is asked for.
 DEFAULT_PREDICTION, DEFAULT_PREFETCH_COUNT = "foresight", 2
 
@@ -75,8 +75,8 @@ class OffloadOptions:
     )
     assignment: str | None = option(
         None,
-        help="who computes each active expert (default: balanced; ready-on-gpu in steps that are "
-        "one graph)",
+        help="who computes each active expert (default: balanced; in steps that are one graph "
+        "balanced-in-graph where a trial at load says that it pays, else ready-on-gpu)",
         choices=ASSIGNMENTS.names(),
     )
     eviction: str = option(

@@ -17,11 +17,11 @@ from tandem.bench.random_model import build_random_model
 from tandem.core.errors import CapacityError
 from tandem.core.units import parse_bandwidth
 from tandem.devices import kind_of
+from tandem.experts.cache.policy_tables import NATIVE_TABLES
 from tandem.experts.cache.sizing import DeviceMemory
 from tandem.experts.measuring.profiler import with_emulated_gpu, with_link
 from tandem.forecast.sizes import ModelSizes, config_sizes
 from tandem.forecast.speed_forecast import PROMPT_TOKENS, Forecast, cut_shape
-from tandem.forecast.typical_routing import typical_routing
 from tandem.hardware.profiles import load_profile, shape_for
 from tandem.hf.assembly import profile_of
 from tandem.hf.config import OffloadConfig
@@ -30,8 +30,10 @@ from tandem.policy.cost import NO_HOST, HardwareProfile, ShapeCosts
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings
 from tandem.policy.step_path import StepPath
+from tandem.sim.graph_trial import settled
 from tandem.sim.replay import ReplaySettings, replay
 from tandem.sim.start import SIMULATED_STARTS
+from tandem.sim.typical_routing import typical_routing
 
 _DECODE_STEPS = 128
 _HEAT_SEQUENCES = 2  # what earlier runs have learned about popularity
@@ -52,7 +54,9 @@ class GpuForecast(Forecast):
     host_path: str | None
     """Whose host costs are in the times; None: the profile knows of none."""
     assignment: str
-    """Who computes what in decode steps."""
+    """Who computes what in decode steps of one token."""
+    rules: str
+    """The same in words, of all decode steps."""
 
 
 def machine_for(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
@@ -149,14 +153,18 @@ def forecast_on_gpu(
     is_resident = num_slots >= sizes.num_experts
     if is_resident:  # as loading has it: all of them, and room for copies
         num_slots += settings.extra_slots(num_slots)
+    charged = profile.charged(costs, path.host_path)
+    if path.in_graph:
+        settings = settled(settings, profile, charged, geometry, num_slots, tables=NATIVE_TABLES)
     run = ReplaySettings(
         settings=settings,
         profile=profile,
-        shape=profile.charged(costs, path.host_path),
+        shape=charged,
         num_slots=num_slots,
         prompt=PROMPT_TOKENS,
         compare_every=0,
         in_graph=path.in_graph,
+        tables=NATIVE_TABLES,
     )
     set_sizes = settings.set_sizes(geometry, num_slots)
     resident = SIMULATED_STARTS.factory("hottest")(geometry, set_sizes, heat)
@@ -173,7 +181,8 @@ def forecast_on_gpu(
         decode_seconds=steps.decode_seconds / steps.decode_tokens,
         hit_rate=tally.hits / tally.demands,
         host_path=None if path.host_path == NO_HOST else path.host_path,
-        assignment=settings.rule(in_graph=path.in_graph),
+        assignment=settings.rule(graph_tokens=int(path.in_graph)),
+        rules=settings.graph_rules() if path.in_graph else settings.rule(),
     )
 
 

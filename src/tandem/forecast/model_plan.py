@@ -258,7 +258,7 @@ def _more_of_speed(speed: SpeedForecast | GpuForecast | str) -> dict[str, object
     if isinstance(speed, GpuForecast):
         return {
             "profile": speed.profile, "hit_rate": speed.hit_rate, "host_path": speed.host_path,
-            "assignment": speed.assignment,
+            "assignment": speed.assignment, "decode_rules": speed.rules,
         }  # fmt: skip
     return {
         "first_time_to_first_token_seconds": speed.first_prefill_seconds,

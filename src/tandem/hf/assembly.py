@@ -105,19 +105,19 @@ def _hybrid(observed: ObservedModel, runtime: Runtime) -> HybridExecutor:
 
 
 def _hybrid_on(parts: DeviceParts, observed: ObservedModel, runtime: Runtime) -> HybridExecutor:
-    options, geometry = observed.options, observed.geometry
-    settings, device = options.planner_settings(), parts.device
-    cache = ExpertCache(
-        observed.store, device, parts.clock, geometry, parts.machine, settings, parts.make_engine
-    )
+    options, geometry, device = observed.options, observed.geometry, parts.device
     num_experts = geometry.num_layers * geometry.num_experts
     num_slots = count_slots(
         parts.share,
         device.memory(),
-        slot_bytes=cache.slot_bytes,
+        slot_bytes=max(layer.image_bytes for layer in observed.store),
         # With these beside one for each expert, all can be resident.
-        num_experts=num_experts + settings.extra_slots(num_experts),
+        num_experts=num_experts + options.planner_settings().extra_slots(num_experts),
         reserved_bytes=parts.reserved_bytes,
+    )
+    settings = observed.settings(parts.machine, num_slots)
+    cache = ExpertCache(
+        observed.store, device, parts.clock, geometry, parts.machine, settings, parts.make_engine
     )
     start = STARTS.factory(options.start_content)
     name = f"{observed.model_type}-{model_identity(observed.model)}.npy"

@@ -539,8 +539,8 @@ class StepPolicy:
         link: float,
         cpu_slowdown: float,
         link_slowdown: float,
+        copy_wake: float,
         max_fetches: int,
-        rule: int,
         tables: list[SuccessorTable],
         state: bytes,
         slot_of: Sequence[int],
@@ -562,6 +562,7 @@ class StepPolicy:
     ) -> None: ...
     def resident(self) -> _Resident: ...
     def link_free_at(self) -> float: ...
+    def set_rule(self, rule: int, /) -> None: ...
     def begin_step(self, dense_seconds: float, /) -> None: ...
     def decide(
         self, layer: int, experts: Sequence[int], tokens: Sequence[int], now: float, /

@@ -39,6 +39,9 @@ class ShapeCosts:
     dense_seconds: tuple[float, ...]  # rest of one layer, on the GPU: attention, router, shared
     cpu_first_expert_seconds: float  # on top, once per layer in which the CPU has any expert
     link_seconds_per_expert: float
+    # Of the host, in steps that are one graph; see `HostCosts`.
+    second_launch_seconds: float = 0.0
+    copy_wake_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, what was found and what is expected."""
@@ -56,8 +59,11 @@ class ShapeCosts:
                 raise ConfigError(f"{name} has {len(table)} entries; expected {len(steps)}")
             for place, value in enumerate(table):
                 _require(f"{name}[{place}]", value, "a time of at least 0 seconds", _is_time)
-        _require("cpu_first_expert_seconds", self.cpu_first_expert_seconds, "at least 0", _is_time)
-        _require("link_seconds_per_expert", self.link_seconds_per_expert, "at least 0", _is_time)
+        for name in (
+            "cpu_first_expert_seconds", "link_seconds_per_expert", "second_launch_seconds",
+            "copy_wake_seconds",
+        ):  # fmt: skip
+            _require(name, given[name], "at least 0", _is_time)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +82,10 @@ class HostCosts:
     """The CPU's last row is computed -> the GPU goes on with it."""
     fetch_seconds: float
     """A fetched expert's part of the launch of its group: it takes at least so long."""
+    second_launch_seconds: float = 0.0
+    """Of each layer in one graph whose misses may be fetched: their own launch, also of none."""
+    copy_wake_seconds: float = 0.0
+    """Until a thread that sleeps is at work: ahead of a fetch within a graph, and behind it."""
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, what was found and what is expected."""
@@ -193,6 +203,8 @@ class HardwareProfile:
             dense_seconds=tuple(seconds + layer for seconds in shape.dense_seconds),
             cpu_first_expert_seconds=shape.cpu_first_expert_seconds + on_cpu,
             link_seconds_per_expert=max(shape.link_seconds_per_expert, host.fetch_seconds),
+            second_launch_seconds=host.second_launch_seconds,
+            copy_wake_seconds=host.copy_wake_seconds,
         )
 
     def to_json(self) -> str:
@@ -297,6 +309,7 @@ class CostTable:
         self.gpu: list[float] = [0.0]
         self.cpu_first = costs.cpu_first_expert_seconds
         self.link = costs.link_seconds_per_expert * link_slowdown
+        self.second_launch, self.copy_wake = costs.second_launch_seconds, costs.copy_wake_seconds
         self.grow(64)
 
     def grow(self, tokens: int) -> None:

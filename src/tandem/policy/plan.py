@@ -6,6 +6,9 @@ They are keyed by expert id, never by position. The whole interface of the plann
 from collections.abc import Sequence
 from typing import NamedTuple
 
+# Launches of a layer in one graph that may fetch: what has been fetched comes second, together.
+ONCE, TWICE = 1, 2
+
 
 class ExpertId(NamedTuple):
     """One routed expert: `layer` counts MoE layers from 0, `expert` counts within the layer."""
@@ -74,6 +77,7 @@ class LayerPlan(NamedTuple):
     gpu_seconds: float  # expected, by the planner's own costs
     cpu_seconds: float
     hits: int = 0  # active experts that were resident and ready, on either processor
+    launches: int = 0  # of the device, in a step that is one graph; 0: it is planned
 
     @property
     def seconds(self) -> float:

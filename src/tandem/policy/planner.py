@@ -8,7 +8,7 @@ of its old content; an `arriving` or fetched expert runs after its own copy.
 Deterministic: equal calls give equal plans. Reads no clock; all times are arguments.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from tandem.policy.admission import Admission
@@ -23,6 +23,7 @@ from tandem.policy.prefetch import PrefetchChoice, PrefetchTerms, Recurrence
 from tandem.policy.prompt_copies import PromptCopies
 from tandem.policy.residency import COPYING, NOWHERE, READY, Residency
 from tandem.policy.ring import Ring
+from tandem.policy.step_path import graph_rows
 
 UNLIMITED = 1 << 30
 _READY_STATE = bytes([READY])
@@ -38,7 +39,7 @@ class Planner:
         residency: Residency,
         *,
         rule: Rule,
-        graph_rule: Rule,
+        graph_rules: Mapping[int, Rule],
         eviction: Eviction,
         prediction: Prediction,
         prefetch: PrefetchChoice,
@@ -49,17 +50,17 @@ class Planner:
     ) -> None:
         """Wire the policies together.
 
-        `graph_rule` says who computes what in steps that are one graph, `rule` in all others. The
-        `ring` takes fetched experts that are not admitted to the cache; if it has no slots,
-        only admitted experts can be fetched. `max_fetches` is equation 9 for one layer.
+        `graph_rules` say by rows who computes what in steps that are one graph, `rule` in all
+        others. The `ring` takes fetched experts that are not admitted to the cache; if it has no
+        slots, only admitted experts can be fetched. `max_fetches` is equation 9 for one layer.
         `copy_price_seconds` is the time that one copy costs CPU and GPU.
         """
         self.geometry = geometry
         self.costs = costs
         self.residency = residency
         self.link = LinkQueue(costs.link)
-        self._planned_rule, self.graph_rule = rule, graph_rule
-        self._rule = rule
+        self._planned_rule, self._graph_rules = rule, graph_rules
+        self._rule = rule  # of the step
         self.eviction = eviction
         self.prediction = prediction
         self._prefetch = prefetch
@@ -69,7 +70,6 @@ class Planner:
         self._max_fetches = self._most_fetches = max_fetches if ring.size else 0
         self._copy_price = copy_price_seconds
         self._can_prefetch = self._predicts = can_prefetch
-        self._step_tokens = 1
         self._dense_seconds = costs.dense(1)
         self._has_every_expert = False
         self.chances = Recurrence()
@@ -87,14 +87,13 @@ class Planner:
 
         A step that is one graph (`in_graph`) has none: it makes no predictions.
         """
-        self._rule = self.graph_rule if in_graph else self._planned_rule
+        self._rule = self.graph_rule(num_tokens) if in_graph else self._planned_rule
         self._predicts = self._can_prefetch and not in_graph
         self.eviction.begin_step(is_prefill=is_prefill)
-        if num_tokens != self._step_tokens:
-            self._step_tokens = num_tokens
-            self._dense_seconds = self.costs.dense(num_tokens)
+        self._dense_seconds = self._rule.dense_seconds(self.costs, num_tokens)
         self.residency.release_passed(-1, ())
-        self._begin_ring(in_graph=in_graph)
+        self._max_fetches = self.max_graph_fetches if in_graph else self._most_fetches
+        self.ring.begin_step(in_graph=in_graph, may_fetch=self._rule.fetches)
         self._has_every_expert = self.residency.has_every_expert()
         self.prompt.begin_step(num_tokens, is_prefill=is_prefill and not self._prefetch.is_staged)
         if self._has_every_expert:
@@ -103,9 +102,9 @@ class Planner:
             self.prediction.begin_step(token_ids)
         return self._copies_ahead(0, frozenset(), now, now + self._dense_seconds)
 
-    def _begin_ring(self, *, in_graph: bool) -> None:
-        self._max_fetches = self.max_graph_fetches if in_graph else self._most_fetches
-        self.ring.begin_step(in_graph=in_graph, may_fetch=self._rule.fetches)
+    def graph_rule(self, num_tokens: int) -> Rule:
+        """Return who computes what in steps of so many tokens that are one graph."""
+        return self._graph_rules[graph_rows(num_tokens)]
 
     @property
     def max_graph_fetches(self) -> int:
@@ -158,7 +157,8 @@ class Planner:
             ahead = self._copies_ahead(layer + 1, in_use, now, next_plan)
         gpu, arriving, cpu = self._by_processor(load, states, split)
         seconds, hits = (split.gpu_seconds, split.cpu_seconds), states.count(READY)
-        return LayerPlan(layer, gpu, arriving, fetch, cpu, insert, ahead, *seconds, hits)
+        launches = self._rule.launches
+        return LayerPlan(layer, gpu, arriving, fetch, cpu, insert, ahead, *seconds, hits, launches)
 
     def _decide(
         self,
@@ -193,7 +193,8 @@ class Planner:
         split = self._split_resident(load, keys, states, now)
         gpu, _, cpu = self._by_processor(load, states, split)
         seconds = split.gpu_seconds, split.cpu_seconds
-        return LayerPlan(load.layer, gpu, (), (), cpu, (), (), *seconds, len(keys))
+        launches = self._rule.launches
+        return LayerPlan(load.layer, gpu, (), (), cpu, (), (), *seconds, len(keys), launches)
 
     def problem(self, load: LayerLoad, now: float) -> LayerProblem:
         """Return a layer's assignment problem as it stands now; changes nothing."""
@@ -218,7 +219,7 @@ class Planner:
             load.layer, load.experts, tokens,
             [cpu_table[n] for n in tokens], [gpu_table[n] for n in tokens], wait,
             self.eviction.scores(keys), costs.cpu_first, costs.link, link.busy_seconds(now),
-            self._max_fetches, costs.cpu_slowdown, costs.link_slowdown,
+            self._max_fetches, costs.cpu_slowdown, costs.link_slowdown, costs.copy_wake,
         )  # fmt: skip
 
     def _split_resident(
@@ -255,15 +256,16 @@ class Planner:
             return (), ()
         fetch = []
         num_staged = sum(first + expert not in copies for expert in split.fetch)
-        in_graph = self._rule is self.graph_rule
-        ring = self.ring.graph_slots(num_staged) if in_graph else self.ring.slots(in_use)
+        ring, ready = self.ring.slots(in_use), now
+        if self._rule.launches:
+            ring, ready = self.ring.graph_slots(num_staged), now + self.costs.copy_wake
         for expert in split.fetch:
             key = first + expert
             copy = copies.pop(key, None)
             if copy is None and (given := next(ring, None)) is not None:
                 copy = self._copy(key, *given)
             if copy is not None:
-                link.issue(key, now)
+                link.issue(key, ready)
                 fetch.append(copy)
         for key in copies:
             link.issue(key, now)

@@ -19,6 +19,7 @@ from tandem.policy.prefetch import PREFETCHES, PrefetchChoice
 from tandem.policy.residency import Residency, sets_by_layer
 from tandem.policy.ring import OWN_SLOTS, Ring
 from tandem.policy.single_token_layers import SingleTokenLayers
+from tandem.policy.step_path import GRAPH_ROWS, graph_rows
 from tandem.policy.tables import LearnsInTables, Tables
 
 P = TypeVar("P", Eviction, Prediction)
@@ -32,8 +33,9 @@ RING_SLOTS, RING_SHARE = 16, 1 / 96
 # as a link of 25 GB/s fills while 2,048 tokens of Qwen3-30B-A3B attend on a 4070.
 PROMPT_SLOTS, PROMPT_SHARE = 64, 1 / 32
 POOLS = ("by-layer", "shared")
-# Who computes what where no assignment is asked for: in plans, and in steps that are one graph.
-PLANNED_RULE, GRAPH_RULE = "balanced", "ready-on-gpu"
+# Who computes what where no assignment is asked for: in plans, and in steps that are one graph,
+# where fetches do not pay and where they do.
+PLANNED_RULE, GRAPH_RULE, FETCHING_RULE = "balanced", "ready-on-gpu", "balanced-in-graph"
 
 
 class Policies(NamedTuple):
@@ -57,6 +59,7 @@ class PlannerSettings:
     prefetch: str = "pays"
     prefetch_count: int = 0  # experts copied ahead per layer, at most
     must_prefetch: bool = True  # in all steps; else where they are planned
+    fetching_rows: tuple[int, ...] = ()  # of steps in one graph that fetch, if none is asked for
     copies_prompts: bool = False  # whether slots are set aside for copies ahead in long prompts
     pool: str = "by-layer"
     max_fetches: int = UNLIMITED
@@ -75,11 +78,21 @@ class PlannerSettings:
         if self.prefetch_count < 0:
             raise ConfigError(f"prefetch_count is {self.prefetch_count}; expected at least 0")
 
-    def rule(self, *, in_graph: bool = False) -> str:
-        """Return the assignment of planned steps, or of those that are one graph."""
-        if in_graph:
-            return self.assignment if self.assignment in IN_GRAPH else GRAPH_RULE
-        return self.assignment or PLANNED_RULE
+    def rule(self, *, graph_tokens: int = 0) -> str:
+        """Return the assignment of planned steps, or of those of so many tokens in one graph."""
+        if not graph_tokens:
+            return self.assignment or PLANNED_RULE
+        if self.assignment in IN_GRAPH:
+            return self.assignment
+        return FETCHING_RULE if graph_rows(graph_tokens) in self.fetching_rows else GRAPH_RULE
+
+    def graph_rules(self) -> str:
+        """Say in words who computes what in steps that are one graph."""
+        names = {rows: self.rule(graph_tokens=rows) for rows in GRAPH_ROWS}
+        if len({*names.values()}) == 1:
+            return names[1]
+        fetching = " or ".join(str(rows) for rows, name in names.items() if name != GRAPH_RULE)
+        return f"{FETCHING_RULE} of {fetching} rows, {GRAPH_RULE} of others"
 
     def why_planned(self) -> str | None:
         """Name the choice that a step in one graph cannot follow; None: it can follow all."""
@@ -170,12 +183,7 @@ def make_planner(
             never_worse_than_cpu=settings.never_worse_than_cpu,
             single_token=single_token if ring.size else None,
         ),
-        # What the device has published as its own cannot go to the CPU.
-        graph_rule=Rule(
-            policies.assignments.factory(settings.rule(in_graph=True))(),
-            never_worse_than_cpu=False,
-            fetches=settings.rule(in_graph=True) != GRAPH_RULE,
-        ),
+        graph_rules={rows: _graph_rule(settings, rows) for rows in GRAPH_ROWS},
         eviction=eviction,
         prediction=prediction
         or with_tables(policies.predictions.factory(settings.prediction), tables)(geometry),
@@ -218,6 +226,16 @@ def make_planner_on(
         copy_price_seconds=price,
         like=like,
         tables=tables,
+    )
+
+
+def _graph_rule(settings: PlannerSettings, rows: int) -> Rule:
+    name = settings.rule(graph_tokens=rows)
+    return Rule(
+        settings.policies.assignments.factory(name)(),
+        never_worse_than_cpu=False,  # what the device has published as its own stays its
+        fetches=name != GRAPH_RULE,
+        in_graph=True,
     )
 
 

@@ -11,6 +11,12 @@ from tandem.core.errors import ConfigError
 from tandem.policy.cost import GRAPH, NO_HOST, SEGMENTS, HardwareProfile
 
 MAX_GRAPH_TOKENS = 8  # of a step in one graph; one of more is planned
+GRAPH_ROWS = (1, 2, 4, MAX_GRAPH_TOKENS)  # a step of other tokens has idle rows
+
+
+def graph_rows(num_tokens: int) -> int:
+    """Return the rows of a step in one graph that has so many tokens."""
+    return next(rows for rows in GRAPH_ROWS if rows >= num_tokens)
 
 
 class StepPath(NamedTuple):
@@ -22,6 +28,15 @@ class StepPath(NamedTuple):
     """Whether steps of few tokens are one graph."""
 
 
+PLAIN_PATH = StepPath(NO_HOST, in_graph=False)
+
+
+def run_path(profile: HardwareProfile, why_planned: str | None) -> StepPath:
+    """Return the path of a run: one graph, where the profile knows that and it can be."""
+    is_known = any(costs.path == GRAPH for costs in profile.host)
+    return step_path(profile, GRAPH if is_known and why_planned is None else None, why_planned)
+
+
 def step_path(profile: HardwareProfile, asked: str | None, why_planned: str | None) -> StepPath:
     """Return the path that is asked for, None: the profile's usual one.
 
@@ -30,7 +45,7 @@ def step_path(profile: HardwareProfile, asked: str | None, why_planned: str | No
     """
     host = profile.host_costs(asked)
     if host is None:
-        return StepPath(NO_HOST, in_graph=False)
+        return PLAIN_PATH
     if host.path != GRAPH or why_planned is None:
         return StepPath(host.path, in_graph=host.path == GRAPH)
     if asked is not None:

@@ -1,6 +1,7 @@
 """Replay a routing trace through a planner on a virtual clock, and add up what happened."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable
 from statistics import median
@@ -18,6 +19,7 @@ from tandem.policy.plan import LayerLoad, LayerPlan
 from tandem.policy.settings import PlannerSettings, make_planner_on
 from tandem.policy.speculation.step_shape import TouchedExperts
 from tandem.policy.step_path import MAX_GRAPH_TOKENS
+from tandem.policy.tables import Tables
 from tandem.sim.exact import optimal_seconds
 from tandem.sim.exact_overlapped import overlapped_optimal_seconds
 from tandem.sim.speculation import SpeculationChoice, TraceSpeculation
@@ -110,6 +112,7 @@ class ReplaySettings:
     compare_every: int = COMPARE_EVERY  # 0: never
     speculation: SpeculationChoice | None = None
     in_graph: bool = False  # whether decode steps of few tokens are one graph
+    tables: Tables | None = None  # in which policies learn; None: slow ones with the same answers
 
 
 def replay(
@@ -119,22 +122,31 @@ def replay(
     resident: Iterable[int] = (),
     watch: Watch | None = None,
     progress: Callable[[int], None] | None = None,
+    clock: Timeline | None = None,
 ) -> Tally:
-    """Replay until the trace or the limit ends; `progress` gets the tokens of each step."""
-    return _Replay(trace, run, resident, watch).run(progress)
+    """Replay until the trace or the limit ends; `progress` gets the tokens of each step.
+
+    On a new timeline, unless there is a `clock` that knows better how long things take.
+    """
+    return _Replay(trace, run, resident, watch, clock).run(progress)
 
 
 class _Replay:
     """The loop over steps and layers."""
 
     def __init__(
-        self, trace: RoutingTrace, run: ReplaySettings, resident: Iterable[int], watch: Watch | None
+        self,
+        trace: RoutingTrace,
+        run: ReplaySettings,
+        resident: Iterable[int],
+        watch: Watch | None,
+        clock: Timeline | None,
     ) -> None:
         profile = run.profile
         self._settings = run
         self._trace = trace
         self._reader = LoadReader(trace)
-        self._timeline = Timeline(profile, run.shape)
+        self._timeline = clock or Timeline(profile, run.shape)
         self._planner = make_planner_on(
             profile,
             run.shape,
@@ -142,9 +154,10 @@ class _Replay:
             trace.meta.geometry,
             run.num_slots,
             resident=resident,
+            tables=run.tables,
         )
-        self._by_equations = [_by_equations(run.settings, in_graph=kind) for kind in (False, True)]
-        self._in_graph = False  # the step that runs
+        self._by_equations = functools.cache(functools.partial(_by_equations, run.settings))
+        self._graph_tokens = 0  # of the step that runs; 0: it is planned
         self._watch = watch
         self._touched = TouchedExperts(lambda: self._planner)
         self._decoding = (
@@ -189,10 +202,10 @@ class _Replay:
         count = len(step.tokens)
         hints = reader.hints(step) if self._trace.predicted is not None else None
         is_short = not step.is_prefill and count <= MAX_GRAPH_TOKENS
-        self._in_graph = self._settings.in_graph and is_short
+        self._graph_tokens = count if self._settings.in_graph and is_short else 0
         ahead = planner.begin_step(
             count, timeline.now, token_ids=reader.token_ids(step), is_prefill=step.is_prefill,
-            in_graph=self._in_graph,
+            in_graph=self._graph_tokens > 0,
         )  # fmt: skip
         timeline.issue(ahead)
         for copy in ahead:
@@ -228,7 +241,7 @@ class _Replay:
         if self._watch is None and not is_due:
             return None
         problem = self._planner.problem(load, self._timeline.now)
-        split = self._by_equations[self._in_graph].assign(problem)
+        split = self._by_equations(self._graph_tokens).assign(problem)
         if not is_due:
             return Compared(problem, split, None)
         self._countdown = self._settings.compare_every - 1
@@ -264,10 +277,10 @@ class _Replay:
             tally.prefetch_issued += 1
 
 
-def _by_equations(settings: PlannerSettings, *, in_graph: bool) -> Assignment:
+def _by_equations(settings: PlannerSettings, graph_tokens: int) -> Assignment:
     """Return a rule that decides by equations 3 to 9, if it is one that may."""
-    name = settings.rule(in_graph=in_graph)
-    options = {} if in_graph else dict(settings.assignment_options)
+    name = settings.rule(graph_tokens=graph_tokens)
+    options = {} if graph_tokens else dict(settings.assignment_options)
     if name == "balanced":
         options["pipelined"] = False
     return settings.policies.assignments.factory(name)(**options)

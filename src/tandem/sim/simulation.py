@@ -11,6 +11,7 @@ from tandem.policy.cost import NO_HOST, HardwareProfile, ShapeCosts
 from tandem.policy.settings import PlannerSettings
 from tandem.policy.step_path import MAX_GRAPH_TOKENS, StepPath, step_path
 from tandem.sim.dump import Dump
+from tandem.sim.graph_trial import settled
 from tandem.sim.hit_rate import belady_hit_rate, demand_loads, hit_rate
 from tandem.sim.replay import COMPARE_EVERY, ReplaySettings, Tally, replay
 from tandem.sim.speculation import SpeculationChoice
@@ -57,6 +58,13 @@ class Conditions:
         """Return the costs of the trace's model with the host's own work."""
         return self.profile.charged(self.plain_costs(trace), self.path(settings).host_path)
 
+    def settled(self, trace: RoutingTrace, settings: PlannerSettings) -> PlannerSettings:
+        """Return settings as a run with such costs has them: see `graph_trial`."""
+        if not self.path(settings).in_graph:
+            return settings
+        costs, num_slots = self.costs(trace, settings), self.num_slots(trace)
+        return settled(settings, self.profile, costs, trace.meta.geometry, num_slots)
+
     def plain_costs(self, trace: RoutingTrace) -> ShapeCosts:
         """Return the costs of the trace's model, or of the shape that was asked for."""
         if self.shape is not None:
@@ -92,6 +100,17 @@ def run_timed(
     progress: Progress | None = None,
 ) -> Tally:
     """Replay on the virtual clock."""
+    settings = conditions.settled(trace, settings)
+    return _replayed(trace, settings, conditions, dump, progress)
+
+
+def _replayed(
+    trace: RoutingTrace,
+    settings: PlannerSettings,
+    conditions: Conditions,
+    dump: Dump | None,
+    progress: Progress | None,
+) -> Tally:
     replayed, heat = split_trace(trace, conditions.hold_out)
     num_slots = conditions.num_slots(trace)
     geometry = trace.meta.geometry
@@ -159,6 +178,7 @@ def simulate(
 ) -> Report:
     """Return everything that `tandem simulate` reports about one trace."""
     costs = conditions.costs(trace, settings)  # raises for an unknown shape before a long replay
+    settings = conditions.settled(trace, settings)
     dump = None
     if dump_to is not None:
         dump = Dump(dump_to, trace.meta.geometry)
@@ -173,7 +193,7 @@ def simulate(
             cpu_slowdown_while_copying=conditions.profile.cpu_slowdown_while_copying,
         )
     rates = hit_rates(trace, settings, conditions, dump=dump)
-    tally = run_timed(trace, settings, conditions, dump=dump, progress=progress)
+    tally = _replayed(trace, settings, conditions, dump, progress)
     return _summary(trace, settings, conditions, costs, tally, rates)
 
 
@@ -199,7 +219,7 @@ def _summary(
         "batch": conditions.batch,
         "gpu_experts": conditions.gpu_experts,
         "slots": conditions.num_slots(trace),
-        "assignment": settings.rule(in_graph=path.in_graph),
+        "assignment": settings.rule(graph_tokens=conditions.batch if path.in_graph else 0),
         "eviction": settings.eviction,
         "prediction": settings.prediction,
         "tokens": tally.tokens,

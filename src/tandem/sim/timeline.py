@@ -1,9 +1,10 @@
 """CPU, GPU and link on a virtual clock: how long a plan takes when they work at the same time.
 
 A layer: its dense part on the GPU, then the plan; residents run on the GPU, fetched experts after
-their copies, the CPU works beside; the layer ends when both are done. The link serves copies one
-after another, also across layers. While CPU and link work at the same time, each slows the other
-down by the profile's factors.
+their copies, the CPU works beside; the layer ends when both are done. In a step that is one graph
+fetched experts run behind all of that, in a launch of their own, and other copies begin behind the
+CPU's share. The link serves copies one after another, also across layers. While CPU and link work
+at the same time, each slows the other down by the profile's factors.
 """
 
 from collections import deque
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tandem.policy.cost import CostTable, HardwareProfile, ShapeCosts
-from tandem.policy.plan import Copy, LayerLoad, LayerPlan
+from tandem.policy.plan import TWICE, Copy, LayerLoad, LayerPlan
 
 
 class Arrival(NamedTuple):
@@ -81,6 +82,8 @@ class Timeline:
         start = self.now
         cpu = sum([costs.cpu[tokens[expert]] for expert in plan.cpu])
         cpu += costs.cpu_first if plan.cpu else 0.0
+        if plan.launches:
+            return self._run_in_graph(plan, tokens, cpu)
         gpu_end = self._run_gpu(plan, tokens, start + cpu)
         for copy in (*plan.insert, *plan.prefetch):
             self._copy(copy, 0.0, start + cpu)
@@ -88,6 +91,24 @@ class Timeline:
         cpu += shared * (self._cpu_slowdown - 1.0)
         self.cpu_busy += cpu
         self.now = max(start + cpu, gpu_end)
+
+    def _run_in_graph(self, plan: LayerPlan, tokens: dict[int, int], cpu: float) -> None:
+        """Run a layer as a coordinator answers it, whose copying thread sleeps in between."""
+        gpu, wake, start = self.costs.gpu, self.costs.copy_wake, self.now
+        held = sum([gpu[tokens[expert]] for expert in plan.gpu])
+        fetched, landed = 0.0, start
+        for copy in plan.fetch:
+            landed = self._copy(copy, start + wake, start + cpu) + wake
+            fetched += gpu[tokens[copy.expert]]
+        cpu += min(cpu, max(0.0, self._link_free - start)) * (self._cpu_slowdown - 1.0)
+        answered = max(start + cpu, landed)
+        for copy in plan.insert:
+            self._copy(copy, answered + wake, start)
+        self.cpu_busy += cpu
+        self.gpu_busy += held + fetched
+        self.now = max(start + held, answered)
+        if plan.launches == TWICE:
+            self.now += self.costs.second_launch + fetched
 
     def _run_gpu(self, plan: LayerPlan, tokens: dict[int, int], cpu_end: float) -> float:
         gpu = self.costs.gpu

@@ -8,12 +8,10 @@ import torch
 
 from tandem.decode.cuda.attention import decode_kernels
 from tandem.decode.cuda.slots import CudaSlotPool
-from tandem.experts.execution.captured_steps import MAX_ROWS
 from tandem.foreign_types import PreTrainedModel
 from tandem.kv_cache.base import NotInSlotsError
 from tandem.kv_cache.cuda.layers import DecodeKernels
-
-STEP_ROWS = tuple(1 << power for power in range(MAX_ROWS.bit_length()))
+from tandem.policy.step_path import GRAPH_ROWS, MAX_GRAPH_TOKENS
 
 
 def step_compilations(
@@ -25,10 +23,10 @@ def step_compilations(
     The experts modules are to be bound to something that computes nothing.
     """
     try:
-        pool = CudaSlotPool(model, MAX_ROWS, find_kernels=find_kernels)
+        pool = CudaSlotPool(model, MAX_GRAPH_TOKENS, find_kernels=find_kernels)
     except NotInSlotsError:
         return []
-    return [partial(_launch_once, pool, count) for count in STEP_ROWS]
+    return [partial(_launch_once, pool, count) for count in GRAPH_ROWS]
 
 
 def _launch_once(pool: CudaSlotPool, count: int) -> None:

@@ -9,10 +9,10 @@ from torch import Tensor
 from tandem.core.errors import TandemWarning
 from tandem.devices.cuda.handed_steps import HandedSteps
 from tandem.experts.execution.batch import ExpertFunctions
-from tandem.experts.execution.captured_steps import MAX_ROWS
 from tandem.experts.execution.executor import Executor
 from tandem.experts.execution.forced_routing import ForcedRouting
 from tandem.experts.execution.hybrid_executor import HybridExecutor
+from tandem.policy.step_path import MAX_GRAPH_TOKENS
 
 
 class HandedGraph:
@@ -65,7 +65,7 @@ def handed_graph(executor: Executor | None, num_rows: int) -> HandedGraph | None
     """
     forced = executor if isinstance(executor, ForcedRouting) else None
     inner = executor if forced is None else forced.inner
-    if not isinstance(inner, HybridExecutor) or num_rows > MAX_ROWS:
+    if not isinstance(inner, HybridExecutor) or num_rows > MAX_GRAPH_TOKENS:
         return None
     if forced is not None and forced.top_k != inner.cache.geometry.top_k:
         return None

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib.util
 import math
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from tandem.policy.cost import GRAPH, HostCosts
 _WAIT_SECONDS = 0.2
 _NO_EXPERT, _ABSENT = -1, 0
 _TRIAL_VALUES = 1  # of a token whose hand-over is tried: by the same kernels
+_ASLEEP_SECONDS = 1e-3  # after so long without work a thread sleeps
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ def graph_costs(
     """
     trial = Trial(signals, streams, hidden_size, make_capture, limits)
     of_hits, of_misses = trial.layer_seconds(_NO_EXPERT), trial.answered_seconds()
+    taking = max(0.0, trial.layer_seconds(_NO_EXPERT, fetches=True) - of_hits)
     one_way = max(0.0, of_misses - of_hits) / 2
     return HostCosts(
         path=GRAPH,
@@ -105,7 +108,28 @@ def graph_costs(
         cpu_begin_seconds=one_way,
         cpu_end_seconds=one_way,
         fetch_seconds=fetch_seconds,
+        # Two kernels that find no expert take what publish and combine do.
+        second_launch_seconds=taking + of_hits,
+        copy_wake_seconds=wake_seconds(),
     )
+
+
+def wake_seconds() -> float:
+    """Return how long a thread that sleeps takes until it is at work, the median of several."""
+    asked, took = queue.SimpleQueue[float | None](), list[float]()
+
+    def work() -> None:
+        while (begin := asked.get()) is not None:
+            took.append(time.perf_counter() - begin)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    for _ in range(REPETITIONS):
+        time.sleep(_ASLEEP_SECONDS)
+        asked.put(time.perf_counter())
+    asked.put(None)
+    thread.join()
+    return median(took)
 
 
 class Trial:
@@ -168,12 +192,12 @@ class Trial:
         """Time a layer that the host answers; raises `RuntimeError` if it does not come through."""
         return self.layer_seconds(_ABSENT)
 
-    def layer_seconds(self, expert: int) -> float:
-        """Time a layer whose token has chosen one expert."""
+    def layer_seconds(self, expert: int, *, fetches: bool = False) -> float:
+        """Time a layer whose token has chosen one expert; `fetches`: one that is launched twice."""
 
         def work() -> None:
             for layer in range(self._limits.layers):
-                self._hand_over(expert, layer, self.signals)
+                self._hand_over(expert, layer, self.signals, fetches=fetches)
 
         self._once(self._load, _NO_EXPERT)
         launch: Callable[[], None] = work
@@ -186,14 +210,16 @@ class Trial:
 
         To load one behind a wait could wait for that wait's end.
         """
-        self._hand_over(_NO_EXPERT, 0, KernelSignals(self.signals.wait_seconds))
+        self._hand_over(_NO_EXPERT, 0, KernelSignals(self.signals.wait_seconds), fetches=True)
 
-    def _hand_over(self, expert: int, layer: int, signals: Signals) -> None:
+    def _hand_over(
+        self, expert: int, layer: int, signals: Signals, *, fetches: bool = False
+    ) -> None:
         if layer == 0:
             self._box.waits.begin_step()
         self._out = self._layer(
             self._box, signals, self._address_of, self._hidden, self._index[expert], self._one,
-            lambda addresses, rows: None, layer=layer,
+            lambda addresses, rows: None, layer=layer, fetches=fetches,
         )  # fmt: skip
 
     def _comes_through(self, work: Callable[[], None], result: float) -> bool:

@@ -16,10 +16,10 @@ from tandem.devices.cuda import handing
 from tandem.devices.cuda.resident import each_row_alone
 from tandem.devices.cuda.signals import KernelSignals, Signals
 from tandem.experts.execution.batch import ExpertFunctions
-from tandem.experts.execution.captured_steps import MAX_ROWS
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.kernels import _native
+from tandem.policy.step_path import MAX_GRAPH_TOKENS
 from tandem.triton_kernels.experts import TritonExperts
 
 
@@ -55,7 +55,7 @@ class HandedLayers:
         host = self._store[layer]
         is_plain = functions.native is not None and functions.post_norm is None
         is_packed = isinstance(host, PackedLayer) and host.input_order is None
-        return is_plain and is_packed and len(index) <= MAX_ROWS
+        return is_plain and is_packed and len(index) <= MAX_GRAPH_TOKENS
 
     def __call__(
         self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: ExpertFunctions

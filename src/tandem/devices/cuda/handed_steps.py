@@ -24,13 +24,14 @@ from tandem.devices.cuda.hand_over_trial import find_signals
 from tandem.devices.cuda.signals import Signals
 from tandem.devices.cuda.streams import Event, Stream
 from tandem.experts.cache.expert_cache import ExpertCache
-from tandem.experts.execution.captured_steps import NUM_ROWS, PATIENCE_SECONDS, CapturedSteps
+from tandem.experts.execution.captured_steps import PATIENCE_SECONDS, CapturedSteps
 from tandem.experts.execution.device import DeviceLostError
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.tracing.events import Listener
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.native import TOKEN_DTYPES
+from tandem.policy.step_path import GRAPH_ROWS
 
 if TYPE_CHECKING:
     from tandem.devices.cuda.handed_layers import HandedLayers
@@ -98,7 +99,7 @@ class HandedSteps(CapturedSteps):
         return self._link
 
     def layers(self, num_rows: int) -> "Callable[..., Tensor | None]":
-        """Return what queues the layers of a step of so many rows, at most `MAX_ROWS`."""
+        """Return what queues the layers of a step of so many rows, at most `MAX_GRAPH_TOKENS`."""
         from tandem.devices.cuda.handed_layers import HandedLayers
 
         if num_rows not in self._layers:
@@ -109,7 +110,8 @@ class HandedSteps(CapturedSteps):
                 number,
                 HandedLayers(
                     self._cache.store, box, memory, self._device_table, self._experts,
-                    self._signals, self._words, host_table=self._host_table, fetches=self.fetches,
+                    self._signals, self._words, host_table=self._host_table,
+                    fetches=self.fetches(num_rows),
                 ),
             )  # fmt: skip
         return self._layers[num_rows][1]
@@ -125,7 +127,7 @@ class HandedSteps(CapturedSteps):
 
     def compilations(self) -> list[Callable[[], None]]:
         """Return works after which no capture compiles what hands layers over."""
-        return [partial(self._launch_once, rows) for rows in NUM_ROWS]
+        return [partial(self._launch_once, rows) for rows in GRAPH_ROWS]
 
     def _launch_once(self, num_rows: int) -> None:
         """Hand a layer over in a mailbox that nobody answers: it misses nothing."""
@@ -135,7 +137,7 @@ class HandedSteps(CapturedSteps):
         store, table, geometry = self._cache.store, self._device_table, self._cache.geometry
         layers = HandedLayers(
             store, box, memory, table, self._experts, self._signals, self._words,
-            fetches=self.fetches,
+            fetches=self.fetches(num_rows),
         )  # fmt: skip
         with torch.inference_mode(False):
             hidden = torch.zeros(

@@ -20,6 +20,7 @@ from tandem.policy.plan import Copy, Geometry
 from tandem.policy.planner import Planner
 from tandem.policy.residency import READY
 from tandem.policy.settings import PlannerSettings, make_planner_on
+from tandem.policy.step_path import PLAIN_PATH, StepPath
 
 # A cache that does not fit is tried again with this share of its slots.
 SHRINK = 0.9
@@ -33,6 +34,8 @@ class Machine:
 
     profile: HardwareProfile
     shape: ShapeCosts
+    path: StepPath = PLAIN_PATH
+    """The way of decode steps, whose host costs are in `shape`."""
 
 
 class ExpertCache:

@@ -5,7 +5,6 @@ from functools import partial
 
 from tandem.core.registry import Registry
 from tandem.kernels import _native
-from tandem.policy.assignment import in_graph
 from tandem.policy.eviction import EVICTIONS, Eviction, next_use, rule_choice
 from tandem.policy.lanes import ONE
 from tandem.policy.plan import Geometry, LayerLoad
@@ -111,10 +110,6 @@ def host_slot_eviction(
     return make_for
 
 
-# By their numbers in csrc/coordinator/graph_rules.hpp.
-_GRAPH_RULES = (in_graph.ReadyOnGpu, in_graph.BalancedInGraph, in_graph.DaliInGraph)
-
-
 def native_step_policy(planner: Planner) -> _native.StepPolicy | None:
     """Return what decides behind the layers of captured steps, from a planner's state.
 
@@ -132,8 +127,7 @@ def native_step_policy(planner: Planner) -> _native.StepPolicy | None:
     costs = planner.costs
     return _native.StepPolicy(
         costs.cpu, costs.gpu, costs.cpu_first, costs.link, costs.cpu_slowdown, costs.link_slowdown,
-        planner.max_graph_fetches, _GRAPH_RULES.index(type(planner.graph_rule.assignment)), tables,
-        *resident_lists(planner),
+        costs.copy_wake, planner.max_graph_fetches, tables, *resident_lists(planner),
     )  # fmt: skip
 
 
@@ -142,14 +136,11 @@ def resident_lists(
 ) -> tuple[bytes, list[int], list[list[int]], list[list[int]], list[int]]:
     """Return (state and slot by key, experts with a slot and free slots by layer, staging slots).
 
-    What was staged for a prompt is given up. Staging slots are the ring's, where a step in one
-    graph fetches anything; else those that the ring has borrowed go back.
+    What was staged for a prompt is given up. Staging slots are the ring's.
     """
     residency, experts = planner.residency, planner.geometry.num_experts
     residency.release_passed(-1, ())
-    staging = planner.ring.held_slots() if planner.graph_rule.fetches else []
-    if not planner.graph_rule.fetches:
-        residency.take_back()
+    staging = planner.ring.held_slots()
     assert not residency.members[residency.staging], "a staged expert is still being copied"
     members = [[key % experts for key in keys] for keys in residency.members[: residency.staging]]
     free = residency.free[: residency.staging]

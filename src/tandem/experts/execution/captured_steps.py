@@ -26,14 +26,11 @@ from tandem.experts.tracing.events import LayerExecuted, Listener
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.native import TOKEN_DTYPES
+from tandem.policy.assignment import IN_GRAPH
 from tandem.policy.eviction.next_use import NextUse
 from tandem.policy.plan import Copy, LayerLoad, LayerPlan
-from tandem.policy.step_path import MAX_GRAPH_TOKENS
 
 PATIENCE_SECONDS = 10.0
-NUM_ROWS = (1, 2, 4, MAX_GRAPH_TOKENS)  # a step of other tokens has idle rows
-MAX_ROWS = NUM_ROWS[-1]
-
 
 _SlotCopy = tuple[int, int, int, int]  # layer, expert, slot, who leaves it or -1
 _Record = tuple[int, list[int], list[int], list[float], int, float, float, float, float, list[int]]
@@ -77,10 +74,9 @@ class CapturedSteps:
         """Tell whether a step has begun and not ended."""
         return self._num_tokens > 0
 
-    @property
-    def fetches(self) -> bool:
-        """Whether misses may be copied for the layer itself."""
-        return self._cache.planner.graph_rule.fetches
+    def fetches(self, num_tokens: int) -> bool:
+        """Tell whether a step copies misses for the layer itself."""
+        return self._cache.planner.graph_rule(num_tokens).fetches
 
     def link(self) -> _native.DriverLink | None:
         """Return how copies go to a GPU; None: slots are in the host's memory."""
@@ -92,12 +88,12 @@ class CapturedSteps:
     def begin_on(self, box: int, num_tokens: int) -> None:
         """Begin a step of so many tokens on one of the coordinator's mailboxes."""
         self._enter()
-        if self.fetches:
-            self._lend_slots()
+        self._lend_slots(num_tokens)
         self._cache.tell_host()
-        self.coordinator.clear_entries()
-        self.coordinator.set_dense_seconds(self._cache.planner.costs.dense(num_tokens))
         self.coordinator.begin_step(box, PATIENCE_SECONDS)
+        # The thread has left the last step, and waits for a doorbell.
+        self.coordinator.clear_entries()
+        self._choose_rule(num_tokens)
         self._num_tokens = num_tokens
 
     def finish(self, listeners: Sequence[Listener]) -> None:
@@ -188,10 +184,17 @@ class CapturedSteps:
         link, self._ring = planner.link, planner.ring.held_slots()
         self._policy.load(*resident_lists(planner), link.free_at, [*link.pending])
 
-    def _lend_slots(self) -> None:
+    def _choose_rule(self, num_tokens: int) -> None:
+        assert self._policy is not None
+        planner, settings = self._cache.planner, self._cache.settings
+        self._policy.set_rule(IN_GRAPH.index(settings.rule(graph_tokens=num_tokens)))
+        rule = planner.graph_rule(num_tokens)
+        self.coordinator.set_dense_seconds(rule.dense_seconds(planner.costs, num_tokens))
+
+    def _lend_slots(self, num_tokens: int) -> None:
         """Let fetches of this step have the slots that those of the latest ones have asked for."""
         ring = self._cache.planner.ring
-        left = ring.begin_step(in_graph=True)
+        left = ring.begin_step(in_graph=True, may_fetch=self.fetches(num_tokens))
         if left or ring.held_slots() != self._ring:
             self.coordinator.clear(left)
             self._load_policy()

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tandem.core.errors import ConfigError
 from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
-from tandem.experts.execution.captured_steps import MAX_ROWS
 from tandem.experts.execution.executor import DirectCall, Executor
 from tandem.experts.execution.passing_executor import PassingExecutor
+from tandem.policy.step_path import MAX_GRAPH_TOKENS
 from tandem.trace import RoutingTrace
 
 _Tokens = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -46,7 +46,7 @@ class ForcedRouting(PassingExecutor):
         self._there = None
         for (num_tokens, _), kept in self._choices.items():
             # A step on a GPU may have rows without a token.
-            if len(token_ids) == num_tokens or 0 < len(token_ids) < num_tokens <= MAX_ROWS:
+            if len(token_ids) == num_tokens or 0 < len(token_ids) < num_tokens <= MAX_GRAPH_TOKENS:
                 self._fill(*kept)
         super().begin_step(token_ids, is_prefill=is_prefill)
 

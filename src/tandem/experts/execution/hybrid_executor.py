@@ -34,6 +34,7 @@ from tandem.experts.store.host_store import HostLayer
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.kernels import _native
 from tandem.policy.plan import Copy, Hint, LayerLoad, LayerPlan
+from tandem.policy.step_path import MAX_GRAPH_TOKENS
 
 
 class _LayerStep(NamedTuple):
@@ -64,10 +65,16 @@ class HybridExecutor(Executor):
     device: Device
     needs_steps = True
 
-    def __init__(self, cache: ExpertCache, device: Device, kernels: ExpertKernels) -> None:
-        """Serve the cache's store; the cache is on `device`, `kernels` compute the CPU's share."""
+    def __init__(
+        self, cache: ExpertCache, device: Device, kernels: ExpertKernels, *, in_graph: bool = False
+    ) -> None:
+        """Serve the cache's store; the cache is on `device`, `kernels` compute the CPU's share.
+
+        With `in_graph` decode steps of few tokens are planned as those that are one graph decide.
+        """
         super().__init__(cache.store)
         self.cache, self.device = cache, device
+        self._in_graph = in_graph
         self.look_ahead: Callable[[int], Sequence[Hint]] | None = None
         """Asked, for each layer that is about to be planned, what the next one will want."""
         self.captured: CapturedSteps | None = None
@@ -80,6 +87,11 @@ class HybridExecutor(Executor):
         self._step_copies: tuple[Copy, ...] = ()
         self._done: _Done | None = None
         self._is_deferring = False
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether decode steps of few tokens decide as one graph."""
+        return self._in_graph or self.captured is not None
 
     @property
     def needs_hooks(self) -> bool:
@@ -193,9 +205,11 @@ class HybridExecutor(Executor):
         self._announced = None
         cache = self.cache
         cache.tell_host()
+        is_short = not is_prefill and num_tokens <= MAX_GRAPH_TOKENS
         ahead = cache.planner.begin_step(
-            num_tokens, cache.clock.now, token_ids=token_ids, is_prefill=is_prefill
-        )
+            num_tokens, cache.clock.now, token_ids=token_ids, is_prefill=is_prefill,
+            in_graph=self._in_graph and is_short,
+        )  # fmt: skip
         self._step_copies = ahead
         if ahead:
             cache.clock.issue(ahead)

@@ -17,11 +17,11 @@ from tandem.experts.store.host_memory import available_bytes
 from tandem.forecast.gpu_forecast import forecast_on_gpu, geometry_of, shape_sizes
 from tandem.forecast.report.stages import NotHereError, Said, Stage
 from tandem.forecast.speed_forecast import PROMPT_TOKENS, forecast_speed
-from tandem.forecast.typical_routing import typical_routing
 from tandem.generate.generator import Generator
 from tandem.hf.config import OffloadConfig
 from tandem.hf.runtime import require_runtime
-from tandem.policy.step_path import step_path
+from tandem.policy.step_path import run_path
+from tandem.sim.typical_routing import typical_routing
 
 _DECODE_STEPS = 64
 _MOST_LAYERS = 16
@@ -91,7 +91,7 @@ def on_gpu(shape: ModelShape, share: float, device: str = "cuda") -> Said:
         sizes = shape_sizes(shape, offload)
         num_slots = max(1, math.floor(share * sizes.num_experts))
         settings, profile = offload.planner_settings(), cache.machine.profile
-        path = step_path(profile, None, offload.why_planned())
+        path = run_path(profile, offload.why_planned())
         forecast = forecast_on_gpu(sizes, profile, settings, num_slots, path)
         cache.resize(
             num_slots + (settings.extra_slots(num_slots) if num_slots == sizes.num_experts else 0)

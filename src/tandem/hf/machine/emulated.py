@@ -1,8 +1,11 @@
 """The emulated device for a loaded model, on a virtual clock."""
 
+from functools import partial
+
 from tandem.devices.emulated import EmulatedDevice
 from tandem.experts.cache.copy_engine import VirtualCopyEngine
 from tandem.experts.cache.sizing import parse_gpu_memory
+from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.measuring.profiler import with_emulated_gpu
 from tandem.experts.store.host_memory import available_bytes
 from tandem.hardware.profiles import load_profile
@@ -18,7 +21,10 @@ def device_parts(observed: ObservedModel) -> DeviceParts:
     device = EmulatedDevice(available_bytes(), kernels)
     clock = Timeline(machine.profile, machine.shape)
     share = parse_gpu_memory(observed.options.gpu_memory)
-    return DeviceParts(device, clock, kernels, VirtualCopyEngine, machine, share)
+    make_executor = partial(HybridExecutor, in_graph=machine.path.in_graph)
+    return DeviceParts(
+        device, clock, kernels, VirtualCopyEngine, machine, share, make_executor=make_executor
+    )
 
 
 def emulated_profile(observed: ObservedModel) -> HardwareProfile:

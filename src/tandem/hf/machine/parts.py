@@ -8,6 +8,7 @@ from tandem.core.units import parse_bandwidth
 from tandem.experts.cache.clock import Clock
 from tandem.experts.cache.expert_cache import EngineMaker, ExpertCache, Machine
 from tandem.experts.cache.host_slots import HostSlots
+from tandem.experts.cache.policy_tables import NATIVE_TABLES
 from tandem.experts.cache.sizing import MemoryShare
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.captured_steps import CapturedSteps, captured_layers
@@ -27,7 +28,9 @@ from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 from tandem.policy.cost import HardwareProfile
 from tandem.policy.plan import Geometry
-from tandem.policy.step_path import step_path
+from tandem.policy.settings import PlannerSettings
+from tandem.policy.step_path import run_path
+from tandem.sim.graph_trial import settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +101,19 @@ class ObservedModel:
         rate = self.link_bytes_per_second
         profile = profile if rate is None else with_link(profile, rate)
         shape = shape_for(profile, self.model_type, self.geometry)
-        path = step_path(profile, None, self.options.why_planned())
-        return Machine(profile, profile.charged(shape, path.host_path))
+        path = run_path(profile, self.options.why_planned())
+        return Machine(profile, profile.charged(shape, path.host_path), path)
+
+    def settings(self, machine: Machine, num_slots: int) -> PlannerSettings:
+        """Return the planner's settings for a machine and its slots.
+
+        Steps in one graph fetch where a trial says that it pays; nothing that lies on a disk.
+        """
+        settings = self.options.planner_settings()
+        if not machine.path.in_graph or self.host_slots is not None:
+            return settings
+        parts = machine.profile, machine.shape, self.geometry, num_slots
+        return settled(settings, *parts, tables=NATIVE_TABLES)
 
 
 def observe(model: PreTrainedModel, runtime: Runtime) -> ObservedModel:

@@ -7,7 +7,8 @@ from tandem.policy.assignment.problem import Assignment, LayerProblem, Split
 
 __all__ = ["ASSIGNMENTS", "IN_GRAPH", "Assignment", "LayerProblem", "Split"]
 
-# Those that a decode step in one graph can follow, as its hits stay the device's.
+# Those that a decode step in one graph can follow, as its hits stay the device's; in the order of
+# csrc/coordinator/graph_rules.hpp.
 IN_GRAPH = ("ready-on-gpu", "balanced-in-graph", "dali-in-graph")
 
 ASSIGNMENTS: Registry[Assignment] = Registry("assignment")

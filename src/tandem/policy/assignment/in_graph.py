@@ -2,7 +2,8 @@
 
 A resident is never spilled to the CPU, there is no plan without the device, and an expert whose
 copy is under way is a miss. Of the misses the CPU computes some; the others are copied into staging
-slots meanwhile, and a second launch computes them, each as soon as its copy has come.
+slots meanwhile, and a second launch computes them together, behind the hits, the CPU's share and
+the last copy.
 
 Native code decides the same, so numbers are added up one by one, in the order that is written here.
 """
@@ -48,14 +49,19 @@ def in_graph_seconds(
     """Return when device and CPU are done if the misses at these positions are fetched."""
     left = [*layer.under_way, *(i for i in layer.absent if i not in fetch)]
     link = problem.link if left else problem.link / problem.link_slowdown
-    arrived, gpu = problem.link_busy, layer.held_seconds
-    for i in fetch:
+    arrived, gpu, cpu = problem.link_busy, layer.held_seconds, 0.0
+    if fetch:
+        arrived = max(arrived, problem.copy_wake)
+    for _ in fetch:
         arrived += link
-        gpu = (arrived if arrived > gpu else gpu) + problem.gpu[i]
-    if not left:
-        return gpu, 0.0
-    cpu = _added(problem.cpu, left) + problem.cpu_first
-    return gpu, cpu + (problem.cpu_slowdown - 1.0) * (cpu if cpu < arrived else arrived)
+    if left:
+        cpu = _added(problem.cpu, left) + problem.cpu_first
+        cpu += (problem.cpu_slowdown - 1.0) * min(cpu, arrived)
+    if fetch:
+        gpu = max(gpu, cpu, arrived + problem.copy_wake)
+    for i in fetch:
+        gpu += problem.gpu[i]
+    return gpu, cpu
 
 
 def _added(seconds: Sequence[float], positions: Iterable[int]) -> float:

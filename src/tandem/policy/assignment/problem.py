@@ -26,6 +26,7 @@ class LayerProblem(NamedTuple):
     max_fetches: int  # equation 9: how many absent experts may be brought in
     cpu_slowdown: float = 1.0  # factor on CPU seconds while the link is busy
     link_slowdown: float = 1.0  # factor in `link`, which a CPU without experts would not cost
+    copy_wake: float = 0.0  # of the copying thread, ahead of a fetch in one graph and behind it
 
 
 class Split(NamedTuple):

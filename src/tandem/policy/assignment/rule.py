@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from tandem.policy.assignment.problem import Assignment, LayerProblem, Split, all_on_cpu
+from tandem.policy.cost import CostTable
+from tandem.policy.plan import ONCE, TWICE
 from tandem.policy.single_token_layers import SingleTokenLayers
 
 
@@ -16,16 +18,22 @@ class Rule:
         never_worse_than_cpu: bool,
         single_token: SingleTokenLayers | None = None,
         fetches: bool = True,
+        in_graph: bool = False,
     ) -> None:
         """With `never_worse_than_cpu` the CPU computes all of a layer where that is sooner.
 
         `single_token` decides about single-token layers faster, and the same. `fetches` tells
-        whether it fetches anything.
+        whether it fetches anything: in a step `in_graph`, for a second launch of each layer.
         """
         self.single_token, self.fetches = single_token, fetches
+        self.launches = (TWICE if fetches else ONCE) if in_graph else 0
         self.assignment = assignment
         self._never_worse_than_cpu = never_worse_than_cpu
         self._of_residents: dict[int, Split] = {}  # by their number
+
+    def dense_seconds(self, costs: CostTable, num_tokens: int) -> float:
+        """Return what passes between the experts of two layers."""
+        return costs.dense(num_tokens) + (costs.second_launch if self.launches == TWICE else 0.0)
 
     def split(self, problem: LayerProblem) -> Split:
         """Return who computes what."""

@@ -1,0 +1,126 @@
+"""The trial of steps in one graph: which numbers of rows fetch, the same for whoever asks."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.experts.cache.policy_tables import NATIVE_TABLES
+from tandem.hardware.profiles import load_profile, shape_for
+from tandem.policy.cost import GRAPH, ShapeCosts
+from tandem.policy.plan import Geometry
+from tandem.policy.settings import FETCHING_RULE, GRAPH_RULE, PlannerSettings
+from tandem.policy.step_path import GRAPH_ROWS, StepPath, run_path, step_path
+from tandem.sim.graph_trial import settled
+from tandem.sim.replay import ReplaySettings, replay
+from tandem.sim.simulation import Conditions, run_timed, simulate
+from tandem.sim.start import SIMULATED_STARTS
+from tandem.trace import read_trace
+from tests.sim.coordinator_clock import CoordinatorClock
+
+TRACES = Path(__file__).parents[2] / "data" / "traces"
+DESKTOP = load_profile("desktop-12gb")
+GEOMETRY = Geometry(6, 32, 4)
+NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
+
+
+def charged(**changes: Any) -> ShapeCosts:
+    shape = dataclasses.replace(
+        DESKTOP.shape("qwen3-30b-a3b"),
+        num_moe_layers=GEOMETRY.num_layers,
+        num_experts=GEOMETRY.num_experts,
+        top_k=GEOMETRY.top_k,
+    )
+    return dataclasses.replace(DESKTOP.charged(shape, GRAPH), **changes)
+
+
+def fetching_rows(num_slots: int = NUM_EXPERTS // 3, **changes: Any) -> tuple[int, ...]:
+    shape = charged(**changes)
+    return settled(PlannerSettings(), DESKTOP, shape, GEOMETRY, num_slots).fetching_rows
+
+
+def test_steps_fetch_where_copies_cost_next_to_nothing_and_not_where_they_cost_much() -> None:
+    free: dict[str, Any] = {"link_seconds_per_expert": 1e-7, "copy_wake_seconds": 0.0}
+    assert fetching_rows(**free) == GRAPH_ROWS
+    assert fetching_rows(link_seconds_per_expert=0.1) == ()
+    assert fetching_rows(second_launch_seconds=0.1) == ()
+    assert fetching_rows(copy_wake_seconds=0.1) == ()
+
+
+def test_more_rows_pay_where_fewer_do_not() -> None:
+    """With more rows more is missed, and one copy serves several tokens."""
+    assert fetching_rows()
+    assert fetching_rows() == GRAPH_ROWS[-len(fetching_rows()) :]
+
+
+def test_nothing_is_tried_where_nothing_can_be_fetched_or_a_rule_was_asked_for() -> None:
+    free: dict[str, Any] = {"link_seconds_per_expert": 1e-7}
+    assert fetching_rows(0, **free) == fetching_rows(NUM_EXPERTS, **free) == ()
+    for name in (GRAPH_RULE, FETCHING_RULE, "balanced"):
+        asked = PlannerSettings(assignment=name)
+        assert settled(asked, DESKTOP, charged(**free), GEOMETRY, NUM_EXPERTS // 3) is asked
+
+
+def test_tables_change_no_answer() -> None:
+    parts = PlannerSettings(), DESKTOP, charged(), GEOMETRY, NUM_EXPERTS // 3
+    assert settled(*parts, tables=NATIVE_TABLES) == settled(*parts)
+
+
+def test_the_choice_is_by_rows_and_said_in_words() -> None:
+    some = PlannerSettings(fetching_rows=(4, 8))
+    rules = [some.rule(graph_tokens=tokens) for tokens in range(1, 9)]
+    assert rules == [GRAPH_RULE] * 2 + [FETCHING_RULE] * 6
+    assert some.rule() == "balanced"
+    assert some.graph_rules() == "balanced-in-graph of 4 or 8 rows, ready-on-gpu of others"
+    assert PlannerSettings().graph_rules() == GRAPH_RULE
+    assert PlannerSettings(fetching_rows=GRAPH_ROWS).graph_rules() == FETCHING_RULE
+    asked = dataclasses.replace(some, assignment="dali-in-graph")
+    assert {asked.rule(graph_tokens=tokens) for tokens in range(1, 9)} == {"dali-in-graph"}
+    assert asked.graph_rules() == "dali-in-graph"
+
+
+def test_a_run_is_one_graph_wherever_its_profile_and_its_options_allow_that() -> None:
+    assert run_path(DESKTOP, None) == StepPath(GRAPH, in_graph=True)
+    assert run_path(DESKTOP, "look-ahead") == step_path(DESKTOP, None, "look-ahead")
+    assert not run_path(load_profile("dali-testbed"), None).in_graph
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_simulate_replays_by_the_rule_of_the_trial(batch: int) -> None:
+    trace = read_trace(TRACES / "gpt-oss-20b.npz")
+    conditions = Conditions(
+        profile=DESKTOP, gpu_experts=0.25, batch=batch, prompt=0, limit=20 * batch,
+        compare_every=0, host_path=GRAPH,
+    )  # fmt: skip
+    settings = conditions.settled(trace, PlannerSettings())
+    name = settings.rule(graph_tokens=batch)
+    assert name == (FETCHING_RULE if batch == 8 else settings.rule(graph_tokens=1))
+    report = simulate(trace, PlannerSettings(), conditions)
+    assert report["assignment"] == name
+    asked = run_timed(trace, PlannerSettings(assignment=name), conditions)
+    assert report["decode_tokens_per_second"] == asked.decode_tokens_per_second()
+
+
+@pytest.mark.parametrize("batch", [1, 4, 8])
+@pytest.mark.parametrize("machine", ["laptop-8gb", "desktop-12gb"])
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "gpt-oss-20b"])
+def test_a_forecast_is_what_captured_steps_take_with_their_copies_in_their_order(
+    name: str, machine: str, batch: int
+) -> None:
+    trace, profile = read_trace(TRACES / f"{name}.npz"), load_profile(machine)
+    geometry = trace.meta.geometry
+    shape = profile.charged(shape_for(profile, trace.meta.model, geometry), GRAPH)
+    settings = PlannerSettings(assignment=FETCHING_RULE)
+    num_slots = geometry.num_layers * geometry.num_experts // 4
+    run = ReplaySettings(
+        settings=settings, profile=profile, shape=shape, num_slots=num_slots, batch=batch,
+        prompt=0, limit=100 * batch, compare_every=0, in_graph=True, tables=NATIVE_TABLES,
+    )  # fmt: skip
+    sizes = settings.set_sizes(geometry, num_slots)
+    resident = SIMULATED_STARTS.factory("random")(geometry, sizes, None)
+    forecast, took = (
+        replay(trace, run, resident=resident, clock=clock).decode_seconds
+        for clock in (None, CoordinatorClock(profile, shape))
+    )
+    assert forecast == pytest.approx(took, rel=0.02)
