@@ -205,6 +205,7 @@ void Coordinator::loop() {
       death = "the thread that answers the device has ended (" +
               (why.empty() ? std::string("an unknown error") : why) + ")";
     }
+    if (decisions_) decisions_->end_step();
     lock.lock();
     is_idle_ = true;
     if (!is_lost_.load() && death.empty()) finished_step_ = step;

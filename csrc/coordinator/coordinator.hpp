@@ -81,6 +81,7 @@ class LayerDecisions {
   // Ahead of the answer to a layer with misses: which of them are copied.
   virtual std::span<const Fetch> fetch(std::int64_t, std::span<const std::int32_t>) { return {}; }
   virtual void note(const LayerRecord& record) = 0;  // behind the answer
+  virtual void end_step() {}  // also where a layer that was asked about has had no answer
 };
 
 class Coordinator {

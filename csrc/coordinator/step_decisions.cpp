@@ -36,6 +36,11 @@ void StepDecisions::note(const LayerRecord& record) {
   policy_->learn(static_cast<std::int32_t>(record.layer));
 }
 
+// Of a step that is lost: what has got a slot is copied there all the same.
+void StepDecisions::end_step() {
+  if (std::exchange(is_decided_, false)) copying_.submit(copies_.insert, false);
+}
+
 void StepDecisions::decide(std::int64_t layer, std::span<const std::int32_t> choice, double now) {
   if (decided_.size() == num_decided_) decided_.emplace_back();
   DecidedLayer& here = decided_[num_decided_++];

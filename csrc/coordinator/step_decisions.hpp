@@ -36,6 +36,7 @@ class StepDecisions : public LayerDecisions {
   void begin_step() override;
   std::span<const Fetch> fetch(std::int64_t layer, std::span<const std::int32_t> choice) override;
   void note(const LayerRecord& record) override;
+  void end_step() override;
 
   // Of the last step; between steps, once.
   std::span<const DecidedLayer> take_decided() {

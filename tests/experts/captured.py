@@ -58,9 +58,9 @@ def random_step(
     return found
 
 
-def fetching_policy(rule: str, num_slots: int) -> _native.StepPolicy:
+def fetching_policy(rule: str, num_slots: int, cpu: float = SLOW_CPU) -> _native.StepPolicy:
     """Return a policy for which copies are quick, and a CPU that is slow."""
-    machine = make_machine(cpu=SLOW_CPU, gpu=1e-5, link=2e-5)
+    machine = make_machine(cpu=cpu, gpu=1e-5, link=2e-5)
     settings = PlannerSettings(assignment=rule, prefetch="none", never_worse_than_cpu=False)
     planner = make_planner(
         settings, GEOMETRY, CostTable(machine.shape), num_slots, tables=NATIVE_TABLES

@@ -261,6 +261,27 @@ def test_slots_hold_what_the_table_says_in_any_interleaving(
     machine.close()
 
 
+def test_what_a_lost_step_has_decided_is_copied_all_the_same(store: HostStore) -> None:
+    may_copy, policy = threading.Event(), fetching_policy("balanced-in-graph", 4, cpu=5.0)
+    machine = TwinMachine(
+        store, 1, num_slots=4, policy=policy, before_copy=lambda: assert_soon(may_copy)
+    )
+    generator = torch.Generator().manual_seed(7)
+    with pytest.raises(_native.StepLostError, match="layer 0 was not answered"):
+        machine.run(random_step(1, generator), patience=0.1)  # one is fetched, others get slots
+    may_copy.set()
+    check(machine, store, random_step(1, generator))
+    machine.coordinator.clear_entries()
+    machine.coordinator.begin_copies()
+    machine.coordinator.drain_copies()
+    state, slot_of, _, _ = policy.resident()
+    held = [key for key, is_held in enumerate(state) if is_held]
+    assert held
+    slots = [machine.slots[slot_of[key]].data_ptr() for key in held]
+    assert machine.table.flatten()[held].tolist() == slots
+    machine.close()
+
+
 def test_a_short_stress() -> None:
     """For half an hour: python -m benchmarks.runtime.coordinator_stress."""
     outcome = stress(seconds=1.0, seed=1)
