@@ -1,10 +1,11 @@
-"""What decode steps in one graph lose to plans: `python -m benchmarks.policy.graph_rules`.
+"""What fetches bring within decode steps in one graph: `python -m benchmarks.policy.graph_rules`.
 
-Real routing on the virtual clock, with one graph's host costs for all rules and nothing copied
-ahead, from a cache of random experts. Each cell is the time of a decode step over that of
-`balanced`, which a graph cannot follow: 1 is as quick. The goal is 1.002 at batch 1 for
-`balanced-in-graph`. What a second launch costs host and GPU, also where nothing is fetched, is not
-in it, as it has not been measured.
+Real routing on a virtual clock of captured steps (`tests.sim.coordinator_clock`), with one graph's
+host costs, the second launch and the copying thread's waking among them, from a cache of random
+experts. By rows of a step: the speed with `balanced-in-graph` over that with `ready-on-gpu`; the
+same after the trial's choice, which is made from typical routing (`tandem.sim.graph_trial`); what
+`tandem plan` and `tandem simulate` forecast over that run; and the speed with plans of `balanced`,
+which a graph cannot follow, with the graph's host costs all the same.
 """
 
 import argparse
@@ -12,63 +13,90 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from tests.sim.coordinator_clock import CoordinatorClock
+
+from tandem.experts.cache.policy_tables import NATIVE_TABLES
 from tandem.hardware.profiles import load_profile, shape_for
 from tandem.policy.assignment import IN_GRAPH
-from tandem.policy.cost import GRAPH
-from tandem.policy.settings import PLANNED_RULE, PlannerSettings
+from tandem.policy.cost import GRAPH, HardwareProfile, ShapeCosts
+from tandem.policy.settings import FETCHING_RULE, GRAPH_RULE, PLANNED_RULE, PlannerSettings
+from tandem.sim.graph_trial import settled
 from tandem.sim.replay import ReplaySettings, replay
 from tandem.sim.start import SIMULATED_STARTS
+from tandem.sim.timeline import Timeline
 from tandem.trace import RoutingTrace, read_trace
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 NAMES = ("deepseek-v2-lite", "gpt-oss-20b")
-MACHINES = ("laptop-8gb", "desktop-12gb")
+MACHINES = ("laptop-8gb", "ddr4-12gb", "desktop-12gb", "desktop-16gb", "desktop-24gb")
 SHARES = (0.25, 0.5)
 BATCHES = (1, 4, 8)
-GOAL = 1.002  # of `balanced-in-graph` at batch 1
+COLUMNS = ("fetching", "chosen", "forecast", "planned")
+GOALS = {"fetching at 8 rows, median": 1.2, "chosen, least": 0.995, "forecast, within": 0.02}
 
 
-def step_seconds(
-    trace: RoutingTrace, machine: str, rule: str, share: float, batch: int, limit: int
-) -> float:
-    """Return the mean seconds of a decode step whose experts are assigned by a rule."""
-    profile, geometry = load_profile(machine), trace.meta.geometry
-    settings = PlannerSettings(assignment=rule)
-    num_slots = round(share * geometry.num_layers * geometry.num_experts)
-    run = ReplaySettings(
-        settings=settings,
-        profile=profile,
-        shape=profile.charged(shape_for(profile, trace.meta.model, geometry), GRAPH),
-        num_slots=num_slots,
-        batch=batch,
-        prompt=0,
-        limit=limit * batch,
-        compare_every=0,
-        in_graph=rule in IN_GRAPH,
-    )
-    resident = SIMULATED_STARTS.factory("random")(
-        geometry, settings.set_sizes(geometry, num_slots), None
-    )
-    tally = replay(trace, run, resident=resident)
-    return tally.decode_seconds / tally.decode_steps
+class Cell:
+    """One trace on one machine with a share of its experts resident."""
+
+    def __init__(self, trace: RoutingTrace, machine: str, share: float, limit: int) -> None:
+        """Ask the trial, as a load does; each replay then has `limit` steps."""
+        self._trace, self._limit = trace, limit
+        geometry = trace.meta.geometry
+        self._profile: HardwareProfile = load_profile(machine)
+        model = shape_for(self._profile, trace.meta.model, geometry)
+        self._shape: ShapeCosts = self._profile.charged(model, GRAPH)
+        self._num_slots = round(share * geometry.num_layers * geometry.num_experts)
+        self._chosen = settled(
+            PlannerSettings(), self._profile, self._shape, geometry, self._num_slots,
+            tables=NATIVE_TABLES,
+        )  # fmt: skip
+
+    def ratios(self, batch: int) -> dict[str, Any]:
+        """Return the columns at a batch size, with the rule that the trial has chosen."""
+        rule = self._chosen.rule(graph_tokens=batch)
+        plain, fetching = (self._run_seconds(name, batch) for name in (GRAPH_RULE, FETCHING_RULE))
+        took = fetching if rule == FETCHING_RULE else plain
+        forecast = self._seconds(rule, batch, Timeline(self._profile, self._shape))
+        planned = self._seconds(PLANNED_RULE, batch, Timeline(self._profile, self._shape))
+        found = plain / fetching, plain / took, took / forecast, plain / planned
+        return {"rule": rule} | dict(zip(COLUMNS, found, strict=True))
+
+    def _run_seconds(self, rule: str, batch: int) -> float:
+        return self._seconds(rule, batch, CoordinatorClock(self._profile, self._shape))
+
+    def _seconds(self, rule: str, batch: int, clock: Timeline) -> float:
+        """Return the seconds of the decode steps, experts assigned by a rule."""
+        settings, geometry = PlannerSettings(assignment=rule), self._trace.meta.geometry
+        run = ReplaySettings(
+            settings=settings,
+            profile=self._profile,
+            shape=self._shape,
+            num_slots=self._num_slots,
+            batch=batch,
+            prompt=0,
+            limit=self._limit * batch,
+            compare_every=0,
+            in_graph=rule in IN_GRAPH,
+            tables=NATIVE_TABLES,
+        )
+        sizes = settings.set_sizes(geometry, self._num_slots)
+        resident = SIMULATED_STARTS.factory("random")(geometry, sizes, None)
+        return replay(self._trace, run, resident=resident, clock=clock).decode_seconds
 
 
 def cells(limit: int) -> Iterator[dict[str, Any]]:
-    """Yield every trace, machine, share of resident experts and batch with its rules."""
+    """Yield every trace, machine, share of resident experts and batch with its ratios."""
     for name in NAMES:
         trace = read_trace(TRACES / f"{name}.npz")
         for machine in MACHINES:
             for share in SHARES:
+                cell = Cell(trace, machine, share, limit)
                 for batch in BATCHES:
-                    base, *others = (
-                        step_seconds(trace, machine, rule, share, batch, limit)
-                        for rule in (PLANNED_RULE, *IN_GRAPH)
-                    )
-                    ratios = (seconds / base for seconds in others)
-                    found = {"trace": name, "machine": machine, "resident": share, "batch": batch}
-                    yield found | dict(zip(IN_GRAPH, ratios, strict=True))
+                    where = {"trace": name, "machine": machine, "resident": share, "rows": batch}
+                    yield where | cell.ratios(batch)
 
 
 def main() -> int:
@@ -76,16 +104,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limit", type=int, default=200, help="steps of each replay")
     flags = parser.parse_args()
-    print(f"| routing, machine, resident, batch | {' | '.join(IN_GRAPH)} |")
-    print("|---" * (1 + len(IN_GRAPH)) + "|")
+    print(f"| routing, machine, resident, rows | {' | '.join(COLUMNS)} | the trial's rule |")
+    print("|---" * (2 + len(COLUMNS)) + "|")
     found = []
     for cell in cells(flags.limit):
         found.append(cell)
-        where = f"{cell['trace']}, {cell['machine']}, {cell['resident']:.0%}, {cell['batch']}"
-        ratios = " | ".join(f"{cell[rule]:.4f}" for rule in IN_GRAPH)
-        print(f"| {where} | {ratios} |", flush=True)
-    worst = max(cell["balanced-in-graph"] for cell in found if cell["batch"] == 1)
-    print(json.dumps({"cells": found, "goal": GOAL, "worst": worst}))
+        where = f"{cell['trace']}, {cell['machine']}, {cell['resident']:.0%}, {cell['rows']}"
+        ratios = " | ".join(f"{cell[name]:.3f}" for name in COLUMNS)
+        print(f"| {where} | {ratios} | `{cell['rule']}` |", flush=True)
+    most = {
+        f"fetching at {rows} rows, median": median(
+            cell["fetching"] for cell in found if cell["rows"] == rows
+        )
+        for rows in BATCHES
+    }
+    least = {"chosen, least": min(cell["chosen"] for cell in found)}
+    off = {"forecast, within": max(abs(cell["forecast"] - 1.0) for cell in found)}
+    print(json.dumps({"cells": found, "goals": GOALS, **most, **least, **off}))
     return 0
 
 
