@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from tandem.decode.cpu_slots import CpuSlotPool, why_no_cpu_slots
 from tandem.forecast.state_bytes import state_bytes_of
-from tandem.hf.kv_sizes import kv_bytes_by_layer
+from tandem.hf.kv_sizes import kv_sizes_of
 from tandem.kernels.attention import CHUNK_TOKENS
 from tandem.kernels.dense import CpuThreads
 from tests.architectures import build_tiny_model
@@ -176,7 +176,7 @@ def test_sizes_from_a_config_are_those_of_the_memory(mix: str, threads: CpuThrea
     pool = CpuSlotPool(model, threads, 2, capacity=num_tokens)
     pool.prefill({0: LONG[:3]})
     cache = pool.cache
-    parts = kv_bytes_by_layer(model.config, torch.float32, latents=2)
+    parts = kv_sizes_of(model.config, torch.float32).layers
     beside = num_tokens * sum(num_bytes for kind, num_bytes in parts if kind != SLIDING)
     kept = cache.compressed.num_bytes + cache.index_keys.num_bytes
     assert beside * 0.97 <= kept / 2 <= beside  # each layer's bytes of a token are rounded up
@@ -187,7 +187,7 @@ def test_sizes_from_a_config_are_those_of_the_memory(mix: str, threads: CpuThrea
 
 def test_a_token_of_the_released_model_takes_what_its_ratios_say() -> None:
     config: Any = AutoConfig.for_model("deepseek_v4")
-    parts = kv_bytes_by_layer(config, torch.bfloat16, latents=2)
+    parts = kv_sizes_of(config, torch.bfloat16).layers
     num_bytes = {kind: {n for of, n in parts if of == kind} for kind, _ in parts}
     key, index_key = 2 * 512 * 2, 128 * 4
     assert num_bytes == {SLIDING: {key}, SPARSE: {(key + index_key) // 4}, HEAVY: {key // 128}}
