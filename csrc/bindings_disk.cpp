@@ -205,6 +205,7 @@ void bind_disk(nb::module_& m) {
              self.expect(std::move(experts));
            })
       .def("pin", &HostSlots::pin)
+      .def("require_here", &HostSlots::require_here)
       .def("fill", &HostSlots::fill)
       .def("use_share",
            [](HostSlots& self, double share) {

@@ -1,9 +1,11 @@
 #include "thread_pool.hpp"
 
 #include <chrono>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -66,7 +68,12 @@ ThreadPool::ThreadPool(int num_threads) {
   }
 }
 
-ThreadPool::~ThreadPool() { close(); }
+ThreadPool::~ThreadPool() {
+  if (home_.is_here())
+    close();
+  else
+    static_cast<void>(std::make_unique<std::vector<std::thread>>(std::move(workers_)).release());
+}
 
 void ThreadPool::close() {
   is_closing_.store(true);

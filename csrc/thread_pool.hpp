@@ -14,6 +14,8 @@
 #include <thread>
 #include <vector>
 
+#include "home_process.hpp"
+
 namespace tandem {
 
 class ThreadPool {
@@ -96,6 +98,7 @@ class ThreadPool {
   std::int64_t first_ = 0;      // of the job's tasks that are in the ticket
   std::int64_t published_ = 0;  // how many they are; 0: the caller does them alone
   std::mutex busy_;
+  const HomeProcess home_;
   std::vector<std::thread> workers_;
 };
 

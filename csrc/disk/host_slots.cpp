@@ -73,7 +73,7 @@ void HostSlots::read_buffered() {
 
 // For those that may be the first ones in a process: a forked one may find a lock taken for good.
 std::unique_lock<std::mutex> HostSlots::locked() const {
-  readers_.home().require_here();
+  require_here();
   return std::unique_lock(mutex_);
 }
 

@@ -86,6 +86,9 @@ class HostSlots final : public ExpertSource {
   // Of slots that are pinned for a device: their memory stays, whatever share is used.
   void pin() { is_pinned_ = true; }
 
+  // Throws DiskError in a process that was forked from the one with the readers; so do uses and holds.
+  void require_here() const { tandem::require_here(readers_.home()); }
+
   Counts counts() const {
     const auto lock = locked();
     return counts_;

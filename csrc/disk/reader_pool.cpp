@@ -65,12 +65,8 @@ std::pair<std::int64_t, std::int64_t> wanted_of(const DiskRead& read, std::int64
 
 }  // namespace
 
-HomeProcess::HomeProcess() : id_(::getpid()) {}
-
-bool HomeProcess::is_here() const { return id_ == ::getpid(); }
-
-void HomeProcess::require_here() const {
-  if (!is_here())
+void require_here(const HomeProcess& home) {
+  if (!home.is_here())
     throw DiskError("the model reads from the disk by threads of the process that loaded it, from "
                     "which this one was forked; load the model in this process");
 }

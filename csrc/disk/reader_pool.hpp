@@ -14,6 +14,8 @@
 #include <thread>
 #include <vector>
 
+#include "home_process.hpp"
+
 namespace tandem {
 
 constexpr std::int64_t kDiskPage = 4096;  // what unbuffered reads begin at and are multiples of
@@ -67,18 +69,7 @@ struct DiskRead {
   std::string why() const;  // of a failed read: one sentence
 };
 
-// The process that made this. In one that was forked from it none of its threads is there, and locks
-// may be taken for good.
-class HomeProcess {
- public:
-  HomeProcess();
-
-  bool is_here() const;
-  void require_here() const;  // throws DiskError
-
- private:
-  std::int64_t id_;
-};
+void require_here(const HomeProcess& home);  // throws DiskError
 
 class ReaderPool {
  public:

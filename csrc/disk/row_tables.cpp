@@ -67,7 +67,7 @@ bool RowTables::is_direct() const {
 }
 
 void RowTables::read(std::size_t table, std::span<const std::int64_t> rows, std::uint8_t* to) {
-  home_.require_here();
+  require_here(home_);
   const std::lock_guard lock(mutex_);
   const OpenTable& of = tables_.at(table);
   require_rows(of, rows);

@@ -46,7 +46,7 @@ class RowTables {
 
   bool is_direct() const;
   Counts counts() const {
-    home_.require_here();
+    require_here(home_);
     const std::lock_guard lock(mutex_);
     return counts_;
   }

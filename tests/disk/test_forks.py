@@ -16,6 +16,7 @@ import tandem
 from tandem.core.errors import TandemError
 from tests.disk.loading import ids, slots_of, with_share
 from tests.disk.test_row_reader import read, table
+from tests.programs import python
 
 SAID = "from which this one was forked; load the model in this process"
 
@@ -59,14 +60,42 @@ def test_a_fork_of_a_model_over_a_disk_says_so_and_the_model_goes_on(
         assert SAID in said_in_a_fork(one)
 
 
-def test_a_model_over_a_disk_ends_in_a_fork(packed: Path) -> None:
-    models = [with_share(packed, 0.3)]
-    slots = weakref.ref(slots_of(models[0]))
+def test_a_fork_says_so_whatever_threads_torch_has(packed: Path) -> None:
+    done = python(
+        "import os, sys, signal\n"
+        "from tests.disk.loading import *\n"
+        "torch.set_num_threads(2)\n"
+        "model = with_share(Path(sys.argv[1]), 0.3, threads=4)\n"
+        "square = torch.randn(512, 512)\n"
+        "with torch.inference_mode():\n"
+        "    model(ids(60)), square @ square\n"
+        "    child = os.fork()\n"
+        "    if child:\n"
+        "        print(os.waitpid(child, 0)[1])\n"
+        "        sys.exit()\n"
+        "    signal.alarm(60)\n"
+        "    try:\n"
+        "        model(ids(60))\n"
+        "    except tandem.core.errors.ModelError as error:\n"
+        "        print(error)\n",  # and it ends as a program does, all threads forgotten
+        str(packed),
+    )
+    assert done.returncode == 0, done.stderr
+    assert SAID in done.stdout
+    assert done.stdout.splitlines()[-1] == "0", done.stderr
+
+
+@pytest.mark.parametrize("options", [{}, {"expert_memory": "1GB"}], ids=["memory", "disk"])
+def test_a_model_ends_in_a_fork(packed: Path, options: dict[str, Any]) -> None:
+    models = [tandem.load(packed, threads=4, **options)]
+    gone = weakref.ref(models[0])
+    with torch.inference_mode():
+        models[0](ids(9))
 
     def end() -> None:
         models.clear()
         gc.collect()
-        assert slots() is None
+        assert gone() is None
 
     assert said_in_a_fork(end) == "done"
     with torch.inference_mode():

@@ -270,7 +270,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             use_experts(module.config, EXPERTS_IMPLEMENTATION)
             keep_elsewhere(module, arrivals.shapes)
         as_offloaded(model, runtime)
-        announce_steps(model, lambda: runtime.executor)
+        announce_steps(model, runtime)
         if not self.pre_quantized:
             map_ahead(mapped_tensors(model))
             require_finite_weights(model)

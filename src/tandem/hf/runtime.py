@@ -117,6 +117,11 @@ class Runtime:
         if self.is_closed:
             raise ConfigError(_CLOSED)
 
+    def require_here(self) -> None:
+        """Raise `ModelError` in a fork of the process whose threads read experts from the disk."""
+        if self.host_slots is not None:
+            self.host_slots.native.require_here()
+
     def close(self) -> None:
         """Give the experts' memory back and end all threads; the model is not run afterwards."""
         if self.is_closed:

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from contextvars import ContextVar
 
+import torch
 from torch import Tensor
 
-from tandem.experts.execution.executor import Executor
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.opaque_calls import is_capturing
+from tandem.hf.runtime import Runtime
 
 # Bounds the activations of a long prompt; experts are read, or fetched, once per so many tokens.
 MAX_STEP_TOKENS = 2048
@@ -16,14 +17,16 @@ SEQUENCES: ContextVar[Callable[[], Tensor] | None] = ContextVar("tandem_sequence
 """Set while tokens of several sequences lie in one row of ids: each one's sequence, (n_tokens,)."""
 
 
-def announce_steps(model: PreTrainedModel, executor: Callable[[], Executor]) -> None:
-    """Announce each forward pass: its token ids, and whether it is a prompt.
+def announce_steps(model: PreTrainedModel, runtime: Runtime) -> None:
+    """Announce each forward pass to the executor: its token ids, and whether it is a prompt.
 
-    `executor` is asked each time, as it may be replaced while the model lives.
+    One that could not come to an end is refused before torch waits for threads of its own.
     """
 
     def announce(module: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        current = executor()
+        if not torch.compiler.is_compiling():
+            runtime.require_here()
+        current = runtime.executor
         if not current.needs_steps:
             return  # a compiled model stays whole
         if is_capturing():
