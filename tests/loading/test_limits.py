@@ -1,26 +1,31 @@
 """Threads and memory that run out while a model loads are one sentence, and the exit code is 2."""
 
+import errno
 from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 
 import tandem
+from tandem.core.errors import CapacityError, capacity_errors
 from tandem.engine.engine import run_engine
 from tandem.engine.messages import EngineSettings
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.programs import COMMAND, IMPORTS, python
 
-# Of address space on top of what is taken: a thread's stack takes 8 MB.
+# So many more threads start: each takes 2 GB of the address space that there is, for its stack.
 LIMITED = """
-import torch
-import resource, sys
+import ctypes, resource, sys, torch
 from pathlib import Path
-def limit(megabytes):
+def limit(num_threads):
+    libc, attributes, stack = ctypes.CDLL(None), ctypes.create_string_buffer(256), 2 << 30
+    libc.pthread_attr_init(attributes)
+    libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(stack))
+    assert libc.pthread_setattr_default_np(attributes) == 0
     lines = Path("/proc/self/status").read_text().splitlines()
     taken = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmSize"))
-    resource.setrlimit(resource.RLIMIT_AS, (taken + (megabytes << 20),) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (taken + num_threads * stack + (stack >> 1),) * 2)
 """
 RUN = LIMITED + "limit(int(sys.argv.pop(1)))\n" + COMMAND
 WARM = IMPORTS + "import tandem.hf.load, tandem.cli.run, tandem.cli.session, torch._dynamo\n"
@@ -35,18 +40,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("megabytes", [8, 24, 64, 160])
+@pytest.mark.parametrize("num_threads", [0, 4, 11])
 @pytest.mark.parametrize(
     "words",
     [("packed",), ("packed", "--expert-memory", "1MB"), ("plain", "--expert-dtype", "int4")],
     ids=["packed", "disk", "plain"],
 )
-def test_what_runs_out_while_a_model_loads_is_a_sentence(
-    models: Path, words: tuple[str, ...], megabytes: int
+def test_threads_that_run_out_while_a_model_loads_are_a_sentence(
+    models: Path, words: tuple[str, ...], num_threads: int
 ) -> None:
     name, *options = words
     more = ("-p", "hello", "--max-new-tokens", "2", "--threads", "4", "--no-keep", *options)
-    done = python(RUN, str(megabytes), "run", str(models / name), *more, imports=WARM)
+    done = python(RUN, str(num_threads), "run", str(models / name), *more, imports=WARM)
     assert "Traceback" not in done.stderr
     assert done.returncode in (0, 2), done.stderr
     assert (SAID in done.stderr) == (done.returncode == 2), done.stderr
@@ -56,13 +61,13 @@ def test_threads_that_compute_and_do_not_start_are_a_sentence() -> None:
     done = python(
         LIMITED + "from tandem.core.errors import CapacityError\n"
         "from tandem.kernels.engine import start_engine\n"
-        "limit(30)\n"
+        "limit(5)\n"
         "try:\n    start_engine(num_threads=64)\n"
         "except CapacityError as error:\n    print(error)\n",
         imports=WARM,
     )
     assert done.returncode == 0, done.stderr
-    assert "of 64 threads that compute only" in done.stdout
+    assert "of 64 threads that compute only 6 can be started" in done.stdout
 
 
 def test_weights_are_packed_by_the_threads_that_there_are() -> None:
@@ -72,12 +77,38 @@ def test_weights_are_packed_by_the_threads_that_there_are() -> None:
         "weight, fmt = torch.randn(2048, 2048), find_format('int8')\n"
         "right = pack(weight, fmt)\n"
         "torch.get_num_threads = lambda: 64  # torch's own threads stay one\n"
-        "limit(30)\n"
+        "limit(5)\n"
         "print(torch.equal(pack(weight, fmt).data, right.data))\n",
         imports=WARM,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "True"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "no more memory"),
+        (RuntimeError("can't start new thread"), "no more threads"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes"), "no more memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "no more memory"),
+        (ImportError("lib.so: failed to map segment from shared object"), "no more memory"),
+    ],
+)
+def test_what_libraries_say_of_memory_and_threads_is_a_sentence(
+    error: Exception, said: str
+) -> None:
+    with pytest.raises(CapacityError, match=said), capacity_errors():
+        raise error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), RuntimeError("a defect")],
+)
+def test_other_errors_pass(error: Exception) -> None:
+    with pytest.raises(type(error), match=str(error.args[-1])), capacity_errors():
+        raise error
 
 
 def test_a_server_hears_of_threads_that_run_out() -> None:
