@@ -119,6 +119,25 @@ def _turn(item: pytest.Item) -> int:
     return next((turn for turn, name in enumerate(long) if name in named), len(long))
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Mixtral; tests that change files have their own."""
+    from tests.hf.tiny import save_tiny_checkpoint
+
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file with a made-up machine."""
+    from tandem.hardware.profiles import save_profile
+    from tests.experts.machines import make_machine
+
+    path = tmp_path_factory.mktemp("profiles") / "made-up.json"
+    save_profile(make_machine().profile, path)
+    return str(path)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quiet_transformers() -> None:
     import torch

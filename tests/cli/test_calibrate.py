@@ -11,13 +11,10 @@ from tandem.bench.calibration import accuracy_by_batch, calibrate
 from tandem.core.errors import ConfigError
 from tandem.trace import RoutingTrace, TraceMeta
 from tests import programs
-from tests.hf.conftest import checkpoint, profile
 from tests.hf.test_hybrid import load
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
 from tests.programs import ENVIRONMENT
-
-__all__ = ["checkpoint", "profile"]
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 30
 

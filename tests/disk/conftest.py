@@ -1,4 +1,4 @@
-"""A tiny model on a disk, and a machine to plan for."""
+"""A tiny model on a disk."""
 
 from pathlib import Path
 from typing import Any
@@ -6,18 +6,8 @@ from typing import Any
 import pytest
 
 import tandem
-from tandem.hardware.profiles import save_profile
 from tests.disk.loading import EXPERTS, LAYERS, TOP_K
-from tests.experts.machines import make_machine
 from tests.hf.tiny import save_tiny_checkpoint
-
-
-@pytest.fixture(scope="module")
-def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file with a made-up machine."""
-    path = tmp_path_factory.mktemp("profiles") / "made-up.json"
-    save_profile(make_machine().profile, path)
-    return str(path)
 
 
 @pytest.fixture(scope="module")

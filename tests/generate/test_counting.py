@@ -7,16 +7,10 @@ import pytest
 
 import tandem
 from tandem.experts.tracing.events import ExpertStatistics
-from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
 
 PROMPT, NEW_TOKENS = [20, 21, 22, 23, 24], 9
 LAYERS, TOP_K = 4, 2
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.mark.parametrize("has_replay", [True, False])
