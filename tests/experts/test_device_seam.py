@@ -12,6 +12,7 @@ from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.execution.routing import SumRows
+from tandem.experts.execution.row_memory import RowMemory
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.kernels.dense import CpuThreads
 from tandem.policy.settings import PlannerSettings
@@ -19,19 +20,21 @@ from tandem.sim.timeline import Timeline
 from tests.experts.machines import FUNCTIONS, GEOMETRY, make_machine, make_store, route
 
 
+class SpoiltRows(RowMemory):
+    """Spoils all memory that it hands out."""
+
+    def __call__(self, num_rows: int, width: int) -> Tensor:
+        return super().__call__(num_rows, width).fill_(torch.nan)
+
+
 class WatchedDevice(EmulatedDevice):
-    """Spoils all memory that it hands out, and notes what is brought to it."""
+    """Hands out spoilt memory, and notes what is brought to it."""
 
     def __init__(self) -> None:
         super().__init__(1 << 30, ExpertKernels(CpuThreads(num_threads=1)))
+        self.rows, self.host_rows = SpoiltRows(), SpoiltRows()
         self.uploads: list[int] = []
         self.sums = 0
-
-    def rows(self, num_rows: int, width: int) -> Tensor:
-        return super().rows(num_rows, width).fill_(torch.nan)
-
-    def host_rows(self, num_rows: int, width: int) -> Tensor:
-        return super().host_rows(num_rows, width).fill_(torch.nan)
 
     def launch(self, batch: ExpertBatch, use: SlotUse) -> None:
         self._require_own(batch.out)
@@ -55,8 +58,7 @@ class WatchedDevice(EmulatedDevice):
         return watched
 
     def _require_own(self, rows: Tensor) -> None:
-        own = super().rows(1, 1).untyped_storage().data_ptr()
-        assert rows.untyped_storage().data_ptr() == own, "rows of the device lie elsewhere"
+        assert self.rows.holds(rows), "rows of the device lie elsewhere"
 
 
 def test_host_rows_are_brought_to_the_device_once_a_layer_and_added_there() -> None:

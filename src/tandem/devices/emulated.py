@@ -26,7 +26,7 @@ class EmulatedDevice(Device):
         self.total_bytes = total_bytes
         self.used_bytes = 0
         self._kernels = kernels
-        self._rows, self._host_rows = RowMemory(), RowMemory()
+        self.rows, self.host_rows = RowMemory(), RowMemory()
 
     def memory(self) -> DeviceMemory:
         """Return what there is, and what is left of it."""
@@ -54,19 +54,6 @@ class EmulatedDevice(Device):
     def download(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Return the tensors: the model's state lies where the host can read it."""
         return tensors
-
-    def rows(self, num_rows: int, width: int) -> Tensor:
-        """Return memory for rows of the device."""
-        return self._rows.rows(num_rows, width)
-
-    def host_rows(self, num_rows: int, width: int) -> Tensor:
-        """Return memory for rows of the host, apart from the device's."""
-        return self._host_rows.rows(num_rows, width)
-
-    def forget_rows(self) -> None:
-        """Take new memory next time."""
-        self._rows.forget()
-        self._host_rows.forget()
 
     def upload(self, source: Tensor, target: Tensor) -> None:
         """Copy at once: no batch reads or writes the target."""

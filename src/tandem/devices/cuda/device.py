@@ -58,8 +58,8 @@ class CudaDevice(Device):
         self._kernels = kernels
         self._may_pin_bytes = pin_limit_bytes
         self._pinned: list[Tensor] = []
-        self._rows = RowMemory(lambda count: streams.empty(4 * count).view(torch.float32))
-        self._host_rows = RowMemory(lambda count: streams.pinned(4 * count).view(torch.float32))
+        self.rows = RowMemory(lambda count: streams.empty(4 * count).view(torch.float32))
+        self.host_rows = RowMemory(lambda count: streams.pinned(4 * count).view(torch.float32))
         self._downloads = [PinnedArena(streams) for _ in range(_DOWNLOADS_KEPT)]
         self._uploads = PinnedArena(streams)
         self._num_downloads = 0
@@ -127,21 +127,12 @@ class CudaDevice(Device):
         if self._on_busy is not None:
             self._on_busy(seconds)
 
-    def rows(self, num_rows: int, width: int) -> Tensor:
-        """Return device memory for rows."""
-        return self._rows.rows(num_rows, width)
-
-    def host_rows(self, num_rows: int, width: int) -> Tensor:
-        """Return pinned memory for rows."""
-        return self._host_rows.rows(num_rows, width)
-
     def forget_rows(self) -> None:
         """Take new memory next time, once nothing on the device uses the present one."""
         self._batches.clear()
         with contextlib.suppress(RuntimeError):
             self.streams.synchronize()
-        self._rows.forget()
-        self._host_rows.forget()
+        super().forget_rows()
 
     def launch(self, batch: ExpertBatch, use: SlotUse) -> None:
         """Queue a batch behind the copies of its experts."""
@@ -172,7 +163,7 @@ class CudaDevice(Device):
 
     def upload(self, source: Tensor, target: Tensor) -> None:
         """Queue a copy; what is not in `host_rows` is brought to pinned memory before."""
-        host = source if self._host_rows.holds(source) else self._staged(source)
+        host = source if self.host_rows.holds(source) else self._staged(source)
 
         def copy() -> None:
             target.copy_(host, non_blocking=True)

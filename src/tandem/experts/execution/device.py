@@ -23,6 +23,7 @@ from tandem.experts.cache.sizing import DeviceMemory
 from tandem.experts.cache.slots import MemoryPool, SlotUse
 from tandem.experts.execution.batch import ExpertBatch
 from tandem.experts.execution.routing import SumRows
+from tandem.experts.execution.row_memory import RowMemory
 
 
 class DeviceLostError(ExecutionError):
@@ -34,6 +35,10 @@ class Device(MemoryPool, Protocol):
 
     computes_beside: bool
     """Whether launched batches run beside the host, which then begins with its own share."""
+    rows: RowMemory
+    """Device memory for rows."""
+    host_rows: RowMemory
+    """Host memory for the same, which `upload` is fast from."""
 
     def memory(self) -> DeviceMemory:
         """Return what there is, and what is left of it."""
@@ -44,14 +49,10 @@ class Device(MemoryPool, Protocol):
     def download(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Return host copies of the device's tensors, as the model has left them; one wait."""
 
-    def rows(self, num_rows: int, width: int) -> Tensor:
-        """Return device memory for (num_rows, width) fp32, which the next such call reuses."""
-
-    def host_rows(self, num_rows: int, width: int) -> Tensor:
-        """Return host memory for the same, which `upload` is fast from."""
-
     def forget_rows(self) -> None:
         """Hand out none of that memory again: a broken call may still write to it."""
+        self.rows.forget()
+        self.host_rows.forget()
 
     def launch(self, batch: ExpertBatch, use: SlotUse) -> None:
         """Compute a batch after those launched before it; may return before it is done.

@@ -191,7 +191,7 @@ class CpuExecutor(Executor):
         routing = Routing(call.top_k_index, layer.arrivals.num_experts)
         order = routing.lone_order()
         with self._rows_lock:
-            rows = self._rows.rows(routing.num_rows, call.hidden.shape[1])
+            rows = self._rows(routing.num_rows, call.hidden.shape[1])
             side, work = CallSide(call.hidden, rows), LayerCall(layer, functions, routing, order)
             if order:
                 self._kernels.run(work.batch(0, len(order), side))

@@ -18,7 +18,7 @@ class RowMemory:
         self._memory: Tensor | None = None
         self._view: Tensor | None = None  # what was asked for last: the same in every decode step
 
-    def rows(self, num_rows: int, width: int) -> Tensor:
+    def __call__(self, num_rows: int, width: int) -> Tensor:
         """Return memory for (num_rows, width) fp32, which the next such call reuses."""
         view = self._view
         if view is not None and view.shape == (num_rows, width):

@@ -210,7 +210,7 @@ class _Bench:
         hidden = self._experts.hidden(num_tokens)
         routing = Routing(index, total)
         order = routing.lone_order()
-        side = CallSide(hidden, self._rows.rows(routing.num_rows, self._experts.hidden_size))
+        side = CallSide(hidden, self._rows(routing.num_rows, self._experts.hidden_size))
         batch = LayerCall(self._store[layer], self._experts.functions, routing, order).batch(
             0, len(order), side
         )
