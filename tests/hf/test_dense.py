@@ -45,6 +45,28 @@ def test_packed_models_are_near_and_route_as_before(name: str, threads: CpuThrea
     assert 0 < error < 0.005
 
 
+def test_groups_of_rows_have_inputs_of_their_own(threads: CpuThreads) -> None:
+    model: Any = build_tiny_model("deepseek_v4")
+    before, own = logits_of(model), model.model.layers[1].self_attn.o_a_proj
+    assert pack_dense_layers(model, "fp16", threads) > 0
+    packed = model.model.layers[1].self_attn.o_a_proj
+    assert isinstance(packed, PackedLinear)
+    assert len(packed.groups) == own.n_groups > 1
+    x = torch.randn(2, 3, own.n_groups, own.in_features)
+    torch.testing.assert_close(packed(x), own(x), rtol=1e-3, atol=1e-3)
+    assert 0 < relative_error(logits_of(model), before) < 0.005
+
+
+def test_layers_of_groups_are_saved_and_loaded(tmp_path: Path) -> None:
+    plain = save_tiny_checkpoint(tmp_path / "plain", "deepseek_v4")
+    model = tandem.load(plain, expert_dtype="int8", dense_dtype="int8", threads=1)
+    again = tandem.load(tandem.save(model, tmp_path / "packed"), threads=1)
+    for one in (model, again):
+        layer = one.model.layers[0].self_attn.o_a_proj
+        assert (type(layer), len(layer.groups)) == (PackedLinear, one.config.o_groups)
+    assert torch.equal(logits_of(model), logits_of(again))
+
+
 @pytest.mark.parametrize("dense_dtype", ["int8", "none"])
 def test_the_bytes_of_dense_parts_are_known_before_they_are_packed(
     dense_dtype: str, threads: CpuThreads

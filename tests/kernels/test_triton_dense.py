@@ -56,6 +56,17 @@ def test_products_are_those_of_the_unpacked_weight(
     assert (layer.weight.shape, layer.weight.dtype) == (weight.shape, dtype)
 
 
+def test_groups_of_rows_have_inputs_of_their_own(dense: ModuleType) -> None:
+    packed = pack_dense(torch.randn(96, 64), None, find_format("int8"))
+    layer = DeviceLinear(dense.bring(packed, CPU), torch.float32)
+    layer.cut(3)
+    x = torch.randn(2, 5, 3, 64)
+    found, weights = layer(x), packed.values().chunk(3)
+    assert found.shape == (2, 5, 3, 32)
+    for group, weight in enumerate(weights):
+        torch.testing.assert_close(found[:, :, group], F.linear(x[:, :, group], weight))
+
+
 class Block(nn.Module):
     """A layer worth packing, a router, and one that is too small."""
 

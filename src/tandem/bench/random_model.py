@@ -16,6 +16,7 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
 from tandem.hf.dense import PackedLinear, give_fp32_logits, packable_layers, untie
 from tandem.hf.experts import is_experts_module
+from tandem.hf.grouped import cut_like
 from tandem.hf.quantizer import OffloadQuantizer
 from tandem.kernels.dense import CpuThreads, DenseWeight
 from tandem.kernels.formats.weight_format import WeightFormat
@@ -87,6 +88,6 @@ def _pack_linear_layers(
     for _, parent, name, linear in list(packable_layers(model)):
         rows, cols = linear.weight.shape
         weight = DenseWeight(random_matrix(rows, cols, fmt), None)
-        setattr(parent, name, PackedLinear(weight, threads, torch.bfloat16))
+        setattr(parent, name, cut_like(linear, PackedLinear(weight, threads, torch.bfloat16)))
     untie(model, PackedLinear)
     give_fp32_logits(model)

@@ -19,6 +19,7 @@ from tandem.experts.store.packed_layer import PackedLayer
 from tandem.foreign_types import ModelPart, PreTrainedModel
 from tandem.hf.config import parse_dense_dtype, plain_name, stored_format
 from tandem.hf.experts import is_experts_module
+from tandem.hf.grouped import cut_like, is_grouped, multiply_by_group
 from tandem.hf.opaque_calls import DENSE, ROWS, mapped, opaque
 from tandem.hf.runtime import runtime_of
 from tandem.hf.stand_in import refuse_to_load
@@ -127,6 +128,12 @@ class PackedLinear(PackedModule):
         self.by_head: tuple[list[DenseWeight], list[DenseWeight]] | None = None
         """What attention to latents made of it."""
         self.gives_fp32 = False
+        self.groups: list[DenseWeight] = []  # of rows that have an input of their own each
+
+    def cut(self, num_groups: int) -> None:
+        """Give each of so many groups of rows an input of its own, as `multiply_by_group` says."""
+        each = self.out_features // num_groups
+        self.groups = [self.packed.rows_at(i * each, each) for i in range(num_groups)]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias: (..., in_features) -> (..., out_features)."""
@@ -136,6 +143,8 @@ class PackedLinear(PackedModule):
             return self.forward(x.float()).to(x.dtype)
         if self.input_order is not None:
             x = x.gather(-1, self.input_order.expand(x.shape))
+        if self.groups:
+            return multiply_by_group(self.threads, self.groups, x)
         return opaque(DENSE, _multiply_one, self.threads, self.packed, x)
 
     def values(self) -> Tensor:
@@ -286,7 +295,7 @@ def _replace(
         bias = None if linear.bias is None else linear.bias.detach().cpu()
         label = f"{type(parent).__name__}.{name}"
         packed = pack_dense(linear.weight.detach().cpu(), bias, fmt, name=label)
-        setattr(parent, name, place(packed, dtype, None))
+        setattr(parent, name, cut_like(linear, place(packed, dtype, None)))
         num_bytes += packed.num_bytes
     untie(model, PackedLinear, DeviceLinear)
     return num_bytes
@@ -349,8 +358,8 @@ def packable_layers(model: nn.Module, *, on_device: bool = False) -> Iterator[Li
         if is_experts_module(parent) or is_tower(above):
             continue
         for name, child in parent.named_children():
-            is_plain = type(child) is nn.Linear and name not in kept
-            if is_plain and child.weight.numel() >= least:
+            is_known = type(child) is nn.Linear or (is_grouped(child) and not on_device)
+            if is_known and name not in kept and child.weight.numel() >= least:
                 yield f"{above}.{name}".removeprefix("."), parent, name, child
 
 

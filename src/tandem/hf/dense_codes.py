@@ -24,6 +24,7 @@ from tandem.hf.dense import (
     tied_weights,
     untie,
 )
+from tandem.hf.grouped import cut_like
 from tandem.kernels.dense import CpuThreads, DenseWeight, padded_bias
 from tandem.kernels.formats import PackedMatrix, WeightFormat
 from tandem.kernels.formats.file_rows import Placing, write_file_rows
@@ -153,7 +154,7 @@ class DenseCodes:
             else:
                 weight = DenseWeight(matrix, padded_bias(module.bias, matrix.rows))
                 order = self._orders.get(parameter)
-                packed = place(weight, module.weight.dtype, order)
+                packed = cut_like(module, place(weight, module.weight.dtype, order))
             setattr(model.get_submodule(above), name, packed)
         if self._matrices:
             untie(model, PackedLinear, DeviceLinear)

@@ -30,11 +30,22 @@ class DeviceLinear(nn.Module):
         self.packed = weight
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self.dtype, self.input_order = values_dtype, input_order
+        self.num_groups = 1
+
+    def cut(self, num_groups: int) -> None:
+        """Give each of so many groups of rows an input of its own; torch multiplies them."""
+        self.num_groups = num_groups
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T + bias: (..., in_features) -> (..., out_features)."""
+        """Return x @ weight.T + bias: (..., in_features) -> (..., out_features).
+
+        Of groups: (..., groups, in_features) -> (..., groups, outputs of a group).
+        """
         from tandem.triton_kernels.dense import multiply
 
+        if self.num_groups > 1:
+            weight = self.unpacked.unflatten(0, (self.num_groups, -1))
+            return torch.matmul(weight, x[..., None])[..., 0]
         if self.input_order is not None:
             x = x.index_select(-1, self.input_order)
         return multiply(x, self.packed)

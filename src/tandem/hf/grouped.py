@@ -1,0 +1,40 @@
+"""Linear layers of groups: each group of rows has an input of its own (DeepSeek-V4's output).
+
+Packed, they are a matrix as any other layer's, whose groups are multiplied apart.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+from torch import Tensor, nn
+
+from tandem.hf.opaque_calls import GROUPS, opaque
+from tandem.kernels.dense import CpuThreads, DenseWeight, multiply_groups
+from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK
+
+
+class _CanBeCut(Protocol):
+    def cut(self, num_groups: int) -> None:
+        """Give each of so many groups of rows an input of its own."""
+
+
+def is_grouped(module: nn.Module) -> bool:
+    """Tell whether a module is such a layer, whose groups are whole blocks of rows."""
+    if not (isinstance(module, nn.Linear) and type(module).__name__.endswith("GroupedLinear")):
+        return False
+    each = module.out_features // int(getattr(module, "n_groups", module.out_features))
+    return module.bias is None and each % ROWS_PER_BLOCK == 0
+
+
+def cut_like(linear: object, packed: nn.Module) -> nn.Module:
+    """Return the packed form of a layer, cut into groups if that layer is."""
+    num_groups = getattr(linear, "n_groups", 1)
+    if num_groups > 1:
+        cast("_CanBeCut", packed).cut(num_groups)
+    return packed
+
+
+def multiply_by_group(threads: CpuThreads, groups: Sequence[DenseWeight], x: Tensor) -> Tensor:
+    """Multiply (..., groups, in_features) on the CPU: (..., groups, outputs of a group)."""
+    out = opaque(GROUPS, multiply_groups, threads, groups, x.flatten(0, -3))
+    return out.view(*x.shape[:-1], -1)
