@@ -16,7 +16,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from tests.experts.captured import LayerTokens, TwinMachine, random_step
@@ -74,6 +74,21 @@ class Trouble:
         time.sleep(self._draw.random() * (0.002 if kind == "slow" else 3 * SHORT_PATIENCE))
 
 
+def late_copies(draw: random.Random, is_between: threading.Event) -> Callable[[], None]:
+    """Return what each copy waits for: next to nothing, some time, or the step's end.
+
+    It knows no engine: native code holds it, and an engine that is held by it would never go.
+    """
+    delay, blocks = draw.choice((0.0, 1e-4, 2e-3)), draw.random() < 0.2
+
+    def be_late() -> None:
+        if blocks:
+            is_between.wait()
+        time.sleep(draw.random() * delay)
+
+    return be_late
+
+
 class Engine:
     """One coordinator with its slots, of a size drawn at random."""
 
@@ -88,8 +103,7 @@ class Engine:
         costs = CostTable(make_machine(cpu=2e-5, gpu=1e-5, link=draw.choice((0.0, 2e-5))).shape)
         planner = make_planner(SETTINGS, GEOMETRY, costs, num_slots, tables=NATIVE_TABLES)
         self._policy = native_step_policy(planner)
-        self._link_delay = draw.choice((0.0, 1e-4, 2e-3))
-        self._blocks_copies, self._is_between = draw.random() < 0.2, threading.Event()
+        self._is_between = threading.Event()
         self._is_between.set()
         self._machine = TwinMachine(
             self._store,
@@ -99,17 +113,11 @@ class Engine:
             num_threads=draw.choice((1, 2)),
             most_delay=draw.choice((0, 50, 300)),
             policy=self._policy,
-            before_copy=self._delay_copy,
+            before_copy=late_copies(draw, self._is_between),
         )
         self._has_trouble = draw.random() < 0.5
         if self._has_trouble:
             self._machine.coordinator.set_hook(Trouble(draw, 0.02))
-
-    def _delay_copy(self) -> None:
-        """Be late, or let the step end first."""
-        if self._blocks_copies:
-            self._is_between.wait()
-        time.sleep(self._draw.random() * self._link_delay)
 
     def run(self) -> None:
         """Do some steps, then check what is in the slots."""

@@ -83,6 +83,11 @@ class Machine {
   std::int64_t num_hits() const { return num_hits_; }
   std::int64_t num_fetched() const { return num_fetched_; }  // and computed by the twin
 
+  // Between steps: a policy may fetch in some and not in others.
+  void change_rule() {
+    if (policy_) policy_->set_rule(static_cast<GraphRule>(random_.between(0, 2)));
+  }
+
   // Runs a step and compares it. Throws StepLost as the coordinator does.
   bool run(double patience, std::int64_t stops_before = -1) {
     Step step = random_step();
@@ -204,11 +209,6 @@ class Machine {
     if (blocks_copies_)
       while (is_running_.load()) sleep_us(100);
     sleep_us(static_cast<std::int64_t>(copy_noise_.fetch_add(37) % 200));
-  }
-
-  // Between steps: a policy may fetch in some and not in others.
-  void change_rule() {
-    if (policy_) policy_->set_rule(static_cast<GraphRule>(random_.between(0, 2)));
   }
 
   void take_arrivals() {
