@@ -59,10 +59,12 @@ void Coordinator::answer_step() {
 
 bool Coordinator::wait_for_doorbell(std::int64_t layer) {
   std::uint32_t* doorbell = box_->doorbell(layer);
-  for (BetweenLooks give_way; load_acquire(doorbell) != 1; give_way())
-    if (is_lost_.load(std::memory_order_relaxed)) return false;
+  const auto is_lost = [this] { return is_lost_.load(std::memory_order_relaxed); };
+  for (BetweenLooks give_way; load_acquire(doorbell) != 1 && !is_lost(); give_way()) {
+  }
+  // Behind a layer that was given up none is decided: what that one decided is not submitted yet.
   std::uint8_t open = kOpen;
-  if (!answers_[layer].compare_exchange_strong(open, kTaken)) return false;
+  if (is_lost() || !answers_[layer].compare_exchange_strong(open, kTaken)) return false;
   store_release(doorbell, 0u);
   return true;
 }

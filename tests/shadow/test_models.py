@@ -45,7 +45,6 @@ def test_a_model_says_the_same_on_a_gpu(name: str, tmp_path: Path) -> None:
     )
     handed = set() if name in NOT_HANDED else {"publish", "combine"}
     assert {"graph", *handed} <= set(gpu.launched)
-    assert "take_fetched" not in gpu.launched
 
 
 @pytest.mark.parametrize("rule", IN_GRAPH[1:] if IS_WHOLE else IN_GRAPH[1:2])

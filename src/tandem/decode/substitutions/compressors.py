@@ -34,7 +34,7 @@ def _is_compressor(module: ModelPart) -> bool:
 
 
 def _compress(
-    self: ModelPart,
+    compressor: ModelPart,
     hidden_states: Tensor,
     q_residual: Tensor,
     position_ids: Tensor,
@@ -43,9 +43,9 @@ def _compress(
 ) -> tuple[Tensor, None]:
     """Hand the step's keys to attention by way of the cache: none are returned, and no mask."""
     layer = cache.layers[layer_idx]
-    key = _keys(self, layer.states, "compressor", hidden_states, position_ids)
+    key = _keys(compressor, layer.states, "compressor", hidden_states, position_ids)
     selected = None
-    indexer = getattr(self, "indexer", None)
+    indexer = getattr(compressor, "indexer", None)
     if indexer is not None:
         index_key = _keys(indexer, layer.states, "indexer", hidden_states, position_ids)
         query = indexer.q_b_proj(q_residual).view(*hidden_states.shape[:2], -1, indexer.head_dim)
@@ -56,8 +56,8 @@ def _compress(
             scorer.softmax_scale, indexer.index_topk, indexer.compress_rate
         )
         selected = layer.select(selection, index_key, query, weights)
-    layer.expect_compressed(self.compress_rate, key, selected)
-    return hidden_states.new_empty(len(hidden_states), 1, 0, self.head_dim), None
+    layer.expect_compressed(compressor.compress_rate, key, selected)
+    return hidden_states.new_empty(len(hidden_states), 1, 0, compressor.head_dim), None
 
 
 def _keys(
