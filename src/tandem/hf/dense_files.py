@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tandem.devices.cuda.linear import DeviceLinear
 from tandem.hf.config import DEFAULT_DENSE_FORMAT, parse_dense_dtype
 from tandem.hf.dense import PackedLinear, Place, packable_layers, untie
-from tandem.hf.grouped import cut_like
+from tandem.hf.grouped import cut_like, num_groups_of
 from tandem.kernels.dense import DenseWeight, pack_dense
 from tandem.kernels.formats.packed import PackedMatrix
 from tandem.kernels.formats.weight_format import WeightFormat, find_format
@@ -29,7 +29,7 @@ class StoredLinear(nn.Module):
         self.shape = (linear.out_features, linear.in_features)
         self.format = fmt
         self.has_bias = linear.bias is not None
-        self.n_groups = getattr(linear, "n_groups", 1)
+        self.n_groups = num_groups_of(linear)
         self.dtype = linear.weight.dtype
         size = fmt.matrix_bytes(*self.shape)
         if self.has_bias:

@@ -18,18 +18,23 @@ class _CanBeCut(Protocol):
         """Give each of so many groups of rows an input of its own."""
 
 
+def num_groups_of(linear: object) -> int:
+    """Return how many groups a linear layer has; 1: its rows have one input."""
+    return int(getattr(linear, "n_groups", 1))
+
+
 def is_grouped(module: nn.Module) -> bool:
     """Tell whether a module is such a layer, whose groups are whole blocks of rows."""
     if not (isinstance(module, nn.Linear) and type(module).__name__.endswith("GroupedLinear")):
         return False
-    each = module.out_features // int(getattr(module, "n_groups", module.out_features))
-    return module.bias is None and each % ROWS_PER_BLOCK == 0
+    num_groups = num_groups_of(module)
+    is_in_blocks = module.out_features // num_groups % ROWS_PER_BLOCK == 0
+    return num_groups > 1 and module.bias is None and is_in_blocks
 
 
 def cut_like(linear: object, packed: nn.Module) -> nn.Module:
     """Return the packed form of a layer, cut into groups if that layer is."""
-    num_groups = getattr(linear, "n_groups", 1)
-    if num_groups > 1:
+    if (num_groups := num_groups_of(linear)) > 1:
         cast("_CanBeCut", packed).cut(num_groups)
     return packed
 
