@@ -26,7 +26,7 @@ from tandem.server.service import Server
 
 # `cli.main` collects garbage seldom, as a start leaves none. After its 200,000 objects a server's
 # collection takes a third of a second, in which no client is answered. Python's own 700, 10, 10
-# leave 17,000 objects of requests to one collection, 25 ms: here it comes five times as often.
+# leave the cycles of many requests to one long collection: here it comes five times as often.
 _OBJECTS_PER_COLLECTION = (700, 10, 2)
 _LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]"]
 # The seconds that uvicorn gives streams to end after they got the reason.
