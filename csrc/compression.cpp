@@ -9,7 +9,7 @@ namespace tandem {
 namespace {
 
 constexpr std::int64_t kTaskChannels = 64;
-// Fewer values are not worth other threads.
+// With fewer values one thread is quicker.
 constexpr std::int64_t kManyValues = 1 << 14;
 
 float* kept_at(const WindowCompression& call, std::int64_t slot, std::int64_t position) {

@@ -8,7 +8,7 @@ namespace tandem {
 namespace {
 
 // For so long a thread keeps its processor while it looks at a doorbell. Then it gives way between
-// looks: that costs nothing where nobody waits for the processor, and where the device itself does
+// looks: that costs nothing where no other thread waits for the processor, and where the device itself does
 // (a CPU twin on a busy machine), 500 microseconds of spinning were 500 for each layer.
 constexpr double kSpinSeconds = 1e-5;
 constexpr int kSpins = 64;  // between two looks at the clock
@@ -80,7 +80,7 @@ void Coordinator::answer(std::int64_t layer) {
       host.source != nullptr && std::any_of(missed_.begin(), missed_.end(),
                                             [](std::int32_t expert) { return expert >= 0; });
   const SourceUse at_end(is_asked ? host.source : nullptr);
-  // What lies on a disk is not fetched: nobody knows when it comes.
+  // What lies on a disk is not fetched: when it comes is unknown.
   std::span<const Fetch> fetches;
   if (has_misses && !is_asked) fetches = fetch(layer);
   std::int64_t num_computed = is_asked ? compute_coming(host) : compute(host, fetches);

@@ -3,7 +3,7 @@
 //
 //   submit(copy)           the victim's entry is to be cleared; the slot may still be read. An expert
 //                          on a disk is held where it lies from now on, until its copy has happened
-//     -> take_cleared      ahead of the next launch, once nobody decides in the last step any more
+//     -> take_cleared      ahead of the next launch, once the last step's thread has stopped deciding
 //                          (Coordinator::begin_step): the entries are cleared on the launch's stream
 //     -> begin_step        that launch's first doorbell: no kernel reads the slot any more
 //     -> a victim of a disk is copied back into a host slot, if it is worth that

@@ -39,7 +39,7 @@ def memory_of(checkpoint: Path) -> tuple[int, int]:
     return forecast, taken
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="pages are entered ahead on Linux only")
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are mapped ahead on Linux only")
 def test_a_packed_shape_takes_what_was_forecast(tmp_path: Path) -> None:
     shape = MODEL_SHAPES["qwen3-30b-a3b"]
     cut = {"num_hidden_layers": 4, "num_experts": 16, "vocab_size": 8_000}  # 390 MB of files

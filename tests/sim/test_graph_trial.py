@@ -1,4 +1,4 @@
-"""The trial of steps in one graph: which numbers of rows fetch, the same for whoever asks."""
+"""The trial of steps in one graph: which numbers of rows fetch, the same for every caller."""
 
 import dataclasses
 from pathlib import Path

@@ -48,7 +48,7 @@ class Drafting(Protocol):
 
 
 def best_plan(ways: Iterable[Drafting], step: NextStep) -> Plan | None:
-    """Return the best plan that is worth it, else the best of all; None: nothing to draft."""
+    """Return the best plan that pays, else the best of all; None: nothing to draft."""
     plans = [way.plan(step) for way in ways]
     known = [plan for plan in plans if plan is not None]
     return max(known, key=lambda plan: (plan.is_worth, plan.gain), default=None)
