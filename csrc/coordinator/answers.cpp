@@ -8,8 +8,8 @@ namespace tandem {
 namespace {
 
 // For so long a thread keeps its processor while it looks at a doorbell. Then it gives way between
-// looks: that costs nothing where no other thread waits for the processor, and where the device itself does
-// (a CPU twin on a busy machine), 500 microseconds of spinning were 500 for each layer.
+// looks: that costs nothing where no other thread waits for the processor; where the device itself
+// does (a CPU twin on a busy machine), 500 microseconds of spinning were 500 for each layer.
 constexpr double kSpinSeconds = 1e-5;
 constexpr int kSpins = 64;  // between two looks at the clock
 constexpr double kDiskPatience = 0.5;  // seconds that a device waits for a read

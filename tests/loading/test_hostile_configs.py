@@ -96,6 +96,7 @@ NO_DTYPES: list[object] = [5, [], "float7", {"text_config": 5}]
 NO_NAMES: list[object] = [5, [], {}, True, "m" * 10_000, "\0"]
 # What config.json says in place of what it said, and what is answered.
 LIES: list[tuple[dict[str, Any], str]] = [
+    ({"index_topk": -1}, "index_topk is -1, expected"),
     ({"hidden_size": "big"}, "hidden_size is 'big', expected a whole number from 1"),
     ({"num_hidden_layers": -2}, "num_hidden_layers is -2, expected a whole number from 1"),
     ({"num_key_value_heads": 0}, "num_key_value_heads is 0, expected a whole number from 1"),

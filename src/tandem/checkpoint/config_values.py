@@ -22,7 +22,7 @@ _COUNTS = (
     "max_position_embeddings",
 )  # fmt: skip
 # Of these, 0 says that the model has none, or finds the size elsewhere.
-_OPTIONAL_COUNTS = ("head_dim", "intermediate_size", "moe_intermediate_size")
+_OPTIONAL_COUNTS = ("head_dim", "index_topk", "intermediate_size", "moe_intermediate_size")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
 _ACTIVATIONS = ("hidden_act", "hidden_activation")
