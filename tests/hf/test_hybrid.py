@@ -130,7 +130,7 @@ def test_a_load_asks_the_trial_and_uses_its_rules(checkpoint: Path) -> None:
         profile = dataclasses.replace(load_profile("desktop-12gb"), shapes=(costs,))
         host = tuple(
             dataclasses.replace(
-                each, fetch_seconds=0.0, second_launch_seconds=0.0, copy_wake_seconds=0.0
+                each, fetch_seconds=0.0, second_launch_seconds=1e-9, copy_wake_seconds=0.0
             )
             for each in profile.host
         )

@@ -45,6 +45,7 @@ def test_steps_fetch_where_copies_cost_next_to_nothing_and_not_where_they_cost_m
     assert fetching_rows(**free) == GRAPH_ROWS
     assert fetching_rows(link_seconds_per_expert=0.1) == ()
     assert fetching_rows(second_launch_seconds=0.1) == ()
+    assert fetching_rows(**free, second_launch_seconds=0.0) == ()  # an older profile: not known
     assert fetching_rows(copy_wake_seconds=0.1) == ()
 
 

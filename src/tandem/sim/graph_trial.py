@@ -34,10 +34,12 @@ def settled(
 ) -> PlannerSettings:
     """Return settings whose steps in one graph fetch where that pays, if no rule is asked for.
 
-    `shape` has the graph's host costs in it. Policies learn in `tables`, which changes no answer.
+    `shape` has the graph's host costs in it; where an older profile says nothing of a second
+    launch, nothing is fetched. Policies learn in `tables`, which changes no answer.
     """
     num_experts = geometry.num_layers * geometry.num_experts
-    if settings.assignment is not None or not 0 < num_slots < num_experts:
+    is_known = shape.second_launch_seconds > 0
+    if settings.assignment is not None or not is_known or not 0 < num_slots < num_experts:
         return settings
     trial = _Trial(settings, profile, shape, geometry, num_slots, tables)
     return dataclasses.replace(
