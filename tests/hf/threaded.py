@@ -11,7 +11,7 @@ from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.cache.sizing import parse_gpu_memory
 from tandem.experts.cache.slots import Slots
 from tandem.experts.execution.expert_kernels import ExpertKernels
-from tandem.experts.store.host_memory import available_bytes
+from tandem.experts.store import host_memory
 from tandem.experts.store.host_store import HostStore
 from tandem.hf.machine.emulated import emulated_profile
 from tandem.hf.machine.parts import DeviceParts, ObservedModel
@@ -27,7 +27,7 @@ def device_parts(observed: ObservedModel) -> DeviceParts:
     clock, rate = WallClock(), observed.link_bytes_per_second
     own = CpuThreads(num_threads=observed.threads.num_threads, isa=observed.threads.isa)
     device_kernels = ExpertKernels(own, on_busy=clock.add_gpu)
-    device = ThreadedDevice(available_bytes(), device_kernels, has_thread=True)
+    device = ThreadedDevice(host_memory.available_bytes(), device_kernels, has_thread=True)
 
     def make_engine(store: HostStore, slots: Slots, geometry: Geometry, _: Clock) -> CopyThread:
         return CopyThread(store, slots, geometry, clock, bytes_per_second=rate)

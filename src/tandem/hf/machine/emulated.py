@@ -7,7 +7,7 @@ from tandem.experts.cache.copy_engine import VirtualCopyEngine
 from tandem.experts.cache.sizing import parse_gpu_memory
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.measuring.profiler import with_emulated_gpu
-from tandem.experts.store.host_memory import available_bytes
+from tandem.experts.store import host_memory
 from tandem.hardware.profiles import load_profile
 from tandem.hf.machine.parts import DeviceParts, ObservedModel
 from tandem.hf.machine.profile import measured_profile
@@ -18,7 +18,8 @@ from tandem.sim.timeline import Timeline
 def device_parts(observed: ObservedModel) -> DeviceParts:
     """Return the device, with costs by the profile that the options name or as measured here."""
     machine, kernels = observed.machine(emulated_profile(observed)), observed.cpu_kernels()
-    device = EmulatedDevice(available_bytes(), kernels)
+    # By its module: what a test says of memory must not outlive it here, as this comes late.
+    device = EmulatedDevice(host_memory.available_bytes(), kernels)
     clock = Timeline(machine.profile, machine.shape)
     share = parse_gpu_memory(observed.options.gpu_memory)
     make_executor = partial(HybridExecutor, in_graph=machine.path.in_graph)
