@@ -12,6 +12,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from tandem.server.connections import ConnectionLimits
+from tandem.server.gate import SignOfLife
 from tandem.server.http_protocol import ADMIT, BoundedHttp, Connections
 
 PATIENCE_SECONDS = 60
@@ -44,7 +45,7 @@ class BoundedServer:
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.now = 0.0
-        self.connections = Connections(limits, lambda: self.now)
+        self.connections = Connections(limits, lambda: self.now, SignOfLife({"x"}))
         config = uvicorn.Config(
             application, http=functools.partial(BoundedHttp, self.connections),  # type: ignore[arg-type]
             log_config=None, lifespan="off", ws="none",

@@ -179,3 +179,55 @@ def test_when_all_are_answered_the_next_waits_for_none_of_them() -> None:
         with server.connect() as late:
             assert answer(late) == b""
         assert server.count() == 2
+
+
+LIFE = b"GET /health HTTP/1.1\r\nHost: x:80\r\n"
+BY_CONNECTION, BY_APPLICATION = b'\r\n\r\n{"status":"ok"}', b"\r\n\r\n1\r\n0\r\n0\r\n\r\n"
+
+
+def test_a_sign_of_life_needs_no_application(bounded: BoundedServer) -> None:
+    with bounded.connect() as connection:
+        for more in (b"\r\n", b"Content-Length: 3\r\n\r\nabc", b"\r\n"):
+            connection.sendall(LIFE + more)
+            reply = connection.recv(1 << 16)
+            while not reply.endswith(b"}"):
+                reply += connection.recv(1 << 16)
+            assert reply.startswith(b"HTTP/1.1 200 OK\r\n")
+            assert reply.endswith(BY_CONNECTION)
+        connection.sendall(LIFE + b"Connection: close\r\n\r\n")
+        assert answer(connection).endswith(BY_CONNECTION)
+    bounded.wait_for_count(0)
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        LIFE + b"Origin: http://x\r\n",
+        LIFE.replace(b"x:80", b"evil.example"),
+        LIFE.replace(b"GET", b"PUT"),
+        LIFE.replace(b"health", b"healthy"),
+    ],
+)
+def test_other_requests_are_the_applications(request_bytes: bytes, bounded: BoundedServer) -> None:
+    with bounded.connect() as connection:
+        connection.sendall(request_bytes + b"Connection: close\r\n\r\n")
+        assert answer(connection).endswith(BY_APPLICATION)
+
+
+def test_of_many_signs_in_one_read_the_first_is_answered_at_once(bounded: BoundedServer) -> None:
+    """The others wait in the loop for their turn, and the connection's bound is theirs."""
+    with bounded.connect() as connection:
+        connection.sendall(2 * (LIFE + b"\r\n") + LIFE + b"Connection: close\r\n\r\n")
+        found = answer(connection)
+    assert found.count(BY_CONNECTION) == 1
+    assert found.count(BY_APPLICATION) == 2
+    assert found.index(BY_CONNECTION) < found.index(BY_APPLICATION)
+
+
+def test_a_sign_behind_a_running_request_waits_for_it(bounded: BoundedServer) -> None:
+    with bounded.connect() as connection:
+        connection.sendall(POST.replace(b"1000", b"5") + b"ab")
+        bounded.wait_for_bytes(len(POST) - 3 + 2)
+        connection.sendall(b"cde" + LIFE + b"Connection: close\r\n\r\n")
+        found = answer(connection)
+    assert found.index(b"\r\n\r\n1\r\n5\r\n") < found.index(BY_APPLICATION)

@@ -14,7 +14,7 @@ from tandem.apis.responses.schemas import CountRequest, ResponsesRequest
 from tandem.apis.schemas import ChatRequest, CompletionRequest
 from tandem.core.errors import TandemError
 from tandem.server.event_stream import DONE, event, named_event
-from tandem.server.gate import Gate
+from tandem.server.gate import HEALTHY, Gate
 from tandem.server.openapi import describe, described_body, described_errors
 from tandem.server.page_files import add_page
 from tandem.server.refusals import refusal
@@ -119,7 +119,7 @@ def _add_rest(app: FastAPI, server: Server) -> None:
     @app.get("/health")
     async def health() -> Response:
         """Say that the server runs."""
-        return JSONResponse({"status": "ok"})
+        return Response(HEALTHY, media_type="application/json")
 
     @app.get("/ready", responses=described_errors(503))
     async def ready() -> Response:

@@ -4,7 +4,8 @@ A page of another site must not reach a server on the same machine: its script c
 without being asked by CORS, which is off, and a name that it made point here is not ours.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,10 +16,39 @@ from tandem.server.page_files import PAGE_FILES
 from tandem.server.refusals import refusal
 
 _OPEN_PATHS = {*PAGE_FILES, "/health", "/ready", "/favicon.ico"}
+HEALTHY = b'{"status":"ok"}'
+"""What `/health` says."""
 _LONGEST_PATH = 2048
 _ENDLESS_PATH = "/live"
 # Of a server that does not count connections.
 _UNCOUNTED = {"call": lambda: None}
+
+
+def is_own_name(headers: Mapping[bytes, bytes], names: Collection[str] | None) -> bool:
+    """Tell whether a request calls the server by one of its `names`; None: any name."""
+    host = headers.get(b"host", b"").decode("latin-1").lower()
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    return names is None or name in names
+
+
+class SignOfLife:
+    """Answers plain `GET /health`, by which others see that the server runs, however busy it is.
+
+    A page of another site (`Origin`) is answered by the application, which knows what CORS allows.
+    """
+
+    def __init__(self, allowed_hosts: Collection[str] | None) -> None:
+        """Know by which names the server may be called; None: any."""
+        self._hosts = allowed_hosts
+
+    def __call__(self, scope: Mapping[str, Any]) -> bytes | None:
+        """Return the body of the answer; None: the application answers."""
+        if scope["path"] != "/health" or scope["method"] != "GET":
+            return None
+        headers = dict(scope["headers"])
+        if b"origin" in headers or not is_own_name(headers, self._hosts):
+            return None
+        return HEALTHY
 
 
 class Gate:
@@ -60,9 +90,7 @@ class Gate:
     def _problem(
         self, scope: Scope, headers: dict[bytes, bytes], owner: bytes | None
     ) -> ApiError | None:
-        host = headers.get(b"host", b"").decode("latin-1").lower()
-        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-        if self._hosts is not None and name not in self._hosts:
+        if not is_own_name(headers, self._hosts):
             return ApiError(403, "this server is called by its own address only", code="bad_host")
         if len(scope["path"]) > _LONGEST_PATH:
             return ApiError(414, "the path is too long")

@@ -15,10 +15,11 @@ the application may be answering one request, while others that came behind it w
 """
 
 import asyncio
+import contextlib
 import enum
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -48,10 +49,16 @@ class Connections:
     """All connections of a server; used in its event loop alone."""
 
     def __init__(
-        self, limits: ConnectionLimits, clock: Callable[[], float] = time.monotonic
+        self,
+        limits: ConnectionLimits,
+        clock: Callable[[], float] = time.monotonic,
+        answer_at_once: Callable[[Mapping[str, Any]], bytes | None] = lambda scope: None,
     ) -> None:
-        """Begin with none. `clock` returns seconds."""
-        self.limits, self.clock = limits, clock
+        """Begin with none. `clock` returns seconds.
+
+        `answer_at_once` returns the JSON that a request of this scope gets without the application.
+        """
+        self.limits, self.clock, self.answer_at_once = limits, clock, answer_at_once
         self._all: set[BoundedHttp] = set()
         # In the order in which they are closed for others.
         self._strangers: dict[BoundedHttp, None] = {}
@@ -112,6 +119,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._num_open = 0  # requests whose answer has not ended
         self._num_headers = self._fed_bytes = self._body_bytes = self._chunk_bytes = 0
         self._problem: ApiError | None = None
+        self._at_once: bytes | None = None
+        self._is_first_of_read = self._ends_head_of_first = False
         self._since = self._late = 0.0
         self._unsent_bytes, self._unsent_since = 0, 0.0
 
@@ -179,6 +188,7 @@ class BoundedHttp(HttpToolsProtocol):
         """Parse what has come, unless it is too much."""
         self._fed_bytes += len(data)
         self._chunk_bytes = len(data)
+        self._is_first_of_read = True
         super().data_received(data)
         if self.transport.is_closing():
             return
@@ -223,7 +233,9 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Hand the request to the application."""
+        self._ends_head_of_first, self._is_first_of_read = self._is_first_of_read, False
         super().on_headers_complete()
+        self._ends_head_of_first = False
         self._parsing = _Parsing.BODY
         self._num_open += 1
         self._allow(self._limits.body_seconds)
@@ -241,6 +253,30 @@ class BoundedHttp(HttpToolsProtocol):
         self._fed_bytes = 0
         self._allow(self._limits.head_seconds)
         self._connections.note_waiting(self, is_waiting=not self._num_open)
+        if self._at_once is not None:
+            self._send_at_once(self._at_once)
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        """Begin the application, unless the answer is known: a task costs a turn of the loop.
+
+        Of what comes in one read, one request: the others of a client that sends many wait.
+        """
+        if self._ends_head_of_first and not self.flow.write_paused:
+            self._at_once = self._connections.answer_at_once(cycle.scope)
+        if self._at_once is None:
+            super()._start_asgi_task(cycle, app)
+
+    def _send_at_once(self, body: bytes) -> None:
+        self._at_once = None
+        kind, length = (b"content-type", b"application/json"), str(len(body)).encode()
+        headers = [(b"content-length", length), kind]
+        messages: tuple[Any, ...] = (
+            {"type": "http.response.start", "status": 200, "headers": headers},
+            {"type": "http.response.body", "body": body},
+        )
+        for message in messages:
+            with contextlib.suppress(StopIteration):  # it waits for nothing
+                self.cycle.send(message).send(None)
 
     def _refuse(self, error: ApiError) -> None:
         """End the parser's work; it calls `send_400_response`."""

@@ -19,6 +19,7 @@ from tandem.foreign_types import Tokenizer
 from tandem.server.app import create_app
 from tandem.server.connections import ConnectionLimits, accepted_at_once, most_connections
 from tandem.server.engine_client import EngineClient
+from tandem.server.gate import SignOfLife
 from tandem.server.http_protocol import BoundedHttp, Connections
 from tandem.server.log import written_in_a_thread
 from tandem.server.options import ServerOptions, is_loopback, require_key
@@ -122,12 +123,10 @@ async def _serve(
     )  # fmt: skip
     tokenizer = source.load_tokenizer()
     service = Server(engine, tokenizer, options, source.name, source.load_images())
-    app = create_app(
-        service,
-        api_keys=api_keys,
-        allowed_hosts=_LOCAL_NAMES if is_loopback(options.host) else None,
-    )
-    connections = Connections(ConnectionLimits(connections=most_connections()))
+    names = _LOCAL_NAMES if is_loopback(options.host) else None
+    app = create_app(service, api_keys=api_keys, allowed_hosts=names)
+    limits = ConnectionLimits(connections=most_connections())
+    connections = Connections(limits, answer_at_once=SignOfLife(names))
     server = _Uvicorn(app, connections, engine, options.shutdown_timeout)
     gc.freeze()  # what is here stays, and is not looked through again
     gc.set_threshold(*_OBJECTS_PER_COLLECTION)
