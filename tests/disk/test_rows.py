@@ -37,6 +37,7 @@ from tests.shadow.models import (
     TOKENS,
     assert_same,
     cpu_says,
+    in_dry_gpu,
     loaded,
     quick_loads,
     said,
@@ -360,6 +361,7 @@ def test_a_captured_step_reads_rows_between_its_segments(packed: Path) -> None:
     assert rows.num_segments == in_memory.num_segments + len(tables_on_disk(model))
 
 
+@in_dry_gpu
 def test_device_cuda_reads_rows_between_graph_segments(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -159,7 +159,7 @@ def test_what_the_host_has_fetched_is_launched_again(
     machine = Machine(handed, store, num_rows, set(), signals, fetches=fetches)
     machine.manage_slots(8, rule)
     cpu, num_fetched = CpuExecutor(store, CpuThreads(num_threads=1)), 0
-    for seed in range(8):
+    for seed in range(4):
         calls = random_calls(num_rows, seed)
         machine.coordinator.clear_entries()
         for layer, (call, found) in enumerate(zip(calls, machine.step(calls), strict=True)):

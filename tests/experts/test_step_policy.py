@@ -29,6 +29,8 @@ from tests.policy.integrity import check_integrity
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 STEPS = 60
+# Of two that differ in nothing but sizes one will do.
+MACHINES = [name for name in profile_names() if name not in ("desktop-24gb", "ddr4-12gb")]
 
 
 @pytest.fixture(scope="module", params=["deepseek-v2-lite", "gpt-oss-20b"])
@@ -36,11 +38,10 @@ def trace(request: pytest.FixtureRequest) -> RoutingTrace:
     return read_trace(TRACES / f"{request.param}.npz")
 
 
-@pytest.mark.parametrize("hardware", profile_names())
+@pytest.mark.parametrize("hardware", MACHINES)
 @pytest.mark.parametrize(
     ("rule", "batch", "share"),
-    [(None, 1, 0.25), (None, 4, 0.6)]
-    + [(name, *cell) for name in IN_GRAPH[1:] for cell in ((1, 0.25), (3, 0.4), (8, 0.6))],
+    [(None, 4, 0.6)] + [(name, *cell) for name in IN_GRAPH[1:] for cell in ((1, 0.25), (8, 0.6))],
 )
 def test_the_same_experts_are_fetched_enter_and_leave(
     trace: RoutingTrace, hardware: str, rule: str | None, batch: int, share: float

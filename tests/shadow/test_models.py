@@ -1,6 +1,5 @@
 """Models of each kind, loaded for a GPU that is none, say what they say on the CPU."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,9 @@ from tests.generate.test_architectures import (
     NOT_TOKEN_BY_TOKEN,
     PADDED_ON_A_GPU,
 )
-from tests.shadow.models import require_same_on_gpu, require_same_without_slots
+from tests.shadow.models import IS_WHOLE, require_same_on_gpu, require_same_without_slots
 
 pytest.importorskip("triton")
-
-IS_WHOLE = os.environ.get("TANDEM_DRY_GPU") == "1"
 
 # In `make test`; `make dry-gpu` has all.
 KINDS = {

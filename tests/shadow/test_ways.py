@@ -40,6 +40,7 @@ from tests.shadow.models import (
     closed_after,
     cpu_says,
     gpu_options,
+    in_dry_gpu,
     loaded,
     quick_loads,
     said,
@@ -75,7 +76,14 @@ def gguf(directory: Path) -> Path:
     return write_gguf(directory / "model.gguf", tiny_model(), "Q4_0")
 
 
-@pytest.mark.parametrize("make", [packed, quantised, gguf])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(packed, marks=in_dry_gpu),
+        pytest.param(quantised, marks=in_dry_gpu),
+        gguf,
+    ],
+)
 def test_a_checkpoint_of_any_kind_is_loaded(make: Callable[[Path], Path], tmp_path: Path) -> None:
     checkpoint = make(tmp_path)
     options: dict[str, Any] = {"dtype": "float32", "dense_dtype": "auto"}
@@ -89,6 +97,7 @@ def test_a_checkpoint_of_any_kind_is_loaded(make: Callable[[Path], Path], tmp_pa
             assert {"few_rows", "many_rows"} & set(gpu.launched)
 
 
+@in_dry_gpu
 def test_experts_on_a_disk_come_to_the_gpu_out_of_pinned_slots(tmp_path: Path) -> None:
     checkpoint = packed(tmp_path)
     expected, memory = cpu_says(checkpoint), memory_for(checkpoint, 0.4)
@@ -145,6 +154,7 @@ def endless(model: Any) -> Any:
     return model
 
 
+@in_dry_gpu
 def test_a_long_prompt_fetches_experts_and_drafts_share_a_graph(tmp_path: Path) -> None:
     checkpoint = save_tiny_checkpoint(tmp_path / "tiny", "qwen3_moe", num_hidden_layers=2)
     kinds: dict[str, Any] = {"dtype": "float32", "expert_dtype": "int8"}
