@@ -102,10 +102,8 @@ class LayerState(ABC):
     """(slots,) int64: how many of a slot's drafted tokens its state is to be moved on by"""
     log: Tensor
     """(slots, drafted tokens, ...) fp32: what these need to be done again"""
-
-    @abstractmethod
-    def output_shape(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the shape of what so many tokens give."""
+    _output_shape: tuple[int, ...]
+    """Of what one token gives."""
 
     @abstractmethod
     def add(
@@ -122,7 +120,7 @@ class LayerState(ABC):
     ) -> Tensor:
         """Go on from the slots' states by the tokens; return what comes out."""
         first = inputs[0]
-        shape = self.output_shape(len(first))
+        shape = (len(first), *self._output_shape)
         output = torch.empty(shape, dtype=first.dtype, device="cpu")
         program = threads.program()
         self.add(program, tokens, inputs, output)
@@ -145,16 +143,12 @@ class ConvolutionState(LayerState):
         channels, width = weight.shape
         if not 2 <= width <= MOST_WIDTH:
             raise ValueError(f"a convolution over {width} tokens is not one of 2 to {MOST_WIDTH}")
-        self._channels = channels
+        self._output_shape = (channels,)
         self._weight = weight.detach().float().t().contiguous()
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self.states = torch.zeros(num_slots, width - 1, channels, device="cpu")
         self._native = _native.ShortConvolution(self._weight, self._bias, has_silu, self.states)
         self._keep_drafts(self._native, channels)
-
-    def output_shape(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the shape of what so many tokens give."""
-        return num_tokens, self._channels
 
     def add(
         self,
@@ -176,7 +170,7 @@ class RecurrenceState(LayerState):
         form, factor, skip = operation
         if form.key_dim > _MOST_KEY_DIM:
             raise ValueError(f"keys of {form.key_dim} values; expected at most {_MOST_KEY_DIM}")
-        self.form = form
+        self.form, self._output_shape = form, (form.num_heads, form.value_dim)
         self._blocks = -(-form.value_dim // _BLOCK)
         shape = (num_slots, form.num_heads, self._blocks, form.key_dim, _BLOCK)
         self.states = torch.zeros(shape, device="cpu")
@@ -196,10 +190,6 @@ class RecurrenceState(LayerState):
             self.states,
         )
         self._keep_drafts(self._native, self._native.logged_values)
-
-    def output_shape(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the shape of what so many tokens give."""
-        return num_tokens, self.form.num_heads, self.form.value_dim
 
     def add(
         self,
@@ -234,16 +224,12 @@ class CompressionState(LayerState):
     def __init__(self, num_slots: int, operation: Compression) -> None:
         """Begin with zeros in all slots."""
         bias, num_series = operation
-        self._dim = bias.shape[1] // num_series
+        self._output_shape = (bias.shape[1] // num_series,)
         self._bias = bias.detach().float().contiguous()
         self.states = torch.zeros(num_slots, *operation.state_shape, device="cpu")
         self.kept = torch.zeros(num_slots, dtype=torch.int64, device="cpu")
         self.log = torch.zeros(num_slots, 0, device="cpu")
         self._native = _native.WindowCompression(num_series, self._bias, self.states)
-
-    def output_shape(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the shape of what so many tokens give."""
-        return num_tokens, self._dim
 
     def add(
         self,
