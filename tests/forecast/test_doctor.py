@@ -13,8 +13,8 @@ from torch import Tensor
 import tandem
 from tandem.cli.main import main
 from tandem.forecast import disk_check, machine_check
-from tandem.forecast.finding import Finding
 from tandem.forecast.self_check import ReferenceExecutor, check_model
+from tandem.forecast.windows_check import Finding
 from tandem.hf.checkpoint import open_checkpoint
 from tandem.hf.config import OffloadConfig
 from tandem.policy.cost import DiskCosts

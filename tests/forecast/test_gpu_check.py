@@ -8,8 +8,8 @@ import pytest
 
 from tandem.devices.cuda.streams import Stream, Work
 from tandem.experts.cache.sizing import DeviceMemory
-from tandem.forecast.finding import Finding
 from tandem.forecast.gpu_check import Driver, ask_nvidia_smi, check_gpu, parse_smi
+from tandem.forecast.windows_check import Finding
 from tests.experts.lazy_streams import LazyStreams
 from tests.experts.test_cuda_checks import HOPPER, OLD, TURING, FakeProbe
 

@@ -16,7 +16,6 @@ import pytest
 from tandem.bench.model_shapes import ModelShape
 from tandem.cli.main import main
 from tandem.core.errors import ConfigError
-from tandem.forecast.finding import Finding
 from tandem.forecast.report import speed_stages
 from tandem.forecast.report.document import (
     FIRST_LINE,
@@ -27,6 +26,7 @@ from tandem.forecast.report.document import (
 from tandem.forecast.report.gpu_stages import small_model
 from tandem.forecast.report.speed_stages import on_cpu, on_gpu
 from tandem.forecast.report.stages import Outcome, Said, Stage, run_stages
+from tandem.forecast.windows_check import Finding
 from tests.forecast.trial_stages import crashes, hangs, is_not_here, raises, works
 
 SMALL = ModelShape(

@@ -8,8 +8,7 @@ import pytest
 from tandem.cli.main import main
 from tandem.core.errors import CapacityError
 from tandem.experts.store import host_memory, pinning
-from tandem.forecast.finding import Finding
-from tandem.forecast.windows_check import check_place, check_windows, plan_advice
+from tandem.forecast.windows_check import Finding, check_place, check_windows, plan_advice
 from tandem.hardware.windows import (
     is_on_windows_drive,
     memory_advice,

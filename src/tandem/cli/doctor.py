@@ -24,7 +24,7 @@ from tandem.cli.progress import shows_progress
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.errors import CapacityError, ModelError, TandemError
 from tandem.devices import kind_of
-from tandem.forecast.finding import Finding
+from tandem.forecast.windows_check import Finding
 
 if TYPE_CHECKING:
     from tandem.forecast.report.stages import Outcome

@@ -6,7 +6,7 @@ from pathlib import Path
 from tandem.checkpoint.packed import packed_name
 from tandem.core.units import format_bytes
 from tandem.experts.store.packed_layer import STORED_NAME
-from tandem.forecast.finding import Finding
+from tandem.forecast.windows_check import Finding
 from tandem.hardware.disk import measure_disk
 from tandem.hardware.page_cache import Reads, how_reads_go
 from tandem.hf.checkpoint import Checkpoint

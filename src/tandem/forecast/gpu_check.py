@@ -15,8 +15,7 @@ from tandem.devices.cuda.hand_over_trial import find_signals
 from tandem.devices.cuda.signals import Signals
 from tandem.devices.cuda.streams import CudaStreams, Stream
 from tandem.experts.cache.sizing import OutOfDeviceMemoryError
-from tandem.forecast.finding import Finding
-from tandem.forecast.windows_check import check_windows
+from tandem.forecast.windows_check import Finding, check_windows
 
 # Under PCIe 3 with 16 PCIe lanes, which gives about 12 GB/s.
 _SLOW_LINK_GIGABYTES = 10.0

@@ -11,10 +11,9 @@ from tandem.checkpoint.sources.gguf import read_gguf_header
 from tandem.core.units import format_bytes
 from tandem.experts.store import host_memory
 from tandem.forecast.completeness import require_complete
-from tandem.forecast.finding import Finding
 from tandem.forecast.gpu_check import check_gpu
 from tandem.forecast.self_check import check_model
-from tandem.forecast.windows_check import check_place, check_windows
+from tandem.forecast.windows_check import Finding, check_place, check_windows
 from tandem.hf.checkpoint import AnyCheckpoint, GgufCheckpoint
 from tandem.hf.compat import untested_version
 from tandem.hf.config import OffloadConfig

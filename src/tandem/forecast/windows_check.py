@@ -4,12 +4,11 @@ Never run on such a PC: the files that it would read are given to the tests.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from tandem.core.units import format_bytes
-from tandem.forecast.finding import Finding
 from tandem.hardware.windows import (
     ROOT,
     WSL_CONFIG,
@@ -23,6 +22,17 @@ _SLOW_DRIVE = "a drive of Windows, which WSL2 reads many times slower than its o
 _COPY = "copy it to a folder of Linux, such as ~/models"
 _HUGE_PAGES = "sys/kernel/mm/transparent_hugepage/enabled"
 _KEEP = f"; to keep it, in {WSL_CONFIG}: [wsl2] kernelCommandLine=transparent_hugepage=madvise"
+State = Literal["good", "slow", "broken"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at: a line of `tandem doctor`."""
+
+    what: str
+    state: State
+    found: str
+    remedy: str = ""
 
 
 class _Facts(NamedTuple):

@@ -18,7 +18,6 @@ from tandem.server.gate import HEALTHY, Gate
 from tandem.server.openapi import describe, described_body, described_errors
 from tandem.server.page_files import add_page
 from tandem.server.refusals import refusal
-from tandem.server.responses_api import add_kept_responses
 from tandem.server.service import Endpoint, Server
 from tandem.server.tokens import DetokenizeRequest, TokenizeRequest
 
@@ -73,7 +72,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _tell_http)
     app.add_exception_handler(Exception, _tell_unexpected)
     _add_bodies(app, server)
-    add_kept_responses(app, server)
+    _add_kept_responses(app, server)
     _add_models(app, server)
     _add_rest(app, server)
     add_page(app)
@@ -101,6 +100,20 @@ def _add_body(app: FastAPI, path: str, about: str, endpoint: Endpoint, server: S
 
     described = described_body(endpoint.body)
     app.add_api_route(path, answer, methods=["POST"], summary=about, **described)
+
+
+def _add_kept_responses(app: FastAPI, server: Server) -> None:
+    @app.get("/v1/responses/{response_id}", responses=described_errors(401, 404))
+    async def response(request: Request, response_id: str) -> Response:
+        """Return an answer that is kept."""
+        kept = server.kept_of(server.owner_of(request)).response(response_id)
+        return Response(kept, media_type="application/json")
+
+    @app.delete("/v1/responses/{response_id}", responses=described_errors(401, 404))
+    async def delete(request: Request, response_id: str) -> Response:
+        """Forget an answer."""
+        server.kept_of(server.owner_of(request)).drop(response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
 def _add_models(app: FastAPI, server: Server) -> None:

@@ -15,8 +15,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from tandem.core.errors import ConfigError
-from tandem.forecast.finding import Finding
 from tandem.forecast.report.stages import Outcome
+from tandem.forecast.windows_check import Finding
 
 FIRST_LINE = "# Report of `tandem doctor`"
 _LEAST_NAME = 3  # characters: a shorter name of a user is also part of words
