@@ -8,12 +8,18 @@ first one with the others. `--isa all` runs all values with all. Their fixtures 
 ask for `isa`, so that they start again. `--write-docs` writes generated documents.
 """
 
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from tandem.experts.store.host_store import HostStore
+    from tandem.kernels.dense import CpuThreads
 
 # Drawn cases are judged by what they give, never by their time: machines are shared.
 hypothesis.settings.register_profile("tandem", deadline=None)
@@ -75,6 +81,26 @@ def _force(name: str, patch: pytest.MonkeyPatch) -> None:
     patch.setenv("TANDEM_ISA", name)
 
 
+@pytest.fixture(scope="module")
+def threads(isa: str) -> "CpuThreads":
+    """Threads of the instruction set that is asked for, or of the best."""
+    return two_threads()
+
+
+def two_threads() -> "CpuThreads":
+    """Return two kernel threads, kept, of the instruction set that is forced, or of the best."""
+    from tandem.kernels import engine
+
+    return _threads(engine.best_isa())
+
+
+@functools.cache
+def _threads(isa: str) -> "CpuThreads":
+    from tandem.kernels.dense import CpuThreads
+
+    return CpuThreads(num_threads=2, isa=isa)
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the tests that share a model, a server or a module into one process, the longest first.
@@ -125,6 +151,32 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.hf.tiny import save_tiny_checkpoint
 
     return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> str:
+    """A tiny Mixtral as a command's word."""
+    return str(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def store() -> "HostStore":
+    """Experts in int8; no test writes into them."""
+    from tests.experts.machines import make_store
+
+    return make_store()
+
+
+@pytest.fixture(scope="module")
+def find_kernels() -> Iterator[Any]:
+    """Return what finds the kernels of decode attention, in Triton's interpreter."""
+    pytest.importorskip("triton")
+    from tests.kernels.interpreter import interpreted
+
+    with interpreted():
+        from tandem.triton_kernels.decode_attention import DecodeAttention
+
+        yield lambda device: DecodeAttention(1)
 
 
 @pytest.fixture(scope="module")

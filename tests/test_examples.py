@@ -1,6 +1,6 @@
 """The programs in examples/, as a user starts them, on a tiny random model.
 
-The one that needs a server is run by tests/server/test_example.py, beside the server that is there.
+The one that needs a server is run by tests/server/test_clients.py, beside the server that is there.
 """
 
 import json
@@ -31,7 +31,7 @@ def example(name: str, *words: object, cache: Path, stdin: str = "") -> list[str
 
 
 def test_every_example_has_a_test() -> None:
-    files = (Path(__file__), REPOSITORY / "tests" / "server" / "test_example.py")
+    files = (Path(__file__), REPOSITORY / "tests" / "server" / "test_clients.py")
     source = "".join(file.read_text(encoding="utf-8") for file in files)
     tested = set(re.findall(r'example\("(\S+)"', source))
     assert {file.name for file in EXAMPLES.glob("*.py")} == tested

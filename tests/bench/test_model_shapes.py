@@ -1,12 +1,15 @@
 """Shapes of released models: as large as they are said to be, and cut to a mix of their layers."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoConfig
 
 from tandem.bench.kernels import SHAPES
 from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape, find_shape
-from tandem.hf.load import empty_model
+from tandem.hf.experts import is_experts_module
+from tandem.hf.load import empty_model, keep_first_layers
 
 # Parameters as the makers state them, without towers for images and heads that draft tokens.
 BILLIONS = {
@@ -26,13 +29,27 @@ LISTS = ("layer_types", "layers_block_type")
 LISTED = [name for name, shape in MODEL_SHAPES.items() if any(key in shape.values for key in LISTS)]
 
 
-@pytest.mark.parametrize("name", MODEL_SHAPES)
-def test_a_shape_has_the_parameters_of_its_model(name: str) -> None:
+def config_of(name: str) -> Any:
     shape = find_shape(name)
     config = AutoConfig.for_model(shape.model_type, **shape.values)
     config.dtype = torch.bfloat16
-    total = sum(parameter.numel() for parameter in empty_model(config).parameters())
+    return config
+
+
+@pytest.mark.parametrize("name", MODEL_SHAPES)
+def test_a_shape_has_the_parameters_of_its_model(name: str) -> None:
+    total = sum(parameter.numel() for parameter in empty_model(config_of(name)).parameters())
     assert total / 1e9 == pytest.approx(BILLIONS[name], abs=0.05)
+
+
+@pytest.mark.parametrize("name", MODEL_SHAPES)
+def test_a_config_is_cut_to_its_first_layers_whatever_it_lists_by_layer(name: str) -> None:
+    config = config_of(name)
+    keep_first_layers(config, 3)
+    assert config.num_hidden_layers == 3
+    model = empty_model(config)
+    assert len(model.get_decoder().layers) == 3
+    assert any(is_experts_module(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("name", SHAPES)

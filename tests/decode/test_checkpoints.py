@@ -1,12 +1,14 @@
-"""Checkpoints of states: where a prompt leaves them, and which are kept within a budget."""
+"""Checkpoints of states: where a prompt leaves them, which a budget keeps, their bytes."""
 
 import itertools
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.kv_cache.checkpoints import KeptCheckpoints, cut_lengths
+from tandem.kv_cache.cpu_states import pieces_of
 
 
 def kept_at(*lengths: int) -> KeptCheckpoints:
@@ -80,3 +82,14 @@ def test_checkpoints_that_slots_share_count_once() -> None:
     assert lengths_of(kept, 1) == [100]
     kept.thin(16)
     assert lengths_of(kept) == [200]
+
+
+def test_pieces_are_cut_in_their_order() -> None:
+    pieces = pieces_of(memoryview(bytearray(b"abcdef")), [2, 1, 3])
+    assert [bytes(piece.tolist()) for piece in pieces] == [b"ab", b"c", b"def"]
+
+
+@pytest.mark.parametrize("size", [5, 7])
+def test_bytes_of_another_number_are_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=f"{size} bytes of keys, values or states, expected 6"):
+        pieces_of(memoryview(bytearray(size)), [2, 4])

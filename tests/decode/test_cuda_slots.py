@@ -15,8 +15,9 @@ from tandem.decode.padded import PaddedBatch
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.generate.generator import Generator
+from tandem.generate.request import Request
+from tandem.generate.sampling import SamplingOptions
 from tandem.hf.experts import bind_all
-from tests.decode.scheduled import scheduled_answers
 from tests.decode.test_states import LONG
 from tests.decode.twin_capture import TwinCapture
 from tests.decode.whole_pool import close, cuda_pool, logits_of
@@ -180,6 +181,21 @@ def test_slots_are_stepped_in_any_company(any_model: Any) -> None:
             close(ours[None], alone[slot].decode({0: 40 + (turn + slot) % 50}))
     assert {key[0] for key, step in pool._steps.items() if step.replayed.is_replaying} == {1, 2, 4}
     assert all(list(pool.held(slot)[: len(text)]) == text for slot, text in texts.items())
+
+
+def scheduled_answers(
+    generator: Generator, prompts: Sequence[Sequence[int]], *, chunk_tokens: int
+) -> tuple[dict[int, list[int | None]], int]:
+    """Answer on three slots: the tokens of each request, and how many of prompts were reused."""
+    scheduler = generator.scheduler(3, chunk_tokens=chunk_tokens)
+    tokens: dict[int, list[int | None]] = {}
+    for number, prompt in enumerate(prompts):
+        options = SamplingOptions(max_new_tokens=8 + 3 * number, temperature=0)
+        scheduler.add(Request(request_id=number, prompt=tuple(prompt), options=options))
+    while scheduler.has_work:
+        for progress in scheduler.step():
+            tokens.setdefault(progress.request_id, []).append(progress.token_id)
+    return tokens, scheduler.counts.reused_tokens
 
 
 def test_requests_are_answered_alike_on_both_pools(

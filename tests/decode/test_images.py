@@ -12,9 +12,9 @@ from tandem.decode.padded import PaddedSlotPool
 from tandem.decode.slots import num_shared
 from tandem.kernels.dense import CpuThreads
 from tests.architectures import build_tiny_model
+from tests.conftest import two_threads
 from tests.decode.whole_pool import close
 from tests.images import MODELS, build_image_model, image_prompt, transformers_tokens
-from tests.threads import two_threads
 
 pytestmark = pytest.mark.seam
 

@@ -23,9 +23,9 @@ from tandem.hf.dense import PackedLinear
 from tandem.kernels.dense import pack_dense
 from tandem.kernels.formats.weight_format import find_format
 from tests.architectures import build_tiny_model
+from tests.conftest import two_threads
 from tests.decode.twin_capture import TwinCapture
 from tests.hf.tiny import byte_tokenizer
-from tests.threads import two_threads
 
 # Names beside the layer, and where the layer is, by architecture.
 BEHIND = ("model.layers.{}.", {"fc": "eh_proj", "norm": "shared_head.norm"})

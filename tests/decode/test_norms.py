@@ -11,7 +11,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 from tandem.decode.substitutions.norms import NORM
 from tandem.decode.substitutions.prompt_operations import PromptOperations
 from tests.architectures import build_tiny_model
-from tests.threads import two_threads
+from tests.conftest import two_threads
 
 pytestmark = pytest.mark.every_isa
 

@@ -17,7 +17,7 @@ from tandem.decode.substitutions.rotary import rotary_like
 from tandem.generate.generator import Generator
 from tandem.recording.coverage import TorchWork
 from tests.architectures import build_tiny_model
-from tests.threads import two_threads
+from tests.conftest import two_threads
 
 pytestmark = pytest.mark.every_isa
 

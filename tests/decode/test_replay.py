@@ -16,9 +16,9 @@ from tandem.recording.recorded_graph import RecordedGraph, record_step
 from tandem.recording.replay import ReplayedStep
 from tandem.trace import RoutingTrace, TraceMeta
 from tests.architectures import build_tiny_model
+from tests.conftest import two_threads
 from tests.decode.whole_pool import cpu_pool
 from tests.inside import runtime_in
-from tests.threads import two_threads
 
 pytestmark = pytest.mark.every_isa(first_of="name")
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tandem.kernels.attention import Segment
 from tandem.kv_cache.index_keys import IndexStore, NewIndexKeys, Selection
-from tests.threads import two_threads
+from tests.conftest import two_threads
 
 pytestmark = pytest.mark.every_isa
 

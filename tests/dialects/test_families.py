@@ -11,6 +11,7 @@ from tandem.dialects.coming_call import AnswerPart, Call
 from tandem.dialects.families import FAMILIES, dialect_of
 from tandem.dialects.format import ChatFormat, ChatPrompt
 from tests.dialects.published import PUBLISHED, QUESTION, TEMPLATES, TOOLS, Published
+from tests.hf.tiny import byte_tokenizer
 
 REASONING, CONTENT = "I look it up\n in two steps: {1}.", "Let me see, <i>now</i>."
 IDS = [one.file for one in PUBLISHED]
@@ -27,14 +28,19 @@ def joined_calls(parts: list[AnswerPart]) -> list[Call]:
     return calls
 
 
-def format_of(tokenizer: Any, file: str) -> ChatFormat:
-    tokenizer.chat_template = (TEMPLATES / f"{file}.jinja").read_text(encoding="utf-8")
+def form(template: str) -> ChatFormat:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
     return ChatFormat(tokenizer)
 
 
-def written(tokenizer: Any, case: Published) -> tuple[ChatFormat, ChatPrompt, str]:
+def published(file: str) -> ChatFormat:
+    return form((TEMPLATES / f"{file}.jinja").read_text(encoding="utf-8"))
+
+
+def written(case: Published) -> tuple[ChatFormat, ChatPrompt, str]:
     """Return a template's format, a prompt, and the answer to it as the template writes it."""
-    chat = format_of(tokenizer, case.file)
+    chat = published(case.file)
     calls = [("look_up", case.arguments), ("now", {})][: case.num_calls]
     answer: dict[str, Any] = {
         "role": "assistant",
@@ -66,10 +72,8 @@ def read(
 
 
 @pytest.mark.parametrize("case", PUBLISHED, ids=IDS)
-def test_what_a_template_writes_is_read_back_however_it_is_cut(
-    tokenizer: Any, case: Published
-) -> None:
-    chat, prompt, answer = written(tokenizer, case)
+def test_what_a_template_writes_is_read_back_however_it_is_cut(case: Published) -> None:
+    chat, prompt, answer = written(case)
     assert chat.dialect.name == case.family
     whole = read(chat, prompt, [answer])
     reasoning, content, calls = whole
@@ -91,8 +95,8 @@ def test_every_family_is_tried() -> None:
 
 
 @pytest.mark.parametrize("case", PUBLISHED, ids=IDS)
-def test_plain_text_stays_as_it_is(tokenizer: Any, case: Published) -> None:
-    chat, prompt, _ = written(tokenizer, case)
+def test_plain_text_stays_as_it_is(case: Published) -> None:
+    chat, prompt, _ = written(case)
     think = chat.dialect.end_think if prompt.is_thinking else ""
     text = 'f(x) = [1, 2] <b>x</b>\n\n  {"a": 1} and so on. '
     for pieces in ([text], list(text)):
@@ -138,9 +142,9 @@ def test_plain_text_stays_as_it_is(tokenizer: Any, case: Published) -> None:
     ],
 )
 def test_documented_forms_that_no_template_writes_are_read_too(
-    tokenizer: Any, file: str, answer: str, calls: list[Call]
+    file: str, answer: str, calls: list[Call]
 ) -> None:
-    chat = format_of(tokenizer, file)
+    chat = published(file)
     prompt = chat.prompt([QUESTION], TOOLS, {})
     for pieces in ([answer], list(answer)):
         assert read(chat, prompt, pieces)[1:] == ("", calls)
@@ -155,8 +159,8 @@ def test_documented_forms_that_no_template_writes_are_read_too(
         ("mistralai-Mistral-Nemo-Instruct-2407", '[TOOL_CALLS][{"no": "name"}]'),
     ],
 )
-def test_a_call_that_is_none_stays_text(tokenizer: Any, file: str, answer: str) -> None:
-    chat = format_of(tokenizer, file)
+def test_a_call_that_is_none_stays_text(file: str, answer: str) -> None:
+    chat = published(file)
     prompt = chat.prompt([QUESTION], TOOLS, {"enable_thinking": False})
     for pieces in ([answer], list(answer)):
         _, content, calls = read(chat, prompt, pieces)

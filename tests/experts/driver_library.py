@@ -1,10 +1,16 @@
-"""Builds the driver's library of `fake_cuda.c`: native code loads it as it loads a real one."""
+"""CUDA's driver without a GPU: a library for native code (`fake_cuda.c`), functions for Python."""
 
 import ctypes
 import subprocess
 from pathlib import Path
+from typing import Any
 
 SOURCE = Path(__file__).with_name("fake_cuda.c")
+_SYMBOL_NOT_FOUND = 500
+_GET_ADDRESS = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, ctypes.c_uint64,
+    ctypes.c_void_p,
+)  # fmt: skip
 
 
 class DriverLibrary:
@@ -42,3 +48,20 @@ class DriverLibrary:
     def num_copies(self) -> int:
         """Copies so far."""
         return int(self._library.fake_copies())
+
+
+class FakeDriver:
+    """Functions by name and version: gives the newest that is no newer than what is asked for."""
+
+    def __init__(self) -> None:
+        self.functions: dict[tuple[str, int], Any] = {}  # by name and the version it came with
+        self.cuGetProcAddress_v2 = _GET_ADDRESS(self._get_address)
+
+    def _get_address(self, name: bytes, found: Any, version: int, flags: int, status: Any) -> int:
+        versions = [v for n, v in self.functions if n == name.decode() and v <= version]
+        if not versions:
+            found[0] = None
+            return _SYMBOL_NOT_FOUND
+        function = self.functions[name.decode(), max(versions)]
+        found[0] = ctypes.cast(function, ctypes.c_void_p).value
+        return 0

@@ -13,7 +13,7 @@ from tandem.devices.cuda.batch_copy import (
     find_batch_copy,
     is_worth_a_batch,
 )
-from tests.experts.fake_driver import FakeDriver
+from tests.experts.driver_library import FakeDriver
 
 POINTER, SIZE = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t)
 # CUresult cuMemcpyBatchAsync(CUdeviceptr*, CUdeviceptr*, size_t*, size_t count,

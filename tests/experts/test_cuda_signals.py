@@ -14,7 +14,7 @@ from tandem.devices.cuda.signals import (
     longest_wait,
 )
 from tandem.experts.execution.captured_steps import PATIENCE_SECONDS
-from tests.experts.fake_driver import FakeDriver
+from tests.experts.driver_library import FakeDriver
 
 # CUresult cuStreamWriteValue32(CUstream, CUdeviceptr, cuuint32_t, unsigned int), and the wait alike
 OPERATION = ctypes.CFUNCTYPE(

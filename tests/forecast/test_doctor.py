@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,9 +13,11 @@ from torch import Tensor
 
 import tandem
 from tandem.cli.main import main
+from tandem.core.errors import TandemWarning
 from tandem.forecast import disk_check, machine_check
 from tandem.forecast.self_check import ReferenceExecutor, check_model
 from tandem.forecast.windows_check import Finding
+from tandem.hf import compat
 from tandem.hf.checkpoint import open_checkpoint
 from tandem.hf.config import OffloadConfig
 from tandem.policy.cost import DiskCosts
@@ -165,3 +168,21 @@ def test_a_wrong_expert_is_found(checkpoint: Path, monkeypatch: pytest.MonkeyPat
     assert isinstance(finding, Finding)
     assert finding.state == "broken"
     assert "TANDEM_ISA" in finding.remedy
+
+
+def test_what_is_installed_is_tested() -> None:
+    assert [compat.untested_version(name) for name in compat.NEWEST_TESTED] == [None, None]
+
+
+def test_loading_and_doctor_say_that_a_version_is_newer(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(compat.NEWEST_TESTED, "transformers", (5, 1))
+    said = rf"transformers {version('transformers')} is newer than 5\.1, .* pip install"
+    with pytest.warns(TandemWarning, match=said):
+        tandem.load(checkpoint)
+    lines = machine_check.check_machine(tmp_path, num_threads=1, isa="auto")
+    found = {one.what: one for one in lines}
+    assert found["transformers"].state == "slow"
+    assert "newer than 5.1" in found["transformers"].remedy
+    assert found["torch"].state == "good"

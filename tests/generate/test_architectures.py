@@ -13,7 +13,7 @@ from tandem.decode.padded import PaddedBatch
 from tandem.generate.generator import Generator
 from tandem.hf.compat import cache_argument
 from tests.architectures import FIRST_PLAIN_TOKEN, VOCABULARY, architectures, build_tiny_model
-from tests.threads import two_threads
+from tests.conftest import two_threads
 
 NEW_TOKENS = 9  # some from the model, some compared, the last ones from the recorded graph
 # They write in blocks, or not at all.

@@ -17,9 +17,9 @@ from tandem.policy.speculation.paid_drafts import PaidDrafts
 from tandem.policy.speculation.plans import NextStep
 from tandem.policy.speculation.step_costs import StepCosts
 from tests.architectures import VOCABULARY, build_tiny_model
-from tests.generate.packed import loaded
+from tests.conftest import two_threads
 from tests.generate.test_speculation import PROMPTS, texts
-from tests.threads import two_threads
+from tests.hf.tiny import loaded
 
 NEW_TOKENS = 30
 

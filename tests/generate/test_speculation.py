@@ -30,7 +30,7 @@ from tandem.policy.speculation.free_drafts import FreeDrafts
 from tandem.policy.speculation.plans import NextStep, Plan
 from tandem.policy.speculation.prompt_lookup import EarlierAnswers, PromptLookup
 from tandem.policy.speculation.step_shape import TouchedExperts
-from tests.generate.packed import loaded
+from tests.hf.tiny import loaded
 
 NEW_TOKENS = 24
 PENALTIES: dict[str, Any] = {

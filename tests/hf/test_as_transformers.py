@@ -1,4 +1,4 @@
-"""A loaded model is used as any of Transformers: searches, batches, pipelines, threads."""
+"""A loaded model is used as any of Transformers: searches, pipelines, threads, `torch.compile`."""
 
 import threading
 from pathlib import Path
@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import tandem
 from tandem.core.errors import ConfigError
+from tests.hf.tiny import save_tiny_checkpoint
 
 IDS = torch.tensor([[20, 21, 22, 23]])
 OPTIONS = {"max_new_tokens": 6, "min_new_tokens": 6, "pad_token_id": 0}
@@ -115,3 +116,14 @@ def test_a_backward_pass_is_refused(offloaded: Any) -> None:
     loss = offloaded(IDS, labels=IDS).loss
     with pytest.raises(ConfigError, match="which have no gradients; train the model"):
         loss.backward()
+
+
+def test_a_compiled_model_answers_prompts_of_any_length(tmp_path: Path) -> None:
+    checkpoint = save_tiny_checkpoint(tmp_path / "tiny", "qwen3_moe", num_hidden_layers=1)
+    model = tandem.load(checkpoint, expert_dtype="int8")
+    compiled: Any = torch.compile(model, backend="eager")
+    for length in (5, 9, 13):  # from the second on Dynamo traces with lengths as symbols
+        ids = torch.arange(10, 10 + length)[None]
+        with torch.no_grad():
+            found, expected = compiled(input_ids=ids).logits, model(input_ids=ids).logits
+        torch.testing.assert_close(found, expected)

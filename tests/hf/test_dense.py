@@ -19,14 +19,8 @@ from tests.architectures import build_tiny_model
 from tests.decode.whole_pool import cpu_pool
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import logits_of, relative_error
-from tests.threads import two_threads
 
 pytestmark = pytest.mark.every_isa(first_of="name")
-
-
-@pytest.fixture(scope="module")
-def threads(isa: str) -> CpuThreads:
-    return two_threads()
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen2_moe", "qwen3_next"])

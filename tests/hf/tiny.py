@@ -7,6 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import tandem
 from tests.architectures import VOCABULARY, build_tiny_model
 
 CHAT_TEMPLATE = (
@@ -39,6 +40,19 @@ def save_tiny_checkpoint(directory: Path, name: str = "mixtral", **values: int) 
     build_tiny_model(name, values=values).save_pretrained(directory, max_shard_size="500KB")
     byte_tokenizer().save_pretrained(directory)
     return directory
+
+
+def loaded(folder: Path, name: str, **options: Any) -> Any:
+    """A tiny model whose linear layers are all packed: what it writes is the same in any batch."""
+    return load_packed(save_tiny_checkpoint(folder / "tiny", name), **options)
+
+
+def load_packed(directory: Path, **options: Any) -> Any:
+    """Load a tiny model with all its linear layers packed, as far as they can be."""
+    packed = {"dtype": "bfloat16", "expert_dtype": "int8-g32", "dense_dtype": "int8-g32"}
+    model = tandem.load(directory, threads=1, **{**packed, **options})
+    model.generation_config.eos_token_id = None
+    return model
 
 
 def edit_json(file: Path, **changes: Any) -> None:

@@ -9,16 +9,10 @@ from torch import Tensor
 from tandem.kernels.attention import AttentionForm, CachedAttention
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.recurrent import MOST_DRAFTED, Compression, StateTokens, new_layer_state
-from tests.threads import two_threads
 
 pytestmark = pytest.mark.every_isa
 
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture(scope="module")
-def threads(isa: str) -> CpuThreads:
-    return two_threads()
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

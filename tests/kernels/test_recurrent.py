@@ -20,14 +20,8 @@ from tandem.kernels.recurrent import (
     StateTokens,
     new_layer_state,
 )
-from tests.threads import two_threads
 
 pytestmark = pytest.mark.every_isa
-
-
-@pytest.fixture(scope="module")
-def threads(isa: str) -> CpuThreads:
-    return two_threads()
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -10,8 +10,8 @@ from tandem.hf.dense import PackedLinear
 from tandem.kernels.dense import pack_dense
 from tandem.kernels.formats.weight_format import find_format
 from tandem.recording.recorded_graph import RecordedGraph
+from tests.conftest import two_threads
 from tests.recording.test_program import norm, recorded_graph_of
-from tests.threads import two_threads
 
 pytestmark = pytest.mark.every_isa
 

@@ -12,7 +12,7 @@ from tandem.kernels.formats.weight_format import find_format
 from tandem.recording.program import NativeCall
 from tandem.recording.recorded_graph import RecordedGraph
 from tandem.recording.recorder import Recorder
-from tests.threads import two_threads
+from tests.conftest import two_threads
 
 pytestmark = pytest.mark.every_isa
 

@@ -1,13 +1,16 @@
-"""The engine process, step by step: who leaves frees a row at once, beginnings outlive it."""
+"""The engine process, step by step: who leaves frees a row, beginnings outlive it; its pipe."""
 
 import multiprocessing
 import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import tandem
 from tandem.engine.engine import Engine
 from tandem.engine.messages import Cancel, EngineSettings, Progressed, Stop, Submit
+from tandem.engine.process import came
 from tandem.generate.kept_prefixes import KeptPrefixes
 from tandem.generate.request import Request
 from tandem.generate.sampling import SamplingOptions
@@ -72,3 +75,20 @@ def test_a_beginning_outlives_the_process(tiny_checkpoint: Path, tmp_path: Path)
         ours.send(Stop())
         thread.join()
     assert reused == [0, SEGMENT_TOKENS]
+
+
+def test_all_messages_that_have_come_are_read_at_once() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    for number in range(3):
+        theirs.send(number)
+    assert list(came(ours)) == [0, 1, 2]
+
+
+def test_messages_before_the_end_are_not_lost() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    theirs.send("last")
+    theirs.close()
+    reading = came(ours)
+    assert next(reading) == "last"
+    with pytest.raises(EOFError):
+        next(reading)

@@ -1,8 +1,9 @@
-"""Real clients, unchanged, against the running server."""
+"""Real clients, unchanged, and the one of `examples/`, against the running server."""
 
 import json
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -12,6 +13,7 @@ from huggingface_hub import InferenceClient
 
 from tests.server.running import RunningServer
 from tests.server.test_api import SCHEMA, TOOL
+from tests.test_examples import example
 
 ASKED: Any = [{"role": "user", "content": "hello"}]
 
@@ -179,3 +181,9 @@ def test_curl_streams(server: RunningServer) -> None:
     lines = [line for line in done.stdout.splitlines() if line]
     assert all(line.startswith("data: ") for line in lines)
     assert lines[-1] == "data: [DONE]"
+
+
+def test_the_example_streams_and_follows_a_schema(server: RunningServer, tmp_path: Path) -> None:
+    *streamed, ruled = example("server_client.py", server.address, cache=tmp_path)
+    assert streamed
+    assert json.loads(ruled)["answer"] in ("yes", "no")

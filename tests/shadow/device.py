@@ -6,24 +6,30 @@ streams use must be ordered by events (see `order`). What only a GPU can show st
 instructions, bandwidths, latencies, and what the driver itself makes of calls.
 """
 
+import ctypes
 import functools
 import importlib.util
+import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.cpp_extension import include_paths
 
 from tests.kernels.interpreter import interpreted
 from tests.shadow.gpu import ShadowGpu
-from tests.shadow.guard import device_guard
 from tests.shadow.kernels import launched_kernels
 from tests.shadow.tensor import _PRESENT, Shadow, met, pinned
 from tests.shadow.torch_cuda import replacements
+
+_GUARD = Path(__file__).with_name("guard.cpp")
 
 
 @contextmanager
@@ -42,7 +48,7 @@ def shadow_gpu(
     gpu = ShadowGpu(total_bytes)
     _PRESENT.append(gpu)
     _forget_devices()
-    device_guard().shadow_guard(1)
+    _device_guard().shadow_guard(1)
     lifted_before = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)  # new tensors come by operations
     launched = launched_kernels(has_twins=kernels == "twins") if kernels != "none" else _no_triton()
@@ -63,8 +69,20 @@ def shadow_gpu(
         gpu.worker.close()
         _forget_devices()
         torch._C._set_only_lift_cpu_tensors(lifted_before)
-        device_guard().shadow_guard(0)
+        _device_guard().shadow_guard(0)
         _PRESENT.remove(gpu)
+
+
+@functools.cache
+def _device_guard() -> ctypes.CDLL:
+    """Build `guard.cpp`, two seconds: `shadow_guard(1)` lets tensors say `cuda:0`, 0 undoes it."""
+    libraries = str(Path(torch.__file__).parent / "lib")
+    with tempfile.TemporaryDirectory() as directory:
+        path = str(Path(directory) / "libguard.so")
+        includes = [f"-I{folder}" for folder in include_paths()]
+        command = ["c++", "-std=c++20", "-shared", "-fPIC", *includes, str(_GUARD), "-o", path]
+        subprocess.run([*command, f"-L{libraries}", "-lc10"], check=True)
+        return ctypes.CDLL(path)
 
 
 def _forget_devices() -> None:

@@ -14,8 +14,7 @@ import torch
 
 from tandem.devices.cuda import batch_copy, hand_over_trial, handed_steps
 from tandem.devices.cuda.driver import Driver
-from tests.experts.driver_library import DriverLibrary
-from tests.experts.fake_driver import FakeDriver
+from tests.experts.driver_library import DriverLibrary, FakeDriver
 from tests.shadow.captures import launch
 from tests.shadow.gpu import ShadowFaultError, ShadowGpu
 from tests.shadow.tensor import present

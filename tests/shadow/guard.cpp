@@ -1,5 +1,5 @@
 // A guard for a CUDA device that there is none of: torch of a CPU build then lets tensors say
-// `cuda:0` where it would stop at the first index. Built and loaded by tests/shadow/guard.py.
+// `cuda:0` where it would stop at the first index. Built and loaded by tests/shadow/device.py.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace {
