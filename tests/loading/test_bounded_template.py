@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from tandem.checkpoint import bounded_template
-from tandem.checkpoint.bounded_template import TemplateEndedError, bounded
 from tandem.core.errors import ConfigError
 from tandem.dialects.format import ChatFormat, TemplateError
 from tandem.generate.prompt import encode_conversation
+from tandem.text import bounded_template
+from tandem.text.bounded_template import TemplateEndedError, bounded
 from tests.hf.tiny import byte_tokenizer
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]

@@ -14,10 +14,10 @@ from gguf import GGUFWriter, TokenType
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import tandem
-from tandem.checkpoint.sources.gguf_tokenizer import _require_same, load_gguf_tokenizer
 from tandem.cli.main import main
 from tandem.core.errors import ModelError
 from tandem.hf.dense import packed_layers
+from tandem.text.gguf_tokenizer import _require_same, load_gguf_tokenizer
 from tests.hf.tiny import CHAT_TEMPLATE
 from tests.inside import runtime_in
 from tests.loading.gguf_files import WIDE, tiny_model, write_gguf

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from tandem.checkpoint.text_tokens import TextTooLongError, require_room, token_ids, told_panics
 from tandem.core.errors import ConfigError
 from tandem.dialects.format import ChatFormat
 from tandem.generate.prompt import encode_conversation
+from tandem.text.text_tokens import TextTooLongError, require_room, token_ids, told_panics
 from tests.hf.tiny import byte_tokenizer
 
 PANIC = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})

@@ -10,10 +10,10 @@ from tandem.apis.answering import GenerationRequest, GenerationRequests
 from tandem.apis.reading import read_body
 from tandem.apis.replies import ChatReply
 from tandem.apis.schemas import ChatRequest, CompletionRequest
-from tandem.checkpoint.text_tokens import TextTooLongError
 from tandem.engine.messages import ModelInfo
 from tandem.generate.thinking import ThinkingLimit
 from tandem.server.service import trimming_headers
+from tandem.text.text_tokens import TextTooLongError
 
 LIMIT = 400
 INFO = ModelInfo(

@@ -11,7 +11,6 @@ from tandem.apis.images import TEXT_ONLY, ImageReader
 from tandem.apis.ruling import GrammarWriter, chat_grammar, described_tools, text_grammar
 from tandem.apis.schemas import SEEDS, ChatRequest, CompletionRequest, Sampling, Tool
 from tandem.apis.turns import described, template_options, tools_of, turn_of
-from tandem.checkpoint.text_tokens import TextTooLongError, token_ids
 from tandem.dialects.format import ChatFormat, ChatPrompt
 from tandem.dialects.reader import AnswerReader
 from tandem.dialects.tool_grammar import free_calls
@@ -20,6 +19,7 @@ from tandem.foreign_types import Tokenizer
 from tandem.generate.conversation import trim_conversation, without_images
 from tandem.generate.request import Request
 from tandem.generate.thinking import ThinkingLimit
+from tandem.text.text_tokens import TextTooLongError, token_ids
 
 # Room that a trimmed conversation leaves for an answer of unsaid length, in tokens.
 _TRIMMED_ROOM = 512

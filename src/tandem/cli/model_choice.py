@@ -234,8 +234,8 @@ def load_tokenizer(found: ModelChoice) -> Tokenizer:
     from transformers import AutoTokenizer
 
     from tandem.checkpoint.config_values import foreign_errors
-    from tandem.checkpoint.sources.gguf_tokenizer import load_gguf_tokenizer
-    from tandem.checkpoint.tokenizer_files import require_possible_tokenizer
+    from tandem.text.gguf_tokenizer import load_gguf_tokenizer
+    from tandem.text.tokenizer_files import require_possible_tokenizer
 
     source = Path(found.model)
     is_gguf = source.suffix == ".gguf"  # the tokenizer is in the file

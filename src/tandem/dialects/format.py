@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tandem.checkpoint.bounded_template import TemplateEndedError, rendered
-from tandem.checkpoint.text_tokens import token_ids
 from tandem.core.errors import ConfigError, first_line
 from tandem.dialects.arguments import Schemas
 from tandem.dialects.dialect import CALL, END_CALL, Dialect
@@ -27,6 +25,8 @@ from tandem.dialects.turns import (
     without_tools,
 )
 from tandem.foreign_types import Tokenizer
+from tandem.text.bounded_template import TemplateEndedError, rendered
+from tandem.text.text_tokens import token_ids
 
 if TYPE_CHECKING:
     from tandem.decode.images import ImagePrompt

@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-from tandem.checkpoint.text_tokens import token_ids
 from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError, TandemWarning
 from tandem.decode.cpu_slots import CpuSlotPool, why_no_cpu_slots
@@ -47,6 +46,7 @@ from tandem.hf.steps import MAX_STEP_TOKENS
 from tandem.kernels.attention import require_kv_dtype
 from tandem.kernels.dense import CpuThreads
 from tandem.recording.recorded_graph import RecordedGraph
+from tandem.text.text_tokens import token_ids
 
 # Text to continue, a conversation for the chat template, token ids, or what a processor wrote.
 Prompt = str | Sequence[Mapping[str, object]] | Sequence[int] | Tensor | ImagePrompt

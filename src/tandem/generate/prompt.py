@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
-from tandem.checkpoint.bounded_template import rendered
-from tandem.checkpoint.text_tokens import require_room, token_ids
 from tandem.core.errors import ConfigError, first_line
 from tandem.decode.images import ImagePrompt, require_images
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.conversation import without_images
 from tandem.generate.images import Processor, open_image, write_prompt
 from tandem.generate.next_token_models import context_tokens, vocabulary_size
+from tandem.text.bounded_template import rendered
+from tandem.text.text_tokens import require_room, token_ids
 
 
 class Message(TypedDict):

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from tandem.checkpoint.hub import HubOptions, find_model_path
 from tandem.checkpoint.packed import alone, require_new
-from tandem.checkpoint.sources.gguf_tokenizer import save_gguf_tokenizer
 from tandem.core.config import from_mapping
 from tandem.core.errors import ModelError, TandemError, capacity_errors
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, open_model
@@ -22,6 +21,7 @@ from tandem.hf.config import PACKED_FORMAT_VERSION, OffloadConfig
 from tandem.hf.load import load_checkpoint
 from tandem.hf.packed_writer import PROGRESS_FILE, FileSink, OnProgress
 from tandem.hf.runtime import require_runtime
+from tandem.text.gguf_tokenizer import save_gguf_tokenizer
 
 _LOCK_FILE = "lock"
 # Beside the weights and config.json: tokenizer, chat template, generation config.

@@ -19,7 +19,6 @@ from tandem.apis.images import ImageReader
 from tandem.apis.reading import read_body
 from tandem.apis.responses.kept import NO_MESSAGES
 from tandem.apis.schemas import Asked
-from tandem.checkpoint.text_tokens import TextTooLongError
 from tandem.core.errors import TandemError
 from tandem.dialects.format import ChatFormat, TemplateError
 from tandem.engine.grammar_process import Writer
@@ -29,6 +28,7 @@ from tandem.foreign_types import Tokenizer
 from tandem.generate.request import Request
 from tandem.server.endpoints import endpoints
 from tandem.server.options import ServerOptions
+from tandem.text.text_tokens import TextTooLongError
 
 # Of a fork, for a long body: a conversation of 32 MB with images takes some seconds.
 LIMITS = Limits(processor_seconds=60.0, wall_seconds=600.0, memory_bytes=8 << 30)

@@ -1,0 +1,1 @@
+"""Tokenizers and chat templates that came with a model: checked, and kept within bounds."""
