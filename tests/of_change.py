@@ -7,7 +7,7 @@ from pathlib import Path
 # Packages whose tests lie with another one's.
 _PLACES = {
     "apis": "server", "engine": "server", "checkpoint": "loading", "devices": "experts",
-    "kv_cache": "decode", "text": "loading", "triton_kernels": "kernels",
+    "kv_cache": "decode", "machines": "hf", "text": "loading", "triton_kernels": "kernels",
 }  # fmt: skip
 
 

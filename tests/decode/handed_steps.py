@@ -16,11 +16,11 @@ from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.hf.experts import expert_functions
-from tandem.hf.machine.cuda import device_parts
 from tandem.hf.machine.parts import ObservedModel
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.formats.expert import ExpertLayout
 from tandem.kernels.reference import expert_ffn
+from tandem.machines.cuda import device_parts
 from tests.decode.whole_pool import logits_of
 from tests.experts.driver_library import DriverLibrary
 from tests.experts.lazy_streams import LazyStreams

@@ -13,8 +13,8 @@ from tandem.devices.cuda.kernels import Prepared, TorchKernels
 from tandem.experts.execution.batch import ExpertBatch
 from tandem.experts.execution.expert_kernels import ExpertKernels, WeightSource
 from tandem.hf import load, quantizer
-from tandem.hf.machine import cuda as cuda_machine
 from tandem.kernels.dense import CpuThreads
+from tandem.machines import cuda as cuda_machine
 from tests.experts.lazy_streams import LazyStreams
 
 

@@ -17,7 +17,7 @@ from tandem.decode.cuda import slots
 from tandem.devices.cuda.checks import Gpu
 from tandem.devices.cuda.kernels import TorchKernels
 from tandem.hf import load, quantizer
-from tandem.hf.machine import cuda as cuda_machine
+from tandem.machines import cuda as cuda_machine
 from tests.decode.twin_capture import TwinCapture
 from tests.experts.lazy_streams import LazyStreams
 from tests.gpu.models import IS_DRY

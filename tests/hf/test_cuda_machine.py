@@ -23,16 +23,16 @@ from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.hf.assembly import assemble
 from tandem.hf.config import OffloadConfig
 from tandem.hf.dense_place import dense_device
-from tandem.hf.machine import cuda as cuda_machine
-from tandem.hf.machine.cuda import (
+from tandem.hf.machine.parts import DeviceParts, ObservedModel, observe
+from tandem.hf.runtime import require_runtime
+from tandem.kernels.dense import CpuThreads
+from tandem.machines import cuda as cuda_machine
+from tandem.machines.cuda import (
     compiled_kernels,
     device_parts,
     kv_bytes,
     require_on_one_gpu,
 )
-from tandem.hf.machine.parts import DeviceParts, ObservedModel, observe
-from tandem.hf.runtime import require_runtime
-from tandem.kernels.dense import CpuThreads
 from tests.decode.twin_capture import TwinCapture
 from tests.experts.lazy_streams import LazyStreams
 

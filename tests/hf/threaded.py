@@ -13,9 +13,9 @@ from tandem.experts.cache.slots import Slots
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.store import host_memory
 from tandem.experts.store.host_store import HostStore
-from tandem.hf.machine.emulated import emulated_profile
 from tandem.hf.machine.parts import DeviceParts, ObservedModel
 from tandem.kernels.dense import CpuThreads
+from tandem.machines.emulated import emulated_profile
 from tandem.policy.plan import Geometry
 from tests.experts.copy_thread import CopyThread
 from tests.experts.threaded_device import ThreadedDevice

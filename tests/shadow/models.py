@@ -17,7 +17,7 @@ from tandem.devices.cuda import hand_over_trial
 from tandem.experts.execution import executor as cpu_executor
 from tandem.generate.generator import Generator
 from tandem.hardware.profiles import save_profile
-from tandem.hf.machine import cuda as cuda_machine
+from tandem.machines import cuda as cuda_machine
 from tests.architectures import result_of, tiny_inputs
 from tests.decode.whole_pool import WholePool, gpu_pool
 from tests.experts.machines import make_machine

@@ -15,7 +15,7 @@ from tandem.devices.cuda.captures import CudaCapture, on_capture_stream
 from tandem.devices.cuda.hand_over_trial import Trial, TrialLimits
 from tandem.devices.cuda.streams import CudaStreams, HostCopy, Stream
 from tandem.experts.cache.sizing import OutOfDeviceMemoryError
-from tandem.hf.machine.cuda import compiled_kernels
+from tandem.machines.cuda import compiled_kernels
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
 from tests.shadow.device import shadow_gpu

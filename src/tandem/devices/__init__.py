@@ -46,7 +46,7 @@ class Cuda(DeviceKind):
     """The first NVIDIA GPU."""
 
     help = "a GPU"
-    machine = "tandem.hf.machine.cuda"
+    machine = "tandem.machines.cuda"
     holds_dense_parts = has_graphs = True
 
     def require(self) -> None:
@@ -69,7 +69,7 @@ class Emulated(DeviceKind):
 
     help = "a simulated GPU on the CPU"
     is_in_host_memory = has_graphs = True
-    machine = "tandem.hf.machine.emulated"
+    machine = "tandem.machines.emulated"
 
 
 def kind_of(device: str) -> DeviceKind:
