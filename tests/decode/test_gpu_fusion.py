@@ -15,9 +15,9 @@ from tandem.decode.cuda.slots import CudaSlotPool
 from tandem.hf.dense import on_device, pack_for_device
 from tandem.hf.experts import bind_all
 from tandem.hf.lookahead.warm_up import NoExperts
-from tandem.hf.opaque_calls import EXPERTS
 from tandem.kernels.device_states import Run, SlotTokens, StateMemory, logged_values
 from tandem.kernels.formats.weight_format import find_format
+from tandem.kernels.opaque_calls import EXPERTS
 from tandem.kernels.recurrent import MOST_DRAFTED, Recurrence, RecurrenceForm
 from tandem.kernels.torch_private import operator_schema
 from tandem.recording.recorded_graph import RecordedGraph

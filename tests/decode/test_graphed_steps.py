@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tandem.decode.cuda.graphs import CapturedStep, new_graphed_step
-from tandem.hf.opaque_calls import opaque
+from tandem.kernels.opaque_calls import opaque
 from tests.decode.twin_capture import TwinCapture, looks
 
 

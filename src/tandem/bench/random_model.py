@@ -16,10 +16,10 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
 from tandem.hf.dense import PackedLinear, give_fp32_logits, packable_layers, untie
 from tandem.hf.experts import is_experts_module
-from tandem.hf.grouped import cut_like
 from tandem.hf.quantizer import OffloadQuantizer
 from tandem.kernels.dense import CpuThreads, DenseWeight
 from tandem.kernels.formats.weight_format import WeightFormat
+from tandem.kernels.grouped import cut_like
 
 
 def build_random_model(

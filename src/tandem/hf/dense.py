@@ -19,12 +19,12 @@ from tandem.experts.store.packed_layer import PackedLayer
 from tandem.foreign_types import ModelPart, PreTrainedModel
 from tandem.hf.config import parse_dense_dtype, plain_name, stored_format
 from tandem.hf.experts import is_experts_module
-from tandem.hf.grouped import cut_like, is_grouped, multiply_by_group
-from tandem.hf.opaque_calls import DENSE, ROWS, mapped, opaque
 from tandem.hf.runtime import runtime_of
 from tandem.hf.stand_in import refuse_to_load
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, multiply, pack_dense
 from tandem.kernels.formats.weight_format import WeightFormat
+from tandem.kernels.grouped import cut_like, is_grouped, multiply_by_group
+from tandem.kernels.opaque_calls import DENSE, ROWS, mapped, opaque
 from tandem.kernels.torch_private import tensor_without_values
 
 _ROUTER_NAMES = ("gate", "router", "router_proj", "shared_expert_gate")

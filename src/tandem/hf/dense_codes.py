@@ -24,11 +24,11 @@ from tandem.hf.dense import (
     tied_weights,
     untie,
 )
-from tandem.hf.grouped import cut_like
 from tandem.kernels.dense import CpuThreads, DenseWeight, padded_bias
 from tandem.kernels.formats import PackedMatrix, WeightFormat
 from tandem.kernels.formats.file_rows import Placing, write_file_rows
 from tandem.kernels.formats.packed import write_codes
+from tandem.kernels.grouped import cut_like
 
 
 def quantised_layers(

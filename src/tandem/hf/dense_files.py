@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from tandem.devices.cuda.linear import DeviceLinear
 from tandem.hf.config import DEFAULT_DENSE_FORMAT, parse_dense_dtype
 from tandem.hf.dense import PackedLinear, Place, packable_layers, untie
-from tandem.hf.grouped import cut_like, num_groups_of
 from tandem.kernels.dense import DenseWeight, pack_dense
 from tandem.kernels.formats.packed import PackedMatrix
 from tandem.kernels.formats.weight_format import WeightFormat, find_format
+from tandem.kernels.grouped import cut_like, num_groups_of
 
 TENSOR_NAME = "tandem_dense"
 

@@ -18,8 +18,8 @@ from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.executor import Executor
 from tandem.foreign_types import ModelPart
 from tandem.hf.compat import gating
-from tandem.hf.opaque_calls import opaque
 from tandem.kernels.activations import find_native_activation, interleave
+from tandem.kernels.opaque_calls import opaque
 
 EXPERTS_IMPLEMENTATION = "tandem"
 BINDING_NAME = "tandem_experts"

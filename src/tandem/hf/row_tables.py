@@ -21,9 +21,9 @@ from tandem.core.units import format_bytes
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import ignore_in_files, target_names
 from tandem.hf.dense import embedding_scale, is_packable_embedding, is_tower, tied_weights
-from tandem.hf.opaque_calls import DISK_ROWS, opaque
 from tandem.hf.stand_in import StandIn
 from tandem.kernels import _native
+from tandem.kernels.opaque_calls import DISK_ROWS, opaque
 
 # A smaller one is not worth a read for each token.
 _LEAST_BYTES = 64 << 20

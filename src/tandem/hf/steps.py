@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tandem.foreign_types import PreTrainedModel
-from tandem.hf.opaque_calls import is_capturing
 from tandem.hf.runtime import Runtime
+from tandem.kernels.opaque_calls import is_capturing
 
 # Bounds the activations of a long prompt; experts are read, or fetched, once per so many tokens.
 MAX_STEP_TOKENS = 2048

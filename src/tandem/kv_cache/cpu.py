@@ -14,13 +14,13 @@ from tandem.core.errors import CapacityError
 from tandem.core.units import format_bytes
 from tandem.experts.store import host_memory
 from tandem.hf.kv_sizes import whole_granules
-from tandem.hf.opaque_calls import ATTENTION, SELECTION, STATES, opaque
 from tandem.kernels.attention import (
     CachedAttention,
     Segment,
     require_kv_dtype,
 )
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+from tandem.kernels.opaque_calls import ATTENTION, SELECTION, STATES, opaque
 from tandem.kernels.recurrent import LayerState, StateOperation, StateTokens
 from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.base import NotInSlotsError, SlotCache

@@ -11,9 +11,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from tandem.hf.opaque_calls import mapped
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
+from tandem.kernels.opaque_calls import mapped
 from tandem.kernels.torch_private import operator_schema
 from tandem.recording.recorder import NotRecordableError, Operation, Ref
 

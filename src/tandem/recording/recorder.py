@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tandem.hf.dense import with_values
-from tandem.hf.opaque_calls import Meeting, mapped
+from tandem.kernels.opaque_calls import Meeting, mapped
 from tandem.kernels.torch_private import TorchDispatchMode, operator_schema
 
 # Operations whose result depends on the values of tensors, not only on their shapes: Python code

@@ -23,9 +23,9 @@ from tandem.core.errors import ExecutionError, ModelError, TandemWarning
 from tandem.devices.cuda.captures import Capture, Graph, on_capture_stream
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.executor import Executor, unheard
-from tandem.hf.opaque_calls import DISK_ROWS, EXPERTS, Meeting, intercepted, opaque
 from tandem.hf.row_tables import room_for_rows
 from tandem.kernels import _native
+from tandem.kernels.opaque_calls import DISK_ROWS, EXPERTS, Meeting, intercepted, opaque
 from tandem.recording.recorded_graph import Fusing, RecordedGraph
 from tandem.recording.recorder import NotRecordableError, Recorder
 from tandem.recording.replay import ReplayedStep

@@ -33,9 +33,9 @@ from tandem.devices.cuda.captures import Capture, CudaCapture
 from tandem.devices.cuda.embedding import StepRows, given_rows
 from tandem.experts.cache.expert_cache import SHRINK
 from tandem.foreign_types import PreTrainedModel
-from tandem.hf.opaque_calls import intercepted
 from tandem.hf.steps import MAX_STEP_TOKENS
 from tandem.kernels.attention import Segment
+from tandem.kernels.opaque_calls import intercepted
 from tandem.kv_cache.base import has_indexers
 from tandem.kv_cache.cuda.cache import StaticKvCache
 from tandem.kv_cache.cuda.layers import DecodeKernels, on_its_way

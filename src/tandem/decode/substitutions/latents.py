@@ -18,9 +18,9 @@ from tandem.decode.substitutions.substitution import Substitution, has
 from tandem.devices.cuda.linear import DeviceLinear
 from tandem.foreign_types import ModelPart
 from tandem.hf.dense import PackedLinear, read_rows
-from tandem.hf.opaque_calls import GROUPS, opaque
 from tandem.kernels.dense import DenseWeight, multiply_groups, pack_dense
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, find_format
+from tandem.kernels.opaque_calls import GROUPS, opaque
 from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.base import SlotCache, current_cache
 from tandem.kv_cache.latents import Expansion

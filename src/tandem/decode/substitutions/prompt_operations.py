@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tandem.hf.opaque_calls import ACTIVE, Meeting
 from tandem.kernels import _native
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, multiply
+from tandem.kernels.opaque_calls import ACTIVE, Meeting
 from tandem.kernels.torch_private import without_overrides
 from tandem.recording.fusion.elementwise import CASTS, KINDS
 from tandem.recording.fusion.lookups import add_rows

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from tandem.decode.substitutions.substitution import Substitution, has
 from tandem.foreign_types import ModelPart
 from tandem.hf.compat import takes_cache
-from tandem.hf.opaque_calls import NGRAMS, opaque
+from tandem.kernels.opaque_calls import NGRAMS, opaque
 from tandem.kernels.recurrent import Convolution, Recurrence, RecurrenceForm
 from tandem.kv_cache.base import NotInSlotsError
 from tandem.kv_cache.states import StateHandle

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tandem.hf.opaque_calls import ATTENTION, DENSE, EXPERTS, GROUPS, ROWS, SELECTION, STATES
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads, DenseWeight
+from tandem.kernels.opaque_calls import ATTENTION, DENSE, EXPERTS, GROUPS, ROWS, SELECTION, STATES
 from tandem.kernels.recurrent import StateTokens
 from tandem.recording.fusion.elementwise import are_floats
 from tandem.recording.fusion.graph import Found, Graph

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tandem.hf.opaque_calls import mapped
+from tandem.kernels.opaque_calls import mapped
 from tandem.recording.program import NativeCall, memory_of
 from tandem.recording.recorder import Operation, Ref
 

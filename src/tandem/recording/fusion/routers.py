@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from tandem.hf.opaque_calls import DENSE
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads, DenseWeight, pack_dense
 from tandem.kernels.formats.weight_format import find_format
+from tandem.kernels.opaque_calls import DENSE
 from tandem.recording.fusion.graph import Found, Graph
 from tandem.recording.program import NativeCall, require_contiguous
 from tandem.recording.recorder import Operation, Ref

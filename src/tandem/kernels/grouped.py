@@ -8,9 +8,9 @@ from typing import Protocol, cast
 
 from torch import Tensor, nn
 
-from tandem.hf.opaque_calls import GROUPS, opaque
 from tandem.kernels.dense import CpuThreads, DenseWeight, multiply_groups
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK
+from tandem.kernels.opaque_calls import GROUPS, opaque
 
 
 class _CanBeCut(Protocol):
