@@ -16,11 +16,11 @@ from tandem.devices.cuda.embedding import HostEmbedding
 from tandem.devices.cuda.linear import DeviceLinear
 from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
+from tandem.experts.store.stand_in import refuse_to_load
 from tandem.foreign_types import ModelPart, PreTrainedModel
 from tandem.hf.config import parse_dense_dtype, plain_name, stored_format
 from tandem.hf.experts import is_experts_module
 from tandem.hf.runtime import runtime_of
-from tandem.hf.stand_in import refuse_to_load
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, multiply, pack_dense
 from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.kernels.grouped import cut_like, is_grouped, multiply_by_group

@@ -23,6 +23,7 @@ from tandem.experts.store import host_memory
 from tandem.experts.store.arrivals import TENSOR_NAMES
 from tandem.experts.store.host_store import HostLayer, HostStore
 from tandem.experts.store.packed_layer import STORED_NAME, STORED_ORDER_NAME
+from tandem.experts.store.stand_in import keep_elsewhere
 from tandem.foreign_types import ModelPart, PreTrainedConfig, PreTrainedModel
 from tandem.hf.assembly import assemble
 from tandem.hf.compat import QuantizerHooks, is_expert_merge, target_names, use_experts
@@ -45,7 +46,6 @@ from tandem.hf.offloaded_model import as_offloaded
 from tandem.hf.packed_reading import map_packed
 from tandem.hf.row_tables import entries_of, leave_on_disk, row_tables, warn_of_tables
 from tandem.hf.runtime import Runtime
-from tandem.hf.stand_in import keep_elsewhere
 from tandem.hf.steps import announce_steps
 from tandem.kernels.formats.weight_format import ExpertFormat, WeightFormat
 
