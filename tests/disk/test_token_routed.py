@@ -8,7 +8,7 @@ import torch
 
 import tandem
 from tandem.decode.cpu_slots import CpuSlotPool
-from tandem.hf.lookahead.token_routed import TokenRouted
+from tandem.decode.token_routed import TokenRouted
 from tests.disk.loading import slots_of, with_share
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in

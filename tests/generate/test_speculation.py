@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.bench.routing_recording import recording
 from tandem.core.errors import ConfigError
 from tandem.experts.execution.recorder import RoutingRecorder
 from tandem.experts.tracing.events import ExpertStatistics, LayerExecuted
@@ -23,7 +24,6 @@ from tandem.generate.request import Request
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.scheduler import Scheduler
 from tandem.generate.speculation.speculation import Speculation
-from tandem.hf.lookahead.routing_recording import recording
 from tandem.hf.runtime import require_runtime
 from tandem.policy.speculation.drafter import MOST_DRAFTED, Draft
 from tandem.policy.speculation.free_drafts import FreeDrafts

@@ -12,6 +12,7 @@ import torch
 
 import tandem
 import tests.threaded  # noqa: F401  makes the device known
+from tandem.bench.routing_recording import recording
 from tandem.core.config import from_mapping
 from tandem.core.errors import CapacityError, ConfigError, ExecutionError, TandemError
 from tandem.devices.options import OffloadOptions
@@ -26,7 +27,6 @@ from tandem.hardware.profiles import load_profile, save_profile
 from tandem.hf.checkpoint import open_model
 from tandem.hf.identity import model_identity
 from tandem.hf.load import load_checkpoint
-from tandem.hf.lookahead.routing_recording import recording
 from tandem.policy.settings import FETCHING_RULE, GRAPH_RULE
 from tandem.sim.replay import ReplaySettings, Tally, replay
 from tandem.trace import RoutingTrace, read_trace, write_trace

@@ -9,12 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tandem
+from tandem.bench.routing_recording import recording
 from tandem.core.errors import ConfigError, FileFormatError, UnsupportedModelError
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.hf.lookahead.look_ahead import LookAhead, look_ahead
 from tandem.hf.lookahead.residuals import Residuals
 from tandem.hf.lookahead.routers import find_routers
-from tandem.hf.lookahead.routing_recording import recording
 from tests.architectures import architectures, build_tiny_model, tiny_inputs
 from tests.hf.test_hybrid import load, recorded, replayed
 from tests.inside import runtime_in

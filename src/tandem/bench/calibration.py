@@ -12,12 +12,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tandem.bench.routing_recording import recording
 from tandem.core.errors import ConfigError, UnsupportedModelError
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead
 from tandem.hf.lookahead.residuals import Residuals
 from tandem.hf.lookahead.routers import find_routers
-from tandem.hf.lookahead.routing_recording import recording
 from tandem.hf.runtime import require_runtime
 from tandem.trace import RoutingTrace
 

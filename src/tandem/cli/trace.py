@@ -46,8 +46,8 @@ def run(flags: argparse.Namespace) -> int:
     prompts = read_prompts(flags.prompts)[: options.limit]
     model, tokenizer = load_model_and_tokenizer(from_flags(ModelChoice, flags), offload, quiet=True)
 
+    from tandem.bench.routing_recording import recording
     from tandem.generate.generator import Generator
-    from tandem.hf.lookahead.routing_recording import recording
     from tandem.trace import write_trace
 
     with recording(model) as recorder:

@@ -18,10 +18,10 @@ from tandem.core.errors import ExecutionError
 from tandem.decode.model_runner import ModelRunner, has_packed_weights
 from tandem.decode.moving import MovingSlots
 from tandem.decode.slots import EACH_TOKEN_SEEN, CachedSlotPool
+from tandem.decode.token_routed import TokenRouted
 from tandem.decode.trial import why_other_logits
 from tandem.experts.execution.executor import unheard
 from tandem.foreign_types import PreTrainedModel
-from tandem.hf.lookahead.token_routed import TokenRouted
 from tandem.hf.lookahead.warm_up import warm_up_ids
 from tandem.hf.steps import MAX_STEP_TOKENS
 from tandem.kernels import _native
