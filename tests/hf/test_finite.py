@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import tandem
 from tandem.cli.main import main
 from tandem.core.errors import ExecutionError, ModelError
-from tandem.hf.finite import require_finite_logits
+from tandem.decode.finite_logits import require_finite_logits
 from tests.decode.twin_capture import TwinCapture
 from tests.decode.whole_pool import cuda_pool
 from tests.hf.tiny import save_tiny_checkpoint

@@ -1,4 +1,4 @@
-"""Are a checkpoint's weights those of its config.json? From what Transformers reports of a load."""
+"""Are a checkpoint's weights those of its config.json, by Transformers' report, and finite?"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from torch import nn
 from tandem.checkpoint.config_values import value_of
 from tandem.checkpoint.sources.source import StoredWeight
 from tandem.core.errors import ModelError
+from tandem.experts.store.arrivals import is_finite
 from tandem.foreign_types import PreTrainedModel
 
 _LAYER = re.compile(r"(.*?\blayers)\.(\d+)\.")
@@ -64,6 +65,17 @@ def require_source_shapes(model: nn.Module, weights: Mapping[str, StoredWeight])
             continue
         if tuple(weight.shape) != tuple(parameter.shape):
             raise _other_shape("the checkpoint", name, weight.shape, parameter.shape)
+
+
+def require_finite_weights(model: nn.Module) -> None:
+    """Raise `ModelError` naming the first dense weight that is not finite."""
+    for name, parameter in model.named_parameters():
+        is_there = parameter.is_floating_point() and not parameter.is_meta
+        if is_there and not is_finite(parameter):
+            raise ModelError(
+                f"the weight {name} holds NaN or infinity, expected finite numbers; the checkpoint "
+                "is damaged: download it again"
+            )
 
 
 def _other_shape(

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from tandem.core.errors import ConfigError
+from tandem.decode.finite_logits import require_finite_logits
 from tandem.decode.images import ImagePrompt
 from tandem.decode.slots import SlotPool
 from tandem.foreign_types import PreTrainedModel
@@ -21,7 +22,6 @@ from tandem.hf.compat import (
     next_step_kwargs,
     takes_logits_to_keep,
 )
-from tandem.hf.finite import require_finite_logits
 
 
 class PaddedBatch:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ExecutionError, UnsupportedModelError
+from tandem.decode.finite_logits import require_finite_logits
 from tandem.decode.images import ImagePrompt, SlotImages, why_no_slot_images
 from tandem.decode.model_runner import ModelRunner
 from tandem.decode.moving import MovingSlots
-from tandem.hf.finite import require_finite_logits
 from tandem.kv_cache.base import SlotCache
 from tandem.recording.replay import ReplayedStep
 

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.decode.finite_logits import require_finite_logits
 from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
 from tandem.experts.execution.executor import Executor
 from tandem.experts.store.host_store import HostLayer
 from tandem.hf.checkpoint import AnyCheckpoint
 from tandem.hf.config import OffloadConfig
-from tandem.hf.finite import require_finite_logits
 from tandem.hf.load import load_checkpoint
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.reference import expert_ffn

@@ -16,7 +16,11 @@ from transformers.quantizers.base import HfQuantizer
 
 from tandem.checkpoint.mapped_files import copy_out_of_files, map_ahead, mapped_tensors
 from tandem.checkpoint.packed import INDEX_FILE, packed_name
-from tandem.checkpoint.weight_report import require_shapes, require_source_shapes
+from tandem.checkpoint.weight_report import (
+    require_finite_weights,
+    require_shapes,
+    require_source_shapes,
+)
 from tandem.core.errors import ConfigError, TandemWarning, UnsupportedModelError
 from tandem.core.units import format_bytes
 from tandem.experts.store import host_memory
@@ -40,7 +44,6 @@ from tandem.hf.dense_codes import quantised_layers
 from tandem.hf.dense_files import expect_stored_layers
 from tandem.hf.dense_place import dense_device, free_device_bytes
 from tandem.hf.experts import EXPERTS_IMPLEMENTATION, is_experts_module
-from tandem.hf.finite import require_finite_weights
 from tandem.hf.load_job import LoadJob
 from tandem.hf.offloaded_model import as_offloaded
 from tandem.hf.packed_reading import map_packed

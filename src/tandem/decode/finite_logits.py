@@ -1,4 +1,4 @@
-"""Finds NaN and infinity: in weights when they are loaded, in logits at every step.
+"""Finds NaN and infinity in logits at every step, and the layer that they came from.
 
 A step costs one pass over its logits. Only when they are spoilt are the layers looked through.
 """
@@ -9,23 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from tandem.core.errors import ExecutionError, ModelError
-from tandem.experts.store.arrivals import is_finite
+from tandem.core.errors import ExecutionError
 from tandem.foreign_types import PreTrainedModel
 
 # Of a row's tokens, the last ones with which a spoilt layer is looked for.
 _SEARCHED_TOKENS = 2048
-
-
-def require_finite_weights(model: nn.Module) -> None:
-    """Raise `ModelError` naming the first dense weight that is not finite."""
-    for name, parameter in model.named_parameters():
-        is_there = parameter.is_floating_point() and not parameter.is_meta
-        if is_there and not is_finite(parameter):
-            raise ModelError(
-                f"the weight {name} holds NaN or infinity, expected finite numbers; the checkpoint "
-                "is damaged: download it again"
-            )
 
 
 def require_finite_logits(
