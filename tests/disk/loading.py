@@ -14,9 +14,16 @@ from tandem.experts.store.packed_layer import PackedLayer
 from tandem.kernels import _native
 from tandem.kernels.formats.weight_format import FILE_ALIGNMENT_BYTES, aligned
 from tests.architectures import VOCABULARY
+from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
 
 EXPERTS, TOP_K, LAYERS = 16, 4, 3  # of the fixture `packed`
+
+
+def packed_model(folder: Path, name: str = "qwen3_moe", **values: Any) -> Path:
+    """Write a tiny model, and beside it the same in packed form; return where that is."""
+    plain = save_tiny_checkpoint(folder / "plain", name, **values)
+    return tandem.save(tandem.load(plain, expert_dtype="int8"), folder / "packed")
 
 
 def ids(count: int, seed: int = 3) -> Tensor:

@@ -12,15 +12,8 @@ import torch
 from torch import Tensor
 
 import tandem
-from tests.architectures import (
-    architectures,
-    build_tiny_model,
-    next_inputs,
-    result_of,
-    takes_cache,
-    tiny_inputs,
-)
-from tests.disk.loading import slots_of, with_share
+from tests.architectures import architectures, next_inputs, result_of, takes_cache, tiny_inputs
+from tests.disk.loading import packed_model, slots_of, with_share
 
 # Biases and transposed experts; latents; linear attention; norms behind experts; state spaces.
 KINDS = ("gpt_oss", "deepseek_v3", "qwen3_next", "gemma4", "nemotron_h")
@@ -39,8 +32,7 @@ def outputs_of(model: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_over_a_disk_has_the_bits_of_memory(name: str, tmp_path: Path) -> None:
-    build_tiny_model(name).save_pretrained(tmp_path / "plain")
-    packed = tandem.save(tandem.load(tmp_path / "plain", expert_dtype="int8"), tmp_path / "packed")
+    packed = packed_model(tmp_path, name)
     expected = outputs_of(tandem.load(packed))
     model = with_share(packed, 0.4)
     for found, right in zip(outputs_of(model), expected, strict=True):

@@ -20,8 +20,7 @@ from tandem.kernels.dense import CpuThreads
 from tandem.policy.eviction import IN_HOST_SLOTS
 from tandem.policy.residency import READY
 from tandem.policy.settings import PlannerSettings
-from tests.architectures import build_tiny_model
-from tests.disk.loading import memory_for, put_on_disk, slots_of, with_share
+from tests.disk.loading import memory_for, packed_model, put_on_disk, slots_of, with_share
 from tests.disk.test_architectures import KINDS, outputs_of
 from tests.disk.test_failed_reads import CUT, DAMAGED
 from tests.disk.twin_gpu import NativeKernels, twin_gpu
@@ -141,8 +140,7 @@ def gpu_options(profile: str, directory: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_model_has_the_bits_of_memory(name: str, profile: str, tmp_path: Path) -> None:
-    build_tiny_model(name).save_pretrained(tmp_path / "plain")
-    packed = tandem.save(tandem.load(tmp_path / "plain", expert_dtype="int8"), tmp_path / "packed")
+    packed = packed_model(tmp_path, name)
     expected = outputs_of(tandem.load(packed))
     with twin_gpu(LazyStreams(is_eager=True)) as streams:
         model = with_share(packed, 0.4, **gpu_options(profile, tmp_path))
@@ -161,8 +159,7 @@ def test_a_model_has_the_bits_of_memory(name: str, profile: str, tmp_path: Path)
 def test_a_model_that_does_not_fit_gets_slots_by_itself(
     profile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build_tiny_model("qwen3_next").save_pretrained(tmp_path / "plain")
-    packed = tandem.save(tandem.load(tmp_path / "plain", expert_dtype="int8"), tmp_path / "packed")
+    packed = packed_model(tmp_path, "qwen3_next")
     expected = outputs_of(tandem.load(packed))
     memory = int(memory_for(packed, 0.4))
     for module in ("packed_reading", "disk_tier"):
@@ -266,8 +263,7 @@ def test_a_failed_read_of_a_copy_is_said_and_its_step_is_right(tmp_path: Path) -
 def test_captured_steps_of_several_sequences_have_the_tokens_of_memory(
     name: str, profile: str, tmp_path: Path
 ) -> None:
-    build_tiny_model(name).save_pretrained(tmp_path / "plain")
-    packed = tandem.save(tandem.load(tmp_path / "plain", expert_dtype="int8"), tmp_path / "packed")
+    packed = packed_model(tmp_path, name)
     prompts = [[40 + i] * (3 + 20 * i) for i in range(3)]
     options = {"device": "threaded", "gpu_memory": "300KB", "profile": profile}
     model = with_share(packed, 0.4, **options)

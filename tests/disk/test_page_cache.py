@@ -10,8 +10,7 @@ import torch
 
 import tandem
 from tandem.core.errors import TandemWarning
-from tests.disk.loading import slots_of
-from tests.hf.tiny import save_tiny_checkpoint
+from tests.disk.loading import packed_model, slots_of
 
 MEMORY = Path("/dev/shm")
 SAID = "gives no reads past the system's page cache"
@@ -19,9 +18,7 @@ SAID = "gives no reads past the system's page cache"
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("buffered")
-    plain = save_tiny_checkpoint(folder / "plain", "qwen3_moe")
-    return tandem.save(tandem.load(plain, expert_dtype="int8"), folder / "packed")
+    return packed_model(tmp_path_factory.mktemp("buffered"))
 
 
 @pytest.fixture

@@ -17,20 +17,17 @@ from tandem.forecast.sizes import model_sizes
 from tandem.hf.checkpoint import open_checkpoint
 from tandem.hf.config import OffloadConfig
 from tandem.hf.kv_sizes import kv_sizes_of
-from tests.disk.loading import slots_of
-from tests.hf.tiny import save_tiny_checkpoint
+from tests.disk.loading import packed_model, slots_of
 
 FREE = 900_000
 
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("reserved")
-    plain = save_tiny_checkpoint(
-        folder / "plain", "qwen3_moe", num_experts=16, num_experts_per_tok=4, num_hidden_layers=3,
-        max_position_embeddings=1 << 20,
+    return packed_model(
+        tmp_path_factory.mktemp("reserved"), num_experts=16, num_experts_per_tok=4,
+        num_hidden_layers=3, max_position_embeddings=1 << 20,
     )  # fmt: skip
-    return tandem.save(tandem.load(plain, expert_dtype="int8"), folder / "packed")
 
 
 def slots_with(packed: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> HostSlots:

@@ -20,22 +20,11 @@ from tandem.sim.hit_rate import DemandCache
 from tandem.sim.steps import LoadReader, Step
 from tandem.sim.typical_routing import typical_routing
 from tandem.trace import RoutingTrace
-from tests.disk.loading import slots_of, with_share
-from tests.hf.tiny import save_tiny_checkpoint
+from tests.disk.loading import EXPERTS, LAYERS, TOP_K, slots_of, with_share
 from tests.inside import runtime_in
 
-GEOMETRY = Geometry(num_layers=3, num_experts=16, top_k=4)
+GEOMETRY = Geometry(num_layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K)
 PROMPT, STEPS = 9, 150
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("disk")
-    plain = save_tiny_checkpoint(
-        folder / "plain", "qwen3_moe", num_experts=GEOMETRY.num_experts,
-        num_experts_per_tok=GEOMETRY.top_k, num_hidden_layers=GEOMETRY.num_layers,
-    )  # fmt: skip
-    return tandem.save(tandem.load(plain, expert_dtype="int8"), folder / "packed")
 
 
 class NotedRouting(ForcedRouting):

@@ -24,9 +24,17 @@ from tandem.experts.store.host_store import HostStore
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.formats.weight_format import find_format
 from tandem.policy.plan import Geometry
-from tests.disk.loading import EXPERTS, LAYERS, TOP_K, ids, put_on_disk, slots_of, with_share
+from tests.disk.loading import (
+    EXPERTS,
+    LAYERS,
+    TOP_K,
+    ids,
+    packed_model,
+    put_on_disk,
+    slots_of,
+    with_share,
+)
 from tests.experts.machines import FUNCTIONS, make_store, route
-from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
 
 PROMPTS = {"one token": 1, "a step": 7, "a prompt": 60}
@@ -94,11 +102,7 @@ def test_what_was_read_ahead_in_vain_gives_its_place(
 ) -> None:
     """A prompt of one token, over and over, wants few of those that fill all transit slots."""
     monkeypatch.setattr("tandem.experts.cache.host_slots._PATIENCE_SECONDS", 5.0)
-    plain = save_tiny_checkpoint(
-        tmp_path / "plain", "qwen3_moe", num_experts=128, num_experts_per_tok=2,
-        num_hidden_layers=6,
-    )  # fmt: skip
-    many = tandem.save(tandem.load(plain, expert_dtype="int8"), tmp_path / "packed")
+    many = packed_model(tmp_path, num_experts=128, num_experts_per_tok=2, num_hidden_layers=6)
     model, whole = with_share(many, 0.0), tandem.load(many)
     with torch.inference_mode():
         for token in range(5, 9):
@@ -333,11 +337,8 @@ def test_readers_run_as_soon_as_they_wake(packed: Path) -> None:
 
 
 def test_a_prompt_reads_ahead_first_what_was_used_before(tmp_path: Path) -> None:
-    plain = save_tiny_checkpoint(
-        tmp_path / "plain", "qwen3_moe", num_experts=4 * EXPERTS, num_experts_per_tok=TOP_K,
-        num_hidden_layers=LAYERS,
-    )  # fmt: skip
-    many = tandem.save(tandem.load(plain, expert_dtype="int8"), tmp_path / "packed")
+    sizes: dict[str, Any] = {"num_experts_per_tok": TOP_K, "num_hidden_layers": LAYERS}
+    many = packed_model(tmp_path, num_experts=4 * EXPERTS, **sizes)
     model = with_share(many, 0.0, eviction="lru")
     misses = []
     with torch.inference_mode():

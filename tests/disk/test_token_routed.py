@@ -9,8 +9,7 @@ import torch
 import tandem
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.token_routed import TokenRouted
-from tests.disk.loading import slots_of, with_share
-from tests.hf.tiny import save_tiny_checkpoint
+from tests.disk.loading import packed_model, slots_of, with_share
 from tests.inside import runtime_in
 
 EXPERTS, TOP_K, HASHED = 32, 3, 2
@@ -20,12 +19,10 @@ KINDS = ["hash_moe"] * HASHED + ["moe"] * 2
 @pytest.fixture(scope="module")
 def hashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny DeepSeek-V4 in packed form."""
-    folder = tmp_path_factory.mktemp("hashed")
-    more: dict[str, Any] = {"mlp_layer_types": KINDS}
-    plain = save_tiny_checkpoint(
-        folder / "plain", "deepseek_v4", n_routed_experts=EXPERTS, num_experts_per_tok=TOP_K, **more
-    )
-    return tandem.save(tandem.load(plain, expert_dtype="int8"), folder / "packed")
+    return packed_model(
+        tmp_path_factory.mktemp("hashed"), "deepseek_v4", n_routed_experts=EXPERTS,
+        num_experts_per_tok=TOP_K, mlp_layer_types=KINDS,
+    )  # fmt: skip
 
 
 def tables_of(model: Any) -> list[torch.Tensor]:

@@ -68,6 +68,10 @@ class Layer:
         return outputs
 
 
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
 def round_for(rows: Tensor, fmt: WeightFormat) -> Tensor:
     """Round activations as the kernels do for a format."""
     if fmt.kind == "fp16":

@@ -9,14 +9,11 @@ from torch import Tensor
 from tandem.kernels.attention import AttentionForm, CachedAttention
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.recurrent import MOST_DRAFTED, Compression, StateTokens, new_layer_state
+from tests.kernels.layers import draw
 
 pytestmark = pytest.mark.every_isa
 
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def compressed(values: Tensor, gates: Tensor, bias: Tensor, num_series: int) -> Tensor:

@@ -20,12 +20,9 @@ from tandem.kernels.recurrent import (
     StateTokens,
     new_layer_state,
 )
+from tests.kernels.layers import draw
 
 pytestmark = pytest.mark.every_isa
-
-
-def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def tokens_of(lengths: dict[int, int], first: int = 0) -> StateTokens:

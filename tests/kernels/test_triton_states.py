@@ -20,12 +20,12 @@ from tandem.kernels.device_states import (
 )
 from tandem.kernels.recurrent import MOST_DRAFTED, Convolution, Recurrence, RecurrenceForm
 from tests.kernels.interpreter import interpreted
+from tests.kernels.layers import draw
 from tests.kernels.test_recurrent import (
     Rule,
     close,
     convolution,
     delta_inputs,
-    draw,
     gated_delta,
     kimi_delta,
     mamba,
