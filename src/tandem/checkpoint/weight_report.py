@@ -1,6 +1,7 @@
 """Are a checkpoint's weights those of its config.json, by Transformers' report, and finite?"""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
@@ -54,17 +55,22 @@ def require_shapes(model: nn.Module, expected: dict[str, torch.Size]) -> None:
             raise _other_shape("the checkpoint", name, parameter.shape, expected[name])
 
 
-def require_source_shapes(model: nn.Module, weights: Mapping[str, StoredWeight]) -> None:
+def require_source_shapes(
+    model: nn.Module, weights: Mapping[str, StoredWeight], targets: Mapping[str, str]
+) -> None:
     """Raise `ModelError` for a quantised matrix of another shape than the config's parameter.
 
-    Of experts and of what Transformers renames the shapes are compared when they arrive.
+    `targets` says in which parameter each name ends. Of experts, and of parameters that are made of
+    several matrices, the shapes are compared when they arrive.
     """
-    for name, parameter in model.named_parameters():
-        weight = weights.get(name)
-        if weight is None or parameter.dim() != 2 or len(weight.shape) != 2:
+    counts, parameters = Counter(targets.values()), dict(model.named_parameters())
+    for name, weight in weights.items():
+        target = targets.get(name, name)
+        parameter = parameters.get(target)
+        if parameter is None or parameter.dim() != 2 or len(weight.shape) != 2:
             continue
-        if tuple(weight.shape) != tuple(parameter.shape):
-            raise _other_shape("the checkpoint", name, weight.shape, parameter.shape)
+        if counts[target] < 2 and tuple(weight.shape) != tuple(parameter.shape):
+            raise _other_shape("the checkpoint", target, weight.shape, parameter.shape)
 
 
 def require_finite_weights(model: nn.Module) -> None:

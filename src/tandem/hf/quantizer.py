@@ -112,11 +112,11 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         self, model: PreTrainedModel, **kwargs: object
     ) -> PreTrainedModel:
         source, sink = self._job.source, self._job.sink
-        if source is not None:
-            require_source_shapes(model, source.weights)
         if not self.pre_quantized:
             self.quantization_config.require_no_slots(type(model).__name__)
         own, store = self.announce_layers(model), self.runtime.store
+        if source is not None:
+            require_source_shapes(model, source.weights, self._targets)
         if sink is not None:
             source_dtype = next(iter(own.values())).down_proj.dtype
             tables = sum(table.weight.nbytes for table in row_tables(model).values())

@@ -1,7 +1,8 @@
 """FP8 checkpoints: e4m3 codes with a scale for each block of 128 x 128 (DeepSeek-V3, Qwen3-FP8).
 
 `x.weight` is float8_e4m3fn, `x.weight_scale_inv` (or `x.weight_scale`) its scales. One scale for
-the whole matrix stands for all blocks; one for each row has no packed format.
+the whole matrix stands for all blocks; one for each row has no packed format. DeepSeek-V4 calls
+scales `x.scale`, has them as E8M0 exponents, and its experts' weights are int8: e2m1 (`mxfp4`).
 """
 
 from dataclasses import dataclass
@@ -13,16 +14,27 @@ from tandem.checkpoint.json_files import JsonObject
 from tandem.checkpoint.sources.codes import Codes
 from tandem.checkpoint.sources.files import TensorFiles
 from tandem.checkpoint.sources.found import FileWeight, Found
+from tandem.checkpoint.sources.mxfp4 import mxfp4_matrix
 from tandem.core.errors import ModelError
 from tandem.kernels.formats import WeightFormat, find_format
 from tandem.kernels.formats.file_rows import FileFields
 
 BLOCK = 128
-_SCALE_NAMES = ("weight_scale_inv", "weight_scale")
+_SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale")
+_SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
+
+
+def find_fp8_and_e2m1(files: TensorFiles, config: JsonObject) -> Found:
+    """Return the weights of an FP8 checkpoint, and those that are e2m1 in it."""
+    found = find_fp8(files, config)
+    for name, entry in files.entries.items():
+        if entry.dtype == "I8" and name.endswith(".weight"):
+            found.add(mxfp4_matrix(files, name))
+    return found
 
 
 def find_fp8(files: TensorFiles, config: JsonObject) -> Found:
-    """Return the weights of an FP8 checkpoint."""
+    """Return the weights of a checkpoint that are FP8."""
     found = Found()
     for name, entry in files.entries.items():
         if entry.dtype != "F8_E4M3" or not name.endswith(".weight"):
@@ -40,7 +52,12 @@ def find_fp8(files: TensorFiles, config: JsonObject) -> Found:
 
 def _weight(files: TensorFiles, name: str, scales: str) -> "Fp8Weight":
     rows, cols = files.shape(name)
-    shape = files.shape(scales)
+    shape, dtype = files.shape(scales), files.entries[scales].dtype
+    if dtype not in _SCALE_DTYPES:
+        raise ModelError(
+            f"{scales} is {dtype}, expected one of {', '.join(_SCALE_DTYPES)}; the checkpoint is "
+            "damaged or of a form that is not read: download it again"
+        )
     blocks = (-(-rows // BLOCK), -(-cols // BLOCK))
     per_matrix = all(size == 1 for size in shape)
     per_row = not per_matrix and shape in ((rows,), (rows, 1))
@@ -69,14 +86,19 @@ class Fp8Weight(FileWeight):
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields:
         """Return codes and scales where they lie."""
         codes = self.files.read(self.name).view(torch.uint8)
-        return FileFields(codes, self.shape, self._block_scales(self.files.read(self.scales)))
+        return FileFields(codes, self.shape, self._block_scales(self._numbers()))
 
     def read(self, expert: int | None = None) -> Codes:
         """Read codes and scales."""
-        codes, scales = self.files.read(self.name), self.files.read(self.scales).float()
+        codes, scales = self.files.read(self.name), self._numbers().float()
         if not self.formats:  # a group for each row, as wide as the matrix
             return Codes("int", codes.float(), scales.reshape(self.shape[0], 1))
         return Codes("fp8", codes, self._block_scales(scales).contiguous())
+
+    def _numbers(self) -> Tensor:
+        """Return the scales, exponents as the numbers that they stand for."""
+        scales = self.files.read(self.scales)
+        return scales.float() if scales.element_size() == 1 else scales
 
     def _block_scales(self, scales: Tensor) -> Tensor:
         """Return a scale for each block, one that stands for all of them as a view."""

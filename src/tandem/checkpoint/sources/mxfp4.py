@@ -1,11 +1,13 @@
-"""MXFP4 checkpoints (gpt-oss): e2m1 codes with one E8M0 exponent for 32 inputs.
+"""MXFP4: e2m1 codes, two a byte, the first in the low bits, with one E8M0 exponent for 32 inputs.
 
-`x_blocks` (num_experts, outputs, groups, 16) holds two codes a byte, the first in the low bits;
-`x_scales` (num_experts, outputs, groups) are the exponents' bytes.
+gpt-oss has the experts of a layer in `x_blocks` (num_experts, outputs, groups, 16) and `x_scales`
+(num_experts, outputs, groups). DeepSeek-V4 has each matrix by itself in an FP8 checkpoint:
+`x.weight` (outputs, inputs / 2) int8 and `x.scale` (outputs, groups).
 """
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tandem.checkpoint.json_files import JsonObject
@@ -17,6 +19,7 @@ from tandem.kernels.formats import WeightFormat, find_format
 from tandem.kernels.formats.file_rows import FileFields
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
+_GROUP = 32  # inputs
 
 
 def find_mxfp4(files: TensorFiles, config: JsonObject) -> Found:
@@ -35,7 +38,7 @@ def find_mxfp4(files: TensorFiles, config: JsonObject) -> Found:
         *leading, rows, groups, _ = files.shape(blocks)
         weight = Mxfp4Weight(
             name=name,
-            shape=(*leading, rows, groups * 32),
+            shape=(*leading, rows, groups * _GROUP),
             formats=(find_format("mxfp4"),),
             parts=(blocks, scales),
             files=files,
@@ -44,21 +47,44 @@ def find_mxfp4(files: TensorFiles, config: JsonObject) -> Found:
     return found
 
 
+def mxfp4_matrix(files: TensorFiles, name: str) -> "Mxfp4Weight":
+    """Return a matrix of int8 codes by its tensor's name; `ModelError` for other exponents."""
+    scales = f"{name.removesuffix('.weight')}.scale"
+    found, codes = files.entries.get(scales), files.entries[name]
+    cols = 2 * codes.shape[-1] if codes.shape else 0
+    expected = (*codes.shape[:-1], cols // _GROUP)
+    if found is None or found.dtype != "F8_E8M0" or found.shape != expected or cols % _GROUP:
+        is_there = "is missing" if found is None else f"is {found.dtype} of shape {found.shape}"
+        raise ModelError(
+            f"{scales} {is_there}, expected F8_E8M0 of shape {expected}, an exponent for {_GROUP} "
+            f"of {cols} inputs of {name}; download the files again"
+        )
+    return Mxfp4Weight(
+        name=name,
+        shape=(*codes.shape[:-1], cols),
+        formats=(find_format("mxfp4"),),
+        parts=(name, scales),
+        files=files,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mxfp4Weight(FileWeight):
-    """The fused weight of a layer's experts; rows are the outputs, whatever the model's order."""
+    """A matrix, or those of a layer's experts; rows are the outputs, whatever the model's order."""
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields:
-        """Return one expert's codes and exponents where they lie."""
-        blocks, scales = self._parts(expert)
-        return FileFields(blocks.flatten(1), self.shape[-2:], scales)
+        """Return one matrix's codes and exponents where they lie."""
+        codes, scales = self._parts(expert)
+        return FileFields(codes, self.shape[-2:], scales)
 
     def read(self, expert: int | None = None) -> Codes:
-        """Read one expert's codes and exponents."""
-        blocks, scales = self._parts(expert)
-        return Codes("mxfp4", nibbles(blocks).flatten(1), scales.contiguous())
+        """Read one matrix's codes and exponents."""
+        codes, scales = self._parts(expert)
+        return Codes("mxfp4", nibbles(codes), scales.contiguous())
 
     def _parts(self, expert: int | None) -> tuple[Tensor, Tensor]:
-        """Return (rows, groups, 16) codes and (rows, groups) exponents."""
-        blocks, scales = map(self.files.read, self.parts)
-        return (blocks, scales) if expert is None else (blocks[expert], scales[expert])
+        """Return the bytes of codes (rows, inputs / 2) and of exponents (rows, groups)."""
+        codes, scales = (self.files.read(part).view(torch.uint8) for part in self.parts)
+        if expert is not None:
+            codes, scales = codes[expert], scales[expert]
+        return codes.flatten(1), scales

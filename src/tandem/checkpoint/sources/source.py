@@ -12,7 +12,7 @@ from tandem.checkpoint.sources.awq import find_awq
 from tandem.checkpoint.sources.compressed_tensors import find_compressed_tensors
 from tandem.checkpoint.sources.files import TensorFiles
 from tandem.checkpoint.sources.found import FileWeight, Found
-from tandem.checkpoint.sources.fp8 import find_fp8
+from tandem.checkpoint.sources.fp8 import find_fp8_and_e2m1
 from tandem.checkpoint.sources.gguf_weight import GgufWeight
 from tandem.checkpoint.sources.gptq import find_gptq
 from tandem.checkpoint.sources.mxfp4 import find_mxfp4
@@ -26,7 +26,7 @@ READERS: dict[str, Callable[[TensorFiles, JsonObject], Found]] = {
     "gptq": find_gptq,
     "awq": find_awq,
     "compressed-tensors": find_compressed_tensors,
-    "fp8": find_fp8,
+    "fp8": find_fp8_and_e2m1,
     "mxfp4": find_mxfp4,
     "modelopt": find_modelopt,
 }
