@@ -165,7 +165,7 @@ def write_gguf(
                 writer.add_tensor(name, values)
                 continue
             block = GGMLQuantizationType[_kind_of(name, kind)]
-            data = _blocks(values, block)
+            data = quantised_blocks(values, block)
             writer.add_tensor(name, data, raw_dtype=block)
             decoded = torch.from_numpy(dequantize(data, block)).view(values.shape)
             if kind == "NVFP4":
@@ -194,7 +194,7 @@ FACTORS: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 
 
-def _blocks(values: NDArray[np.float32], block: GGMLQuantizationType) -> NDArray[np.uint8]:
+def quantised_blocks(values: NDArray[np.float32], block: GGMLQuantizationType) -> NDArray[np.uint8]:
     """Return (..., bytes): rounded values, or random blocks whose values are of usual size."""
     if block.name not in (*FACTORS, "NVFP4"):
         return quantize(values, block)

@@ -3,8 +3,8 @@
     python -m tests.loading.make_gguf_files --source DIR [NAME ...]
 
 DIR is llama.cpp's source, such as `vendor/llama.cpp` of llama-cpp-python's source package. Weights
-of matrices are one of two numbers that Q8_0 has exactly, so that files are small packed (xz), and
-what Transformers answers, beside them in `expected.safetensors`, is exact.
+of matrices are one of two numbers that the file's types have exactly, so that files are small
+packed (xz), and what Transformers answers, beside them in `expected.safetensors`, is exact.
 """
 
 import argparse
@@ -22,12 +22,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.architectures import build_tiny_model
+from tests.loading.deepseek_v4 import as_released, quantised
 
 DATA = Path(__file__).parent / "data" / "gguf"
 EXPECTED = DATA / "expected.safetensors"
 TOKENS = [[5, 40, 17, 99, 64, 23, 88, 31, 7, 54]]
 # A multiple of 127, so that a scale of Q8_0 is it exactly.
 WEIGHT = 127 * 2.0**-10
+MXFP4_WEIGHT = 2.0**-3
 
 
 def _half_turned(theta: float) -> dict[str, Any]:
@@ -35,6 +37,9 @@ def _half_turned(theta: float) -> dict[str, Any]:
 
 
 _WINDOWS = ["full_attention", *["sliding_attention"] * 3]
+_SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
+_RATES = {_SPARSE: 4, _HEAVY: 8}
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}
 
 
 # By file: the architecture in Transformers, and its config beside `tests.architectures`.
@@ -75,6 +80,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "full_attention": _half_turned(5e6), "sliding_attention": _half_turned(1e4),
         },
     }),
+    "deepseek4": ("deepseek_v4", {
+        "layer_types": ["sliding_attention", _SPARSE, _HEAVY, _SPARSE], "num_hidden_layers": 4,
+        "mlp_layer_types": ["hash_moe"] * 2 + ["moe"] * 2, "compress_rates": _RATES,
+        "rope_parameters": {"rope_type": "yarn", **_YARN}, "partial_rotary_factor": 0.5,
+        "scoring_func": "sqrtsoftplus",
+    }),
 }  # fmt: skip
 
 
@@ -113,6 +124,11 @@ def _as_released(config: dict[str, Any]) -> dict[str, Any]:
             "rope_parameters": _half_turned(5e6), "swa_rope_theta": 1e4,
             "model_type": "mimo_v2",
         },
+        "deepseek_v4": {
+            "compress_ratios": [_RATES.get(kind, 0) for kind in kinds], "qk_rope_head_dim": 8,
+            "num_hash_layers": config.get("mlp_layer_types", []).count("hash_moe"),
+            "rope_scaling": {"type": "yarn", **_YARN},
+        },
         "hunyuan_v1_moe": {
             "moe_intermediate_size": [config.get("intermediate_size")] * layers,
             "num_shared_expert": [1] * layers,
@@ -122,15 +138,18 @@ def _as_released(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def tiny_model(name: str) -> Any:
-    """Return a file's model as Transformers has it, with weights that Q8_0 has exactly."""
+    """Return a file's model as Transformers has it, with weights that its types have exactly."""
     architecture, values = MODELS[name]
+    weight = MXFP4_WEIGHT if architecture == "deepseek_v4" else WEIGHT
     model: Any = build_tiny_model(architecture, values=values)
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 signs = torch.randint(0, 2, parameter.shape, generator=random) * 2 - 1
-                parameter.copy_(WEIGHT * signs)
+                parameter.copy_(weight * signs)
+            elif architecture == "deepseek_v4":  # whose norms are released in bf16
+                parameter.copy_(parameter.bfloat16())
     return model
 
 
@@ -156,7 +175,7 @@ def _vocabulary(self: Any) -> None:
 
 
 def convert(model: Any, file: Path, source: Path) -> None:
-    """Let llama.cpp's converter write a model as Q8_0."""
+    """Let llama.cpp's converter write a model as Q8_0; experts of DeepSeek-V4 it has as MXFP4."""
     sys.path[:0] = [str(source / "gguf-py"), str(source)]
     gguf = importlib.import_module("gguf")
     conversion = importlib.import_module("conversion")
@@ -183,6 +202,8 @@ def _write_as_released(directory: Path) -> None:
     weights = load_file(directory / "model.safetensors")
     pattern = re.compile(r"block_sparse_moe\.(gate|up|down)_proj")
     renamed = {pattern.sub(r"mlp.\1_proj", name): weight for name, weight in weights.items()}
+    if config["model_type"] == "deepseek_v4":
+        renamed = quantised(as_released(renamed), is_all=False)
     save_file(renamed, directory / "model.safetensors")
 
 

@@ -118,7 +118,7 @@ def _require_counts(header: GgufHeader) -> None:
 
 def _dense_dtype(header: GgufHeader) -> torch.dtype:
     """Return the dtype of what is in no blocks: a file of fp16 keeps it, else it is bf16."""
-    kinds = {t.tensor_type.name for t in header.tensors.values() if len(t.shape) > 1}
+    kinds = {t.tensor_type.name for t in header.tensors.values() if len(t.shape) > 1} - {"I32"}
     return torch.float16 if "F16" in kinds and kinds <= {"F16", "F32"} else torch.bfloat16
 
 

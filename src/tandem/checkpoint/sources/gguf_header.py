@@ -42,7 +42,7 @@ _NUMPY_TYPES = {"F32": "<f4", "F16": "<f2"}  # others are bytes
 _TEXTS = re.compile(r".*\.rope\.scaling\.type|tokenizer\.ggml\.model")
 _NUMBERS = re.compile(
     r".*(epsilon|freq_base(_swa)?|factor|scale|multiplier|softcapping|clamp_kqv|beta_(fast|slow)"
-    r"|lower_bound)"
+    r"|lower_bound|swiglu_clamp_(sh)?exp)"
 )
 _MOST_COUNTED = 1 << 31
 _EXPERTS = ("ffn_up_exps", "ffn_gate_up_exps")
@@ -122,10 +122,10 @@ def _why_not(key: str, value: Value) -> str:
     """Return what a key's value should be instead; nothing if it is of its key's kind."""
     if _TEXTS.fullmatch(key):
         return "" if isinstance(value, str) else "a text"
-    if _NUMBERS.fullmatch(key):
-        is_number = isinstance(value, int | float) and math.isfinite(value)
-        return "" if is_number else "a finite number"
     several = value if isinstance(value, list) else [value]
+    if _NUMBERS.fullmatch(key):
+        are_finite = all(isinstance(one, int | float) and math.isfinite(one) for one in several)
+        return "" if are_finite else "a finite number"
     are_counts = all(isinstance(one, int) and 0 <= one < _MOST_COUNTED for one in several)
     return "" if are_counts else f"whole numbers from 0, below {_MOST_COUNTED}"
 

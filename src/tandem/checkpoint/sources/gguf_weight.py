@@ -18,7 +18,9 @@ from tandem.kernels.formats.file_rows import FileBlocks, Placing, write_file_row
 
 Index = int | slice | EllipsisType | tuple[slice, ...]
 _EXPERTS = "_exps."  # in the names of tensors with all experts of a layer
-PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN_DTYPES = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

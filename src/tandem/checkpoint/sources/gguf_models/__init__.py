@@ -1,6 +1,7 @@
 """The architectures of GGUF files that are read, by `general.architecture`."""
 
 from tandem.checkpoint.sources.gguf_models import (
+    compressed_attention,
     full_attention,
     latent_attention,
     linear_attention,
@@ -12,6 +13,7 @@ from tandem.checkpoint.sources.gguf_models.architecture import Architecture, Rec
 __all__ = ["ARCHITECTURES", "Architecture", "Recipe"]
 
 ARCHITECTURES = {
+    **compressed_attention.ARCHITECTURES,
     **full_attention.ARCHITECTURES,
     **latent_attention.ARCHITECTURES,
     **linear_attention.ARCHITECTURES,
