@@ -2,15 +2,17 @@
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from tandem.decode.mtp.streams import num_streams
 from tandem.decode.substitutions.prompt_operations import PromptOperations
 from tandem.decode.substitutions.shallow_copy import ShallowCopy
 from tandem.experts.execution.executor import Executor
 from tandem.experts.store.packed_layer import PackedLayer
-from tandem.foreign_types import ImageFeatures, PreTrainedModel
+from tandem.foreign_types import ImageFeatures, ModelPart, PreTrainedModel
 from tandem.hf.compat import (
     cache_argument,
     forget_positions,
@@ -42,6 +44,8 @@ class ModelRunner:
         """
         self.hidden: Tensor | None = None
         """What the latest forward gave to the output head, (b, n_tokens, width), if that is noted.
+
+        Of a model with several residual streams, all of them, before they are mixed.
         """
         self._notes_hidden = notes_hidden
         self._noted: nn.Module | None = None
@@ -120,7 +124,8 @@ class ModelRunner:
         """Return memory for `hidden` of so many tokens, (n_tokens, width), if that is noted."""
         if not self._notes_hidden:
             return None
-        shape = num_tokens, self.model.config.get_text_config().hidden_size
+        config = self.model.config
+        shape = num_tokens, num_streams(config) * config.get_text_config().hidden_size
         with torch.inference_mode(False):
             return torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
 
@@ -132,8 +137,13 @@ class ModelRunner:
         def note(module: object, args: object, outputs: ImageFeatures) -> None:
             self.hidden = outputs.last_hidden_state
 
-        own_forward_hooks(decoder)  # the model's stay as they are
-        decoder.register_forward_hook(note)
+        def note_streams(module: object, args: object, streams: Tensor) -> None:
+            self.hidden = streams.flatten(2)
+
+        has_streams = num_streams(self.model.config) > 1
+        last = cast("ModelPart", decoder).layers[-1] if has_streams else decoder
+        own_forward_hooks(last)  # the model's stay as they are
+        last.register_forward_hook(note_streams if has_streams else note)
         self._noted = decoder
 
 

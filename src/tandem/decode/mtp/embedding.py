@@ -6,15 +6,49 @@ from torch import Tensor, nn
 _MOST_FIXED_TOKENS = 32  # of a step that may be recorded
 
 
+class GivenHidden:
+    """What the model made of the tokens before the next ones; shared by shallow copies."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        """Expect so many numbers of each token."""
+        self._width, self._dtype = width, dtype
+        self._fixed: dict[int, Tensor] = {}
+        self.now = self.fixed(1)
+        """Of the next forward's tokens, (n_tokens, width)."""
+
+    def give(self, hidden: Tensor) -> None:
+        """Say what the model made of them: (n_tokens, width)."""
+        if len(hidden) <= _MOST_FIXED_TOKENS:
+            hidden = self.fixed(len(hidden)).copy_(hidden)
+        self.now = hidden
+
+    def fixed(self, num_tokens: int) -> Tensor:
+        """Return the tensor that a step of so many tokens reads."""
+        if num_tokens not in self._fixed:
+            shape = (num_tokens, self._width)
+            with torch.inference_mode(False):
+                self._fixed[num_tokens] = torch.zeros(shape, dtype=self._dtype, device="cpu")
+        return self._fixed[num_tokens]
+
+
 class MtpEmbedding(nn.Module):
     """Stands where a model of one layer embeds its tokens."""
 
-    def __init__(self, embedding: nn.Module, enorm: nn.Module, hnorm: nn.Module, fc: nn.Module):
-        """Join `fc`(norm of a token's embedding, norm of what `give` has brought)."""
+    def __init__(
+        self,
+        embedding: nn.Module,
+        enorm: nn.Module,
+        hnorm: nn.Module | None,
+        fc: nn.Module,
+        given: GivenHidden,
+    ) -> None:
+        """Join `fc`(norm of a token's embedding, norm of what `give` has brought).
+
+        Without `hnorm` the layer itself adds what was brought.
+        """
         super().__init__()
         self.embedding, self.enorm, self.hnorm, self.fc = embedding, enorm, hnorm, fc
-        self._fixed: dict[int, Tensor] = {}
-        self._given: list[Tensor] = []  # one; shared with shallow copies
+        self.given = given
 
     @property
     def weight(self) -> Tensor:
@@ -23,21 +57,16 @@ class MtpEmbedding(nn.Module):
 
     def give(self, hidden: Tensor) -> None:
         """Say what the model's head read of the tokens before the next ones: (n_tokens, width)."""
-        if len(hidden) <= _MOST_FIXED_TOKENS:
-            hidden = self.fixed(len(hidden))[0].copy_(hidden)
-        self._given[:] = [hidden]
+        self.given.give(hidden)
 
     def fixed(self, num_tokens: int) -> list[Tensor]:
         """Return the tensor that a step of so many tokens reads, in a list of one."""
-        if num_tokens not in self._fixed:
-            like = self.hnorm.get_parameter("weight")
-            with torch.inference_mode(False):
-                shape = (num_tokens, len(like))
-                self._fixed[num_tokens] = torch.zeros(shape, dtype=like.dtype, device="cpu")
-        return [self._fixed[num_tokens]]
+        return [self.given.fixed(num_tokens)]
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return (b, n_tokens, width) for ids (b, n_tokens)."""
-        (hidden,) = self._given
-        hidden = hidden.view(*ids.shape, -1)
-        return self.fc(torch.cat([self.enorm(self.embedding(ids)), self.hnorm(hidden)], dim=-1))  # type: ignore[no-any-return]
+        embedded = self.enorm(self.embedding(ids))
+        if self.hnorm is not None:
+            hidden = self.given.now.view(*ids.shape, -1)
+            embedded = torch.cat([embedded, self.hnorm(hidden)], dim=-1)
+        return self.fc(embedded)  # type: ignore[no-any-return]

@@ -7,7 +7,7 @@ others, and which shares the embedding and the head with the model that it predi
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from tandem.checkpoint.sources.source import Source, SourceTensor
 from tandem.checkpoint.weight_report import require_own_weights
 from tandem.core.config import from_mapping
 from tandem.core.errors import UnsupportedModelError
-from tandem.decode.mtp.embedding import MtpEmbedding
-from tandem.decode.mtp.names import mtp_names, why_unknown
+from tandem.decode.mtp.embedding import GivenHidden, MtpEmbedding
+from tandem.decode.mtp.names import JOINING, mtp_names, why_unknown
+from tandem.decode.mtp.streams import StreamedLayer, num_streams
 from tandem.devices.cuda.embedding import HostEmbedding
 from tandem.devices.cuda.linear import DeviceLinear
 from tandem.foreign_types import PreTrainedModel
@@ -68,16 +69,12 @@ def _load_layer(
     runtime = require_runtime(model)
     options = dataclasses.asdict(runtime.options)
     offload = from_mapping(OffloadConfig, {name: options[name] for name in _SAME}, where="load_mtp")
-    head, beside = _loaded(checkpoint, _config(model, depth), names, offload, model.dtype)
+    config = _config(model, depth, names)
+    head, beside = _loaded(checkpoint, config, names, offload, model.dtype)
     own = runtime_of(head)
     if own is not None:  # it has experts
         own.share(runtime.threads)
-    width = model.config.get_text_config().hidden_size
-    enorm, hnorm = (copy.deepcopy(head.get_decoder().norm) for _ in range(2))
-    fc = nn.Linear(2 * width, width, bias=False, dtype=model.dtype, device="cpu")
-    for module, name in ((enorm, "enorm"), (hnorm, "hnorm"), (fc, "fc")):
-        module.load_state_dict({"weight": beside[f"{name}.weight"].to(model.dtype)})
-    embedding = MtpEmbedding(_on_host(model.get_input_embeddings()), enorm, hnorm, fc)
+    embedding = _joined(head, beside, _on_host(model.get_input_embeddings()), model.dtype)
     head.set_input_embeddings(embedding)
     head.set_output_embeddings(
         first_rows(_head_on_host(model.get_output_embeddings(), runtime.threads))
@@ -85,6 +82,27 @@ def _load_layer(
     pack_dense_layers(head, offload.dense_dtype, runtime.threads)
     pack_as_loaded(head, runtime.threads)
     return head.eval(), embedding
+
+
+def _joined(
+    head: PreTrainedModel, beside: Mapping[str, Tensor], tokens: nn.Module, dtype: torch.dtype
+) -> MtpEmbedding:
+    """Return what joins a token and what was made of the one before it, for a layer's model."""
+    decoder, streams = head.get_decoder(), num_streams(head.config)
+    parts: dict[str, nn.Module] = {}
+    for name, weight in beside.items():
+        part = name.removesuffix(".weight")
+        if weight.dim() == 1:
+            parts[part] = copy.deepcopy(decoder.norm)
+        else:
+            rows, cols = weight.shape
+            parts[part] = nn.Linear(cols, rows, bias=False, dtype=dtype, device="cpu")
+        parts[part].load_state_dict({"weight": weight.to(dtype)})
+    given = GivenHidden(streams * head.config.get_text_config().hidden_size, dtype)
+    if "fc" in parts:
+        return MtpEmbedding(tokens, parts["enorm"], parts["hnorm"], parts["fc"], given)
+    decoder.layers[0] = StreamedLayer(decoder.layers[0], parts["hnorm"], parts["h_proj"], given)
+    return MtpEmbedding(tokens, parts["enorm"], None, parts["e_proj"], given)
 
 
 def _on_host(module: nn.Module) -> nn.Module:
@@ -114,10 +132,12 @@ def first_rows(head: nn.Module, most: int = _DRAFTED_TOKENS) -> nn.Module:
     return PackedLinear(weight, head.threads, head.dtype, head.input_order)
 
 
-def _config(model: PreTrainedModel, depth: int) -> PreTrainedConfig:
-    """Return the config of a model of one MTP layer alone."""
+def _config(model: PreTrainedModel, depth: int, names: Mapping[str, str]) -> PreTrainedConfig:
+    """Return the config of a model of one MTP layer alone, whose tensors have these names."""
     text = model.config.get_text_config(decoder=True)
     config = _stated_config(text, depth) or _usual_config(text)
+    if num_streams(text) > 1:
+        config.layer_types, config.mlp_layer_types = [_compression(names)], ["moe"]
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # Transformers refuses two
     config.vocab_size, config.pad_token_id = _TOKENS, None
@@ -150,6 +170,14 @@ def _usual_config(text: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
+def _compression(names: Iterable[str]) -> str:
+    """Return what kind of attention a layer of DeepSeek-V4 has, by its tensors."""
+    if any(".indexer." in name for name in names):
+        return "compressed_sparse_attention"
+    has_compressor = any(".compressor." in name for name in names)
+    return "heavily_compressed_attention" if has_compressor else "sliding_attention"
+
+
 # What says of a config which layers have experts, and which attend.
 _ONE_LAYER: dict[str, object] = {
     "layer_types": ["full_attention"],
@@ -179,7 +207,7 @@ def _loaded(
         mine = {"quantization_config": offload}
     else:
         mine, state = {}, {name: _values(stored) for name, stored in state.items()}
-    beside = {n: _values(state.pop(n)) for n in list(state) if not n.startswith("model.")}
+    beside = {n: _values(state.pop(n)) for n in list(state) if n.startswith(JOINING)}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         state[name] = torch.zeros(_TOKENS, config.hidden_size, dtype=dtype, device="cpu")
     what = f"Transformers cannot load the MTP layer of {checkpoint.path}"

@@ -1,12 +1,12 @@
 """Where a checkpoint keeps its MTP layer, and what its tensors are called in a model of one layer.
 
-Two layouts: behind the last layer of the model (DeepSeek-V3, GLM-4.5, Ling), or under `mtp.`, with
-what joins token and hidden state beside the layers (Qwen3-Next, Qwen3.5 and 3.6, Mellum) or in each
-(MiMo V2).
+Behind the last layer of the model (DeepSeek-V3, GLM-4.5, Ling), or under `mtp.`: with what joins
+token and hidden state beside the layers (Qwen3-Next, Qwen3.5 and 3.6, Mellum) or in each (MiMo V2),
+or each layer under its number, with a projection for either of the two (DeepSeek-V4).
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 # What of a tensor's name within its layer, or under `mtp.`, becomes what.
 _PARTS = {
@@ -28,8 +28,20 @@ _SHARED = ("embed_tokens.", "shared_head.head.", "shared_head.weight")
 _INKLING = re.compile(
     r"^(?:model\.)?mtp\.layers\.\d+\.(?:hidden_norm|input_proj|transformer_block)\."
 )
+# What joins tokens in the layers that DeepSeek-V4's later releases have instead.
+_DSPARK = re.compile(r"^mtp\.\d+\.(?:main_proj|markov_head|confidence_head)\.")
 # Of the parts beside the layer.
 NEEDED = ("fc.weight", "enorm.weight", "hnorm.weight", "model.norm.weight")
+# DeepSeek-V4's, of which Transformers would take another norm for one of attention's.
+_STREAMED = {
+    "e_proj.": "e_proj.", "h_proj.": "h_proj.", "enorm.": "enorm.", "hnorm.": "hnorm.",
+    "norm.": "norm.", "hc_head_": "model.hc_head.hc_",
+}  # fmt: skip
+_STREAMED_NEEDED = (
+    "e_proj.weight", "h_proj.weight", "enorm.weight", "hnorm.weight", "norm.weight",
+)  # fmt: skip
+# What joins a token and what was made of the one before it; the rest is of the layer's model.
+JOINING = ("fc.", "e_proj.", "h_proj.", "enorm.", "hnorm.")
 
 
 def mtp_names(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
@@ -40,17 +52,23 @@ def mtp_names(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
     """
     names = list(names)
     found: list[dict[str, str]] = []
-    while of_layer := _names_of(names, num_layers, len(found)):
+    while of_layer := (
+        _names_of(names, num_layers, len(found)) or _streamed_names_of(names, len(found))
+    ):
         found.append(of_layer)
     return found
 
 
-def why_unknown(names: Iterable[str], num_layers: int) -> str:
+def why_unknown(names: Collection[str], num_layers: int) -> str:
     """Say what is wrong with a checkpoint in which no MTP layer has been found, after its name."""
     if any(_INKLING.match(name) for name in names):
         return (
             "has MTP layers in Inkling's layout, whose attention adds a bias by distance: models "
             "with it run padded, where no drafted token is verified"
+        )
+    if any(_DSPARK.match(name) for name in names):
+        return (
+            "has layers in DSpark's layout, which drafts a block at once; Tandem does not read it"
         )
     return f"has no MTP layer, under mtp. or as layer {num_layers}, in a layout that is known"
 
@@ -65,19 +83,32 @@ def _names_of(names: Iterable[str], num_layers: int, depth: int) -> dict[str, st
     for name in names:
         inside = None
         if match := behind.match(name):
-            inside = _renamed(match[1]) or f"model.layers.0.{match[1]}"
+            inside = _renamed(match[1], _PARTS) or f"model.layers.0.{match[1]}"
         elif match := under.match(name):
             layer = match["layer"]
             part = layer or match["beside"]
-            inside = _renamed(part) or (layer and f"model.layers.0.{_OWN.get(layer, layer)}")
+            inside = _renamed(part, _PARTS) or (
+                layer and f"model.layers.0.{_OWN.get(layer, layer)}"
+            )
         if inside is not None and not inside.removeprefix("model.layers.0.").startswith(_SHARED):
             found[name] = inside
     has_layer = any(new.startswith("model.layers.0.") for new in found.values())
     return found if has_layer and set(NEEDED) <= set(found.values()) else {}
 
 
-def _renamed(part: str) -> str | None:
-    for prefix, new in _PARTS.items():
+def _streamed_names_of(names: Iterable[str], depth: int) -> dict[str, str]:
+    """Return the names for one of DeepSeek-V4's MTP layers; empty if it is not whole."""
+    before = f"mtp.{depth}."
+    parts = {name: name.removeprefix(before) for name in names if name.startswith(before)}
+    found = {
+        name: _renamed(part, _STREAMED) or f"model.layers.0.{part}" for name, part in parts.items()
+    }
+    has_layer = any(new.startswith("model.layers.0.") for new in found.values())
+    return found if has_layer and set(_STREAMED_NEEDED) <= set(found.values()) else {}
+
+
+def _renamed(part: str, parts: Mapping[str, str]) -> str | None:
+    for prefix, new in parts.items():
         if part.startswith(prefix):
             return new + part.removeprefix(prefix)
     return None

@@ -1,0 +1,203 @@
+"""DeepSeek-V4's MTP layer, which reads all residual streams: computed as plain torch does it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import tandem
+from tandem.core.errors import UnsupportedModelError
+from tandem.decode.cpu_slots import CpuSlotPool
+from tandem.decode.mtp.loading import load_mtp
+from tandem.decode.mtp.names import mtp_names
+from tandem.generate.generator import Generator
+from tandem.generate.speculation.drafters import DRAFTERS, DraftParts
+from tandem.generate.speculation.mtp import MtpDrafter
+from tandem.hf.dense import packed_layers
+from tests.inside import relative_error
+from tests.loading.deepseek_v4 import (
+    CONFIG,
+    NUM_LAYERS,
+    released_tensors,
+    tiny_model,
+    write_decoded,
+    write_released,
+)
+from tests.threads import two_threads
+
+IDS = [40, 41, 50, 60, 33, 90, 91, 77, 40, 41, 52, 53, 99]
+RATIOS = {"sliding": 0, "sparse": 4, "heavy": 128}
+
+
+class Reference:
+    """Transformers' layers and plain torch around the one for MTP, in fp32."""
+
+    def __init__(self, decoded: Path) -> None:
+        """Take the values of a released checkpoint: the MTP layer as one more of the model's."""
+        directory = decoded.parent / f"{decoded.name}-longer"
+        tensors = load_file(decoded / "model.safetensors")
+        self.parts = {
+            name.removeprefix("mtp.0."): tensor
+            for name, tensor in tensors.items()
+            if name.startswith("mtp.0.")
+        }
+        directory.mkdir()
+        of_layer = {
+            name.replace("mtp.0.", f"layers.{NUM_LAYERS}."): x for name, x in tensors.items()
+        }
+        save_file(of_layer, directory / "model.safetensors", {"format": "pt"})
+        config = json.loads((decoded / "config.json").read_text())
+        config["num_hidden_layers"] = NUM_LAYERS + 1
+        (directory / "config.json").write_text(json.dumps(config))
+        self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self.layer = self.model.model.layers[NUM_LAYERS]
+        self.model.model.layers = self.model.model.layers[:NUM_LAYERS]
+
+    @torch.no_grad()
+    def streams(self, ids: list[int]) -> Tensor:
+        """Return the model's streams after each of some ids, (n, streams, width)."""
+        made: list[Tensor] = []
+        last = self.model.model.layers[-1]
+        hook = last.register_forward_hook(lambda _, args, out: made.append(out[0]))
+        self.model(torch.tensor([ids]), use_cache=False)
+        hook.remove()
+        return made[0]
+
+    @torch.no_grad()
+    def made(self, ids: list[int], streams: Tensor) -> Tensor:
+        """Return the layer's streams of ids, each with the streams of the token before it."""
+        config, decoder = self.model.config, self.model.model
+        e = self._normed(decoder.embed_tokens(torch.tensor(ids)), "enorm") @ self._matrix("e_proj")
+        x = e[:, None] + self._normed(streams, "hnorm") @ self._matrix("h_proj")
+        positions = torch.arange(len(ids))[None]
+        turns = {
+            kind: decoder.rotary_emb(x[None], position_ids=positions, layer_type=kind)
+            for kind in ("main", "compress")
+        }
+        distance = positions.T - positions
+        is_seen = (distance >= 0) & (distance < config.sliding_window)
+        mask = torch.where(is_seen, 0.0, -torch.inf)[None, None]
+        out: Tensor = self.layer(
+            x[None], input_ids=torch.tensor([ids]), position_embeddings=turns,
+            position_ids=positions, attention_mask=mask, cache=None,
+        )  # fmt: skip
+        return out[0]
+
+    @torch.no_grad()
+    def logits(self, made: Tensor) -> Tensor:
+        """Return the logits of a layer's streams."""
+        scale, base = self.parts["hc_head_scale"], self.parts["hc_head_base"]
+        flat = made.flatten(1)
+        flat = flat * flat.square().mean(-1, keepdim=True).add(CONFIG["rms_norm_eps"]).rsqrt()
+        share = torch.sigmoid(flat @ self.parts["hc_head_fn"].T * scale + base) + CONFIG["hc_eps"]
+        mixed = (share[..., None] * made).sum(1)
+        logits: Tensor = self.model.lm_head(self._normed(mixed, "norm"))
+        return logits
+
+    def _normed(self, x: Tensor, name: str) -> Tensor:
+        scale = x.square().mean(-1, keepdim=True).add(CONFIG["rms_norm_eps"]).rsqrt()
+        return x * scale * self.parts[f"{name}.weight"]
+
+    def _matrix(self, name: str) -> Tensor:
+        return self.parts[f"{name}.weight"].T
+
+
+def write(directory: Path, kind: str = "sliding") -> tuple[Path, Path]:
+    """Return a released checkpoint whose MTP layer attends in some way, and its decoded values."""
+    ratios = [*CONFIG["compress_ratios"][:-1], RATIOS[kind]]
+    config = CONFIG | {"compress_ratios": ratios}
+    tensors = released_tensors(directory / "model", tiny_model(config))
+    released = write_released(directory / "released", tensors, compress_ratios=ratios)
+    return released, write_decoded(directory / "decoded", released)
+
+
+@pytest.mark.parametrize("kind", RATIOS)
+def test_the_layer_gives_what_torch_gives(kind: str, tmp_path: Path) -> None:
+    _, decoded = write(tmp_path, kind)
+    reference = Reference(decoded)
+    ((head, embedding),) = load_mtp(tandem.load(decoded, dtype="float32", threads=1))
+    streams = torch.randn(len(IDS), CONFIG["hc_mult"], CONFIG["hidden_size"])
+    made = reference.made(IDS, streams)
+    expected = reference.logits(made)
+    pool = CpuSlotPool(head, two_threads(), 1, notes_hidden=True, inputs=embedding.fixed)
+    given = streams.flatten(1)
+    embedding.give(given[:8])
+    found = [pool.prefill_with_logits(0, IDS[:8]).clone()]
+    for at in range(8, len(IDS)):  # the last ones from the recorded step
+        embedding.give(given[at : at + 1])
+        found.append(pool.verify({0: IDS[at : at + 1]}).clone())
+        assert pool.hidden is not None
+        assert relative_error(pool.hidden[0], made[at].flatten()) < 1e-5
+    assert pool.step.is_replaying, pool.step.why_not
+    assert relative_error(torch.cat(found), expected) < 1e-5
+
+
+def test_it_drafts_what_torch_drafts(tmp_path: Path) -> None:
+    """Also further tokens, each from the streams that the layer itself has made last."""
+    _, decoded = write(tmp_path)
+    reference = Reference(decoded)
+    model = tandem.load(decoded, dtype="float32", threads=1)
+    drafter = DRAFTERS.factory("mtp")(DraftParts(model=model, threads=two_threads()))
+    assert isinstance(drafter, MtpDrafter)
+    pool = CpuSlotPool(model, two_threads(), 1, notes_hidden=True)
+    drafter.follow(pool)
+    pool.prefill({0: IDS})
+    text = list(IDS)
+    for kept in (1, 0, 2):
+        text.append(44 + kept)
+        expected, ids, streams = [], text[1:], reference.streams(text[:-1])
+        for _ in range(3):
+            made = reference.made(ids, streams)
+            expected.append(int(reference.logits(made)[-1].argmax()))
+            ids, streams = [*ids, expected[-1]], torch.cat([streams, made[-1:]])
+        found = list(drafter.draft({0: text}, {0: 3}, 0.0)[0].tokens)
+        assert found == expected
+        pool.verify({0: [text[-1], *found]})
+        pool.keep(0, len(text) + kept)
+        text = [*pool.held(0)]
+
+
+def test_answers_of_the_release_are_those_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.policy.speculation.paid_drafts._TRIALS", 10**6)  # each step drafts
+    released, _ = write(tmp_path)
+    model = tandem.load(released, dense_dtype="auto", threads=1)
+    model.generation_config.eos_token_id = None
+    options: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0.7, "seed": 2}
+    expected = Generator(model, speculate="none").generate([IDS, [70, 71]], **options)
+    answers = Generator(model, speculate="mtp").generate([IDS, [70, 71]], **options)
+    assert [a.token_ids for a in answers] == [e.token_ids for e in expected]
+    assert sum(answer.drafted_tokens for answer in answers) > 0
+    ((head, _),) = load_mtp(model)
+    assert not any(isinstance(module, nn.Linear) for module in head.modules())
+    formats = {layer.packed.matrix.format.name for _, layer in packed_layers(head)}
+    assert "fp8" in formats
+
+
+def test_a_layout_that_drafts_blocks_is_named(tmp_path: Path) -> None:
+    released, _ = write(tmp_path)
+    tensors = load_file(released / "model.safetensors")
+    parts = ("mtp.0.e_proj", "mtp.0.h_proj")
+    without = {name: x for name, x in tensors.items() if not name.startswith(parts)}
+    without["mtp.0.main_proj.weight"] = torch.ones(4, 4)
+    save_file(without, released / "model.safetensors", {"format": "pt"})
+    model = tandem.load(released, threads=1)
+    with pytest.raises(UnsupportedModelError, match="in DSpark's layout, which drafts a block"):
+        load_mtp(model)
+
+
+def test_layouts() -> None:
+    beside = ["e_proj.weight", "h_proj.weight", "enorm.weight", "hnorm.weight", "norm.weight"]
+    names = [f"mtp.0.{part}" for part in [*beside, "hc_head_fn", "attn.wq_a.weight"]]
+    (found,) = mtp_names(names, 43)
+    assert found["mtp.0.attn.wq_a.weight"] == "model.layers.0.attn.wq_a.weight"
+    assert found["mtp.0.hc_head_fn"] == "model.hc_head.hc_fn"
+    assert {found[f"mtp.0.{part}"] for part in beside} == set(beside)
+    assert mtp_names(names[1:], 43) == []
+    assert len(mtp_names([*names, *(name.replace(".0.", ".1.") for name in names)], 43)) == 2
