@@ -170,8 +170,9 @@ def test_answers_of_the_release_are_those_without(
     model = tandem.load(released, dense_dtype="auto", threads=1)
     model.generation_config.eos_token_id = None
     options: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0.7, "seed": 2}
-    expected = Generator(model, speculate="none").generate([IDS, [70, 71]], **options)
-    answers = Generator(model, speculate="mtp").generate([IDS, [70, 71]], **options)
+    prompts = [IDS, [33, 70, 71] * 20, [70, 71]]
+    expected = Generator(model, speculate="none").generate(prompts, **options)
+    answers = Generator(model, speculate="mtp").generate(prompts, **options)
     assert [a.token_ids for a in answers] == [e.token_ids for e in expected]
     assert sum(answer.drafted_tokens for answer in answers) > 0
     ((head, _),) = load_mtp(model)

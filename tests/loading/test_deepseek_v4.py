@@ -24,7 +24,6 @@ from tests.loading.deepseek_v4 import (
     write_released,
 )
 
-pytestmark = pytest.mark.seam
 Tensors = dict[str, Tensor]
 
 
@@ -83,6 +82,8 @@ def test_values_are_exact(checkpoints: tuple[Path, Path, str]) -> None:
             assert torch.equal(found.up, torch.cat([gate, up]))
             assert torch.equal(found.down, down)
     assert relative_error(logits_of(model), logits_of(plain)) < 0.03
+    of_values = tandem.load(released, dtype="fp32", expert_dtype="fp32")
+    assert relative_error(logits_of(of_values), logits_of(plain)) < 1e-5
 
 
 def test_linear_layers_keep_their_codes(checkpoints: tuple[Path, Path, str]) -> None:
@@ -169,6 +170,13 @@ def test_damage_is_one_sentence(
     save_file(stored, released / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=sentence):
         tandem.load(released, dtype="fp32")
+
+
+@pytest.mark.parametrize("count", [1 << 30, 0, "many"])
+def test_iterations_that_would_never_end(count: object, tensors: Tensors, tmp_path: Path) -> None:
+    released = write_released(tmp_path, tensors, hc_sinkhorn_iters=count)
+    with pytest.raises(ModelError, match=r"hc_sinkhorn_iters is .*, expected a whole number up to"):
+        tandem.load(released)
 
 
 def test_the_plain_decoder_knows_every_code() -> None:

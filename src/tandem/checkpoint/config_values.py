@@ -25,6 +25,8 @@ _COUNTS = (
 _OPTIONAL_COUNTS = ("head_dim", "index_topk", "intermediate_size", "moe_intermediate_size")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+_ITERATIONS = ("hc_sinkhorn_iters",)  # in each layer, for every token; released models have 20
+_MOST_ITERATIONS = 1000
 _ACTIVATIONS = ("hidden_act", "hidden_activation")
 _DTYPES = ("dtype", "torch_dtype")
 _TOKEN_IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
@@ -41,6 +43,8 @@ def require_possible_values(where: str, config: JsonObject) -> None:
             _require_count(where, name, part.get(name), least=1)
         for name in _OPTIONAL_COUNTS:
             _require_count(where, name, part.get(name), least=0)
+        for name in _ITERATIONS:
+            _require_few(where, name, part.get(name))
         require_top_k(where, part)
         for name in _DTYPES:
             _require_dtype(where, name, part.get(name))
@@ -136,6 +140,13 @@ def _require_count(where: str, name: str, value: object, *, least: int) -> None:
         is_possible = value is None or (is_int(value) and value >= least)
     if not is_possible:
         raise ModelError(f"{where}: {name} is {shown(value)}, expected a whole number from {least}")
+
+
+def _require_few(where: str, name: str, value: object) -> None:
+    if value is not None and not (is_int(value) and 1 <= value <= _MOST_ITERATIONS):
+        raise ModelError(
+            f"{where}: {name} is {shown(value)}, expected a whole number up to {_MOST_ITERATIONS}"
+        )
 
 
 def require_top_k(where: str, part: Mapping[str, object]) -> None:
