@@ -19,6 +19,7 @@ from tandem.generate.generator import Generator
 from tandem.generate.speculation.drafters import DRAFTERS, DraftParts
 from tandem.generate.speculation.mtp import MtpDrafter
 from tandem.hf.dense import packed_layers
+from tests.conftest import two_threads
 from tests.inside import relative_error
 from tests.loading.deepseek_v4 import (
     CONFIG,
@@ -28,7 +29,6 @@ from tests.loading.deepseek_v4 import (
     write_decoded,
     write_released,
 )
-from tests.threads import two_threads
 
 IDS = [40, 41, 50, 60, 33, 90, 91, 77, 40, 41, 52, 53, 99]
 RATIOS = {"sliding": 0, "sparse": 4, "heavy": 128}

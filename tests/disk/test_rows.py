@@ -370,8 +370,7 @@ def test_device_cuda_reads_rows_between_graph_segments(
     with shadow_gpu(), quick_loads(), ExitStack() as stack:
         with memory_of(1), pytest.warns(UserWarning, match="of tables"):
             model = stack.enter_context(loaded(packed, tmp_path))
-        rows = gpu_pool(model, PROMPTS, len(TOKENS))
-        assert_same(said(model, rows), expected)
+        assert_same(said(model, rows := gpu_pool(model, PROMPTS, len(TOKENS))), expected)
         assert rows.step.is_replaying, rows.step.why_not
         assert rows.num_segments == 1 + len(tables_on_disk(model)) == 3
 
