@@ -34,8 +34,7 @@ run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model
 
 # What waits, for downloads or servers, runs beside what computes; unit, which takes longest, early.
 test: $(BIN)/python  ## Everything that CI runs
-	@$(MAKE) --no-print-directory -j2 -Otarget setup check-clang
-	@$(MAKE) --no-print-directory -j3 -Oline lint floors unit sanitize types seam-oldest fuzz-files
+	@$(MAKE) --no-print-directory -j3 -Oline lint floors unit sanitize check-clang types seam-oldest fuzz-files
 
 setup: $(VENV)/dev.stamp
 
