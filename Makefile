@@ -59,7 +59,7 @@ unit: setup
 test-all-isas: setup  ## Every architecture with every instruction set of the CPU kernels, of which unit has some
 	$(PYTEST) --isa all -m every_isa
 
-SANITIZED := matmul kernels layers attention recurrent quantize tensors blocks crc32c
+SANITIZED := matmul kernels layers attention recurrent quantize tensors blocks crc32c hyper
 FUZZED := experts rows
 # Of native code, and as many of model files: a minute of both.
 FUZZ_SECONDS ?= 30

@@ -212,6 +212,55 @@ void add_compression(Program& program, const WindowCompression& layer, const Ten
   program.add(call);
 }
 
+// Streams (.., streams, dim), a matrix (rows, streams * dim) with its base (rows) and scales (kinds of rows);
+// `weights` (.., rows - streams) are the output's, if there are so many, and the mixture's.
+void add_mix_in(Program& program, float norm_eps, float eps, float output_factor, float output_eps,
+                std::int64_t num_rounds, const Tensor& streams, const Tensor& matrix,
+                const Tensor& base, const Tensor& scales, const Tensor& out,
+                const Tensor& weights) {
+  MixIn call{};
+  call.num_streams = streams.size(-2);
+  call.dim = streams.size(-1);
+  require(call.num_streams >= 1 && call.num_streams <= kMostStreams && call.dim >= 1 && num_rounds >= 0 &&
+              num_rounds <= kMostRounds,
+          "1 to 16 streams of one value or more, and up to 1,024 rounds");
+  call.num_tokens = streams.count() / call.num_values();
+  call.num_rounds = num_rounds;
+  call.has_outputs = matrix.size(0) != call.num_rows();
+  if (matrix.size(0) != call.num_rows())
+    matrix.refuse("matrix", "a row for each weight of streams, output and mixture");
+  call.norm_eps = norm_eps;
+  call.eps = eps;
+  call.output_factor = output_factor;
+  call.output_eps = output_eps;
+  call.type = streams.value_type("streams");
+  call.streams = streams.values("streams", call.type, streams.count());
+  call.matrix_type = matrix.value_type("matrix");
+  call.matrix = matrix.values("matrix", call.matrix_type, call.num_rows() * call.num_values());
+  call.base = base.dense<const float>("base", call.num_rows());
+  call.scales = scales.dense<const float>("scales", 1 + call.has_outputs + (num_rounds > 0));
+  call.out = out.values("out", call.type, call.num_tokens * call.dim, true);
+  call.weights = weights.dense<float>("weights", call.num_tokens * call.num_weights());
+  program.add(call);
+}
+
+// A layer's output (.., dim), and the streams with the weights that `add_mix_in` has made of them.
+void add_mix_out(Program& program, const Tensor& y, const Tensor& weights, const Tensor& streams,
+                 const Tensor& out) {
+  MixOut call{};
+  call.num_streams = streams.size(-2);
+  call.dim = streams.size(-1);
+  const std::int64_t n = call.num_streams;
+  require(n >= 1 && n <= kMostStreams && call.dim >= 1, "1 to 16 streams of one value or more");
+  call.num_tokens = streams.count() / (n * call.dim);
+  call.type = streams.value_type("streams");
+  call.y = y.values("y", call.type, call.num_tokens * call.dim);
+  call.weights = weights.dense<const float>("weights", call.num_tokens * n * (n + 1));
+  call.streams = streams.values("streams", call.type, streams.count());
+  call.out = out.values("out", call.type, streams.count(), true);
+  program.add(call);
+}
+
 // (slots, tokens that may be drafted, values of a token), as many slots as there are states.
 DraftLog draft_log(const Tensor& kept, const Tensor& log, std::int64_t slots, std::int64_t values) {
   return {kept.dense<std::int64_t>("kept", slots),
@@ -328,6 +377,8 @@ void bind_program(nb::module_& m) {
       .def("add_convolution", &add_convolution)
       .def("add_recurrence", &add_recurrence)
       .def("add_compression", &add_compression, nb::keep_alive<1, 2>())
+      .def("add_mix_in", &add_mix_in)
+      .def("add_mix_out", &add_mix_out)
       .def("add_attention", &add_attention, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg(), nb::arg().none(), nb::arg(), nb::arg().none() = nb::none(),
            nb::arg().none() = nb::none(), nb::keep_alive<1, 2>())

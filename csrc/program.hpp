@@ -11,6 +11,7 @@
 #include "attention.hpp"
 #include "compression.hpp"
 #include "dense.hpp"
+#include "hyper_connections.hpp"
 #include "index_keys.hpp"
 #include "recurrent.hpp"
 #include "routed.hpp"
@@ -26,7 +27,8 @@ class Program {
   Program(ExpertEngine& experts, DenseEngine& dense, AttentionEngine& attention,
           RoutedExperts& routed, RecurrentEngine& recurrent)
       : rows_(row_kernels(experts.isa())), tensors_(tensor_kernels(experts.isa())), pool_(experts.pool()), dense_(dense),
-        attention_(attention), routed_(routed), recurrent_(recurrent), index_(pool_, tensors_), compression_(pool_) {}
+        attention_(attention), routed_(routed), recurrent_(recurrent), index_(pool_, tensors_), compression_(pool_),
+        hyper_(pool_, experts.isa()) {}
 
   void add(const RmsNorm& call) { steps_.emplace_back(call); }
   void add(const Rotary& call) { steps_.emplace_back(call); }
@@ -45,6 +47,8 @@ class Program {
   void add(const ShortConvolution& call) { steps_.emplace_back(call); }
   void add(const Recurrence& call) { steps_.emplace_back(call); }
   void add(const WindowCompression& call) { steps_.emplace_back(call); }
+  void add(const MixIn& call) { steps_.emplace_back(call); }
+  void add(const MixOut& call) { steps_.emplace_back(call); }
 
   // As of DenseCall; output m is at outputs[m].
   struct Dense {
@@ -85,7 +89,7 @@ class Program {
   using Step = std::variant<RmsNorm, Rotary, RotaryPairs, Choice, RankedChoice, Elementwise,
                             Reduction, Softmax, LayerNorm, Greatest, Lookup, Scatter, Product,
                             IndexSelection, RowsCall,
-                            ShortConvolution, Recurrence, WindowCompression, Dense, Attention, Experts,
+                            ShortConvolution, Recurrence, WindowCompression, MixIn, MixOut, Dense, Attention, Experts,
                             std::function<void()>>;
 
   void operator()(const RmsNorm& call);
@@ -105,6 +109,8 @@ class Program {
   void operator()(const ShortConvolution& call) { recurrent_.run(call); }
   void operator()(const Recurrence& call) { recurrent_.run(call); }
   void operator()(const WindowCompression& call) { compression_.run(call); }
+  void operator()(const MixIn& call) { hyper_.run(call); }
+  void operator()(const MixOut& call) { hyper_.run(call); }
   void operator()(const RowsCall& call) { dense_.read(call); }
   void operator()(const Dense& call);
   void operator()(const Attention& call);
@@ -124,6 +130,7 @@ class Program {
   RecurrentEngine& recurrent_;
   IndexEngine index_;
   CompressionEngine compression_;
+  HyperEngine hyper_;
   std::vector<Step> steps_;
   std::vector<std::int64_t> num_active_;
 };

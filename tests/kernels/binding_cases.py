@@ -270,6 +270,7 @@ def program_cases() -> dict[str, Case]:
     operations: dict[str, tuple[Any, ...]] = {
         "norm": (1e-6, True, x, _floats(DIM), 1, x, out),
         "rotary": (heads, x, x, _floats(TOKENS, HEADS, DIM)),
+    streams, of_streams = _floats(TOKENS, 2, DIM), _floats(TOKENS, 2 + 2 * 2)
         "rotary_pairs": (heads, x, _floats(TOKENS, HEADS, DIM)),
         "choice": (TOP_K, True, 1.0, logits, *chosen),
         "ranked_choice": (TOP_K, 2, 1, 1, True, 0.0, 1.0, logits, logits, *chosen),
@@ -295,6 +296,9 @@ def program_cases() -> dict[str, Case]:
         "experts": (_routed(), *_routing()),
     }  # fmt: skip
     strides = {
+        "mix_in": (1e-6, 1e-6, 2.0, 0.0, 3, streams, _floats(8, 2 * DIM), _floats(8), _floats(3),
+                   out, of_streams),
+        "mix_out": (x, of_streams, streams, streams.clone()),
         "elementwise": [0, 1, 2], "reduction": [0], "softmax": [0], "layer_norm": [0],
         "greatest": [0], "lookup": [0, 1], "scatter": [0, 1, 2], "product": [0, 1, 2],
         "selection": [2, 3, 4],

@@ -379,6 +379,22 @@ class Program:
     ) -> None: ...
     def add_experts(
         self,
+    def add_mix_in(
+        self,
+        norm_eps: float,
+        eps: float,
+        output_factor: float,
+        output_eps: float,
+        num_rounds: int,
+        streams: Tensor,
+        matrix: Tensor,
+        base: Tensor,
+        scales: Tensor,
+        out: Tensor,
+        weights: Tensor,
+        /,
+    ) -> None: ...
+    def add_mix_out(self, y: Tensor, weights: Tensor, streams: Tensor, out: Tensor, /) -> None: ...
         layer: RoutedLayer,
         hidden: Tensor,
         index: Tensor,

@@ -7,7 +7,7 @@ function.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol, Self, TypeVar, cast
+from typing import Any, Protocol, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,10 @@ ATTENTION = "attention"
 EXPERTS = "experts"
 STATES = "states"
 SELECTION = "selection"
+MIX_IN = "mix_in"
+MIX_OUT = "mix_out"
+WITHOUT_EFFECTS = {GROUPS, ROWS, MIX_IN, MIX_OUT}
+"""Kinds of which only the results matter: what they read may be weights, which stay as they are."""
 
 
 T = TypeVar("T")
@@ -33,7 +37,7 @@ class Interceptor(Protocol):
     is_capturing: bool
     """Whether the step is noted and not done."""
 
-    def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
+    def call(self, kind: str, function: Callable[..., Any], args: tuple[object, ...]) -> Any:
         """Return what a call returns, however that comes to be."""
 
 
@@ -103,18 +107,19 @@ def mapped(function: Callable[[object], object], arguments: T) -> T:
     return cast("T", found)
 
 
-def opaque(kind: str, function: Callable[..., Tensor], *args: object) -> Tensor:
+def opaque(kind: str, function: Callable[..., T], *args: object) -> T:
     """Call a function; while a step is recorded, as one operation of this kind.
 
-    Its tensors are among `args`, not in a closure, and it does the same each time.
+    Its tensors are among `args`, not in a closure, and it does the same each time. It returns a
+    tensor, or a tuple of tensors.
     """
     if torch.compiler.is_compiling():  # native calls take addresses, which a graph has not
-        result: Tensor = _uncompiled(function, *args)
+        result: T = _uncompiled(function, *args)
         return result
     recorder = ACTIVE.get()
-    return function(*args) if recorder is None else recorder.call(kind, function, args)
+    return function(*args) if recorder is None else cast("T", recorder.call(kind, function, args))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _uncompiled(function: Callable[..., Tensor], *args: object) -> Tensor:
+def _uncompiled(function: Callable[..., T], *args: object) -> T:
     return function(*args)

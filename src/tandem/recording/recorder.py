@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tandem.hf.dense import with_values
-from tandem.kernels.opaque_calls import Meeting, mapped
+from tandem.kernels.opaque_calls import WITHOUT_EFFECTS, Meeting, mapped
 from tandem.kernels.torch_private import TorchDispatchMode, operator_schema
 
 # Operations whose result depends on the values of tensors, not only on their shapes: Python code
@@ -91,7 +91,8 @@ class Recorder(Meeting, TorchDispatchMode):
     def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
         """Run a function whose inside is not recorded, and note it as one operation."""
         results = super().call(kind, function, args)
-        self._note(function, kind, args, {}, results, has_effects=True)
+        has_effects = kind not in WITHOUT_EFFECTS
+        self._note(function, kind, args, {}, results, has_effects=has_effects)
         return results
 
     def _note(

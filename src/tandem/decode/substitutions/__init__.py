@@ -10,6 +10,7 @@ from functools import partial
 from tandem.decode.substitutions import (
     block_indexers,
     compressors,
+    hyper_connections,
     latents,
     norms,
     recurrences,
@@ -29,6 +30,8 @@ METHODS: tuple[Substitution, ...] = (
     block_indexers.GLM5,
     block_indexers.POSITIONS_AS_MASK,
     compressors.COMPRESSOR,
+    hyper_connections.CONNECTION,
+    hyper_connections.HEAD,
     state_layers.LIGHTNING_ATTENTION,
     state_layers.CONVOLVED_PROJECTION,
     state_layers.EMBEDDED_NGRAMS,

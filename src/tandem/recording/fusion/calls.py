@@ -7,7 +7,19 @@ from torch import Tensor
 
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads, DenseWeight
-from tandem.kernels.opaque_calls import ATTENTION, DENSE, EXPERTS, GROUPS, ROWS, SELECTION, STATES
+from tandem.kernels.hyper_connections import add_mix_in
+from tandem.kernels.opaque_calls import (
+    ATTENTION,
+    DENSE,
+    EXPERTS,
+    GROUPS,
+    MIX_IN,
+    MIX_OUT,
+    ROWS,
+    SELECTION,
+    STATES,
+    WITHOUT_EFFECTS,
+)
 from tandem.kernels.recurrent import StateTokens
 from tandem.recording.fusion.elementwise import are_floats
 from tandem.recording.fusion.graph import Found, Graph
@@ -54,7 +66,7 @@ def find_calls(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
             name = "attend" if operation.name == ATTENTION else operation.name
             fused = Operation(
                 found.call, tuple(found.refs), {}, operation.outputs, name, found.refs,
-                has_effects=name not in _WITHOUT_EFFECTS,
+                has_effects=name not in WITHOUT_EFFECTS,
             )  # fmt: skip
             yield Found([operation], fused)
 
@@ -143,6 +155,29 @@ def _groups(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | None:
     return _Call(NativeCall(add, owner), [x])
 
 
+def _mix_in(graph: Graph, operation: Operation, _: CpuThreads) -> _Call:
+    """Match a layer's input of residual streams."""
+    owner, connection, *refs = operation.args
+
+    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        require_contiguous(*inputs)
+        add_mix_in(program, connection, inputs, outputs)
+
+    return _Call(NativeCall(add, owner), refs)
+
+
+def _mix_out(graph: Graph, operation: Operation, _: CpuThreads) -> _Call:
+    """Match what residual streams become by a layer's output."""
+    owner, *refs = operation.args
+
+    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        require_contiguous(*inputs)
+        y, weights, streams = inputs
+        program.add_mix_out(y, weights, streams, outputs[0])
+
+    return _Call(NativeCall(add, owner), refs)
+
+
 def _experts(graph: Graph, operation: Operation, threads: CpuThreads) -> _Call | None:
     """Match the layers whose experts are one native call."""
     layer, *refs, functions = operation.args
@@ -158,5 +193,6 @@ _MATCHES: dict[str, Callable[[Graph, Operation, CpuThreads], _Call | None]] = {
     ROWS: _rows,
     GROUPS: _groups,
     EXPERTS: _experts,
+    MIX_IN: _mix_in,
+    MIX_OUT: _mix_out,
 }
-_WITHOUT_EFFECTS = {ROWS, GROUPS}

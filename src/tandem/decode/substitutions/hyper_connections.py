@@ -1,0 +1,164 @@
+"""Hyper-connections (DeepSeek-V4, GLM-5-Next, HunYuan V4): residual streams in and out of a layer.
+
+What mixes them into a layer's input is a module of its own. The way back is a line of the layer's
+code: weights times the layer's output, and a matrix of weights times the streams. There these
+weights are stand-ins, which note what the line does with them; as soon as it is what is known
+here, it is one operation. Any other use takes the weights as they are.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.decode.substitutions.substitution import Substitution, has
+from tandem.foreign_types import ModelPart
+from tandem.hf.opaque_calls import MIX_IN, MIX_OUT, mapped, opaque
+from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+from tandem.kernels.hyper_connections import MOST_STREAMS, HyperConnection, mix_in, mix_out
+from tandem.kv_cache.base import current_cache
+from tandem.kv_cache.cpu import KvCache
+
+_has_names = has("fn", "base", "scale", "hc_mult", "hc_eps", "input_norm")
+_is_head = has("hc_fn", "hc_base", "hc_scale", "hc_mult", "eps", "input_norm")
+
+
+def _connection_of(module: ModelPart) -> HyperConnection | None:
+    """Return what a module does with the streams; None for one of another form."""
+    n, eps, norm_eps = module.hc_mult, module.hc_eps, module.input_norm.eps
+    if len(module.fn) == (2 + n) * n and hasattr(module, "hc_sinkhorn_iters"):
+        return HyperConnection(norm_eps, eps, 2.0, 0.0, module.hc_sinkhorn_iters)
+    if len(module.fn) == 2 * n and hasattr(module, "hc_post_magnitude"):
+        return HyperConnection(norm_eps, eps, module.hc_post_magnitude, eps)
+    return None
+
+
+def _is_connection(module: ModelPart) -> bool:
+    return _has_names(module) and _connection_of(module) is not None
+
+
+def _mix(self: ModelPart, hidden_streams: Tensor) -> tuple[object, ...] | None:
+    """Return the weights of the way back, and the layer's input."""
+    threads, connection = _threads_for(hidden_streams, self.fn), _connection_of(self)
+    if threads is None or connection is None:
+        return None
+    matrices = self.fn, self.base.float(), self.scale.float()
+    out, weights = opaque(MIX_IN, mix_in, threads, connection, hidden_streams, *matrices)
+    n = self.hc_mult
+    of_output = weights[..., :n]
+    if not connection.num_rounds:
+        return of_output, out
+    back = _WayBack(threads, weights, hidden_streams)
+    mixture = weights[..., n:].unflatten(-1, (n, n))
+    return _Weights(of_output, back), _Weights(mixture, back), out
+
+
+def _collapse(self: ModelPart, x: Tensor) -> Tensor | None:
+    """Return the sum of the streams that the output head reads."""
+    threads = _threads_for(x, self.hc_fn)
+    if threads is None:
+        return None
+    connection = HyperConnection(self.input_norm.eps, self.eps)
+    matrices = self.hc_fn, self.hc_base.float(), self.hc_scale.float()
+    out: Tensor = opaque(MIX_IN, mix_in, threads, connection, x, *matrices)[0]
+    return out
+
+
+def _threads_for(streams: Tensor, matrix: Tensor) -> CpuThreads | None:
+    """Return the threads that mix streams; None where they are not on the CPU, or not known."""
+    cache = current_cache()
+    if not isinstance(cache, KvCache) or streams.shape[-2] > MOST_STREAMS:
+        return None
+    are_known = all(x.dtype in VALUE_DTYPES and not x.is_cuda for x in (streams, matrix))
+    return cache.threads if are_known else None
+
+
+@dataclass(frozen=True, slots=True)
+class _WayBack:
+    """What a layer's output meets."""
+
+    threads: CpuThreads
+    weights: Tensor
+    """Of `mix_in`."""
+    streams: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Stands for weights of the way back while a layer's code carries them there."""
+
+    start: Tensor
+    """As `mix_in` returned them."""
+    back: _WayBack
+    steps: tuple[tuple[str, tuple[object, ...]], ...] = ()
+    """What was done to them: names of methods of tensors, with their arguments."""
+
+    def _then(self, name: str, *args: object, **kwargs: object) -> object:
+        if kwargs:
+            return getattr(self.tensor, name)(*args, **kwargs)
+        return replace(self, steps=(*self.steps, (name, args)))
+
+    @property
+    def tensor(self) -> Tensor:
+        """The weights after these steps."""
+        done = self.start
+        for name, args in self.steps:
+            done = getattr(done, name)(*args)
+        return done
+
+    def __mul__(self, other: object) -> object:
+        """Weigh a layer's output."""
+        return self._then("__mul__", other)
+
+    def __add__(self, other: object) -> Tensor:
+        """Add the mixed streams to what was weighed."""
+        if isinstance(other, _Weights) and other.back is self.back:
+            y = self._output_beside(other)
+            if y is not None:
+                arguments = self.back.threads, y, self.back.weights, self.back.streams
+                found: Tensor = opaque(MIX_OUT, mix_out, *arguments)
+                return found
+        result: Tensor = self.tensor + _tensor_of(other)
+        return result
+
+    def _output_beside(self, mixed: "_Weights") -> Tensor | None:
+        """Return the layer's output, if the steps are those of `csrc/hyper_connections.hpp`."""
+        streams, dtype = self.back.streams, self.back.streams.dtype
+        match self.steps, mixed.steps:
+            case (
+                (("to", (first,)), ("unsqueeze", (-1,)), ("__mul__", (Tensor() as y,))),
+                (("to", (second,)), ("transpose", (-1, -2)), ("matmul", (Tensor() as meets,))),
+            ) if first == second == y.dtype == dtype and meets is streams:
+                shape = (*streams.shape[:-2], 1, streams.shape[-1])
+                return y.squeeze(-2) if y.shape == shape else None
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("to", "unsqueeze", "transpose"):
+            return partial(self._then, name)
+        return getattr(self.tensor, name)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Note a product with the streams; give any other function of torch the weights."""
+        if function is torch.matmul and isinstance(args[0], cls) and not kwargs:
+            return args[0]._then("matmul", *args[1:])
+        args, kwargs = mapped(_tensor_of, (args, dict(kwargs or {})))
+        return function(*args, **kwargs)
+
+
+def _tensor_of(value: object) -> Any:
+    return value.tensor if isinstance(value, _Weights) else value
+
+
+CONNECTION = Substitution(_is_connection, _mix)
+HEAD = Substitution(_is_head, _collapse)

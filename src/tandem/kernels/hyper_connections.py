@@ -1,0 +1,69 @@
+"""Hyper-connections on the CPU: layers read a sum of a token's residual streams and write to all.
+
+`csrc/hyper_connections.hpp` has the equations.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.kernels import _native
+from tandem.kernels.dense import CpuThreads
+
+MOST_STREAMS = 16  # C++ has it too
+
+
+class HyperConnection(NamedTuple):
+    """What a layer does with the streams, but for its tensors."""
+
+    norm_eps: float
+    eps: float
+    """Added to the weights of streams and of the mixture, and to sums that these are divided by."""
+    output_factor: float = 0.0
+    output_eps: float = 0.0
+    num_rounds: int = 0
+    """In which the mixture's rows and columns are divided by their sums; 0: there is none."""
+
+
+def add_mix_in(
+    program: _native.Program,
+    connection: HyperConnection,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+) -> None:
+    """Add a call to a program, for tensors as `mix_in` takes and returns them."""
+    program.add_mix_in(*connection, *inputs, *outputs)
+
+
+def mix_in(
+    threads: CpuThreads,
+    connection: HyperConnection,
+    streams: Tensor,
+    matrix: Tensor,
+    base: Tensor,
+    scales: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return a layer's input (.., dim) of streams (.., streams, dim), and weights of the way back.
+
+    These are fp32 (.., rows - streams): of the output, one for each stream, if the matrix (rows,
+    streams * dim) has rows for them; then of the mixture, from each stream to each.
+    """
+    streams, matrix = streams.contiguous(), matrix.contiguous()
+    *shape, num_streams, dim = streams.shape
+    out = torch.empty((*shape, dim), dtype=streams.dtype, device="cpu")
+    weights = torch.empty((*shape, len(base) - num_streams), device="cpu")
+    program = threads.program()
+    add_mix_in(program, connection, (streams, matrix, base, scales), (out, weights))
+    program.run()
+    return out, weights
+
+
+def mix_out(threads: CpuThreads, y: Tensor, weights: Tensor, streams: Tensor) -> Tensor:
+    """Return the streams behind a layer whose output is y (.., dim); `weights` are of `mix_in`."""
+    out = torch.empty(streams.shape, dtype=streams.dtype, device="cpu")
+    program = threads.program()
+    program.add_mix_out(y.contiguous(), weights, streams.contiguous(), out)
+    program.run()
+    return out
