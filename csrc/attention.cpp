@@ -11,6 +11,8 @@ namespace {
 // what else is in the batch. A task reads at least one segment: below it, merging costs more than a
 // second thread saves.
 constexpr std::int64_t kSegment = 512;
+// Of compressed keys, which all heads have: so many rows that half as many keys are enough work.
+constexpr std::int64_t kCompressedSegment = 256;
 constexpr std::int64_t kTasksPerThread = 4;
 // Query rows of a prompt's tile: they read a chunk of keys and values while it is in the cache.
 constexpr std::int64_t kTileRows = 64;
@@ -35,11 +37,33 @@ std::int64_t first_position(const AttentionCall& call, std::int64_t token) {
 
 std::int64_t heads_of(const AttentionCall& call) { return call.num_heads / call.num_kv_heads; }
 
-std::int64_t segments(std::int64_t positions) { return (positions + kSegment - 1) / kSegment; }
+std::int64_t segments(std::int64_t positions, std::int64_t each = kSegment) {
+  return (positions + each - 1) / each;
+}
 
-// Of what `selected` is about: positions, or compressed keys.
-std::int64_t selectable(const AttentionCall& call, std::int64_t token) {
-  return call.compressed.cache ? call.compressed.num_seen(token) : call.positions[token] + 1;
+// Whether a token sees some alone of what `selected` is about: positions, or compressed keys.
+bool sees_some(const AttentionCall& call, std::int64_t token) {
+  return call.selected && call.selected[token * call.num_selected] >= 0;
+}
+
+// Calls f with the number of each compressed key that a token sees.
+template <typename F>
+void each_compressed(const AttentionCall& call, std::int64_t token, const F& f) {
+  if (call.compressed.ratio == 0) return;
+  const std::int64_t seen = call.compressed.num_seen(token);
+  if (!sees_some(call, token)) {
+    for (std::int64_t number = 0; number < seen; ++number) f(number);
+    return;
+  }
+  const std::int32_t* numbers = call.selected + token * call.num_selected;
+  for (std::int64_t i = 0; i < call.num_selected; ++i)
+    if (numbers[i] >= 0 && numbers[i] < seen) f(numbers[i]);
+}
+
+std::uint8_t* compressed_key(const AttentionCall& call, std::int64_t token, std::int64_t number) {
+  const CompressedKeys& compressed = call.compressed;
+  return compressed.keys +
+         (call.rows[token] * compressed.capacity + number) * call.layout.joint_bytes();
 }
 
 std::int64_t part_values(const AttentionCall& call, std::int64_t rows) {
@@ -80,19 +104,14 @@ void append_heads(const AttentionCall& call, std::int64_t head, bool is_key) {
 
 void append_compressed(const AttentionCall& call) {
   const CompressedKeys& compressed = call.compressed;
-  const AttentionCall& cache = *compressed.cache;
   thread_local std::vector<float> values;
   values.resize(call.layout.key_dim);
   for (std::int64_t t = 0; t < call.num_tokens; ++t) {
     if (!compressed.ends_window(t)) continue;
     load_values(value_at(compressed.new_key.data, call.type, t * compressed.new_key.token_stride),
                 call.type, call.layout.key_dim, values.data());
-    const std::int64_t row = call.rows[t], at = compressed.positions[t] / compressed.ratio;
-    append_key(call.layout, cache.keys + head_offset(cache, row, 0, call.layout.key_block_bytes()),
-               at, values.data());
-    append_value(call.layout,
-                 cache.values + head_offset(cache, row, 0, call.layout.value_block_bytes()), at,
-                 values.data());
+    write_joint(call.layout, compressed_key(call, t, compressed.positions[t] / compressed.ratio),
+                values.data());
   }
 }
 
@@ -145,12 +164,13 @@ struct SeenRows {
 struct TileRows {
   std::vector<float> query;
   SeenRows own, compressed;
+  std::vector<const std::uint8_t*> joint;  // the compressed keys, those of the last token
 
   template <typename SelectedOf>
   void fill(const AttentionCall& call, std::int64_t first_token, std::int64_t num_tokens,
             std::int64_t kv_head, const SelectedOf& selected_of) {
     const std::int64_t heads = heads_of(call), width = call.layout.key_width();
-    const bool is_compressed = call.compressed.cache != nullptr;
+    const bool is_compressed = call.compressed.ratio > 0;
     query.resize(num_tokens * heads * width);
     own.resize(num_tokens * heads);
     compressed.resize(is_compressed ? num_tokens * heads : 0);
@@ -163,11 +183,14 @@ struct TileRows {
                                  (kv_head * heads + h) * call.query.head_stride),
                     call.type, call.layout.key_dim, to);
         std::fill(to + call.layout.key_dim, to + width, 0.0f);
-        const std::uint64_t* some = selected_of(token);
-        own.set(row, first_position(call, token), call.positions[token] + 1,
-                is_compressed ? nullptr : some);
-        if (is_compressed) compressed.set(row, 0, call.compressed.num_seen(token), some);
+        own.set(row, first_position(call, token), call.positions[token] + 1, selected_of(token));
+        if (is_compressed) compressed.set(row, 0, call.compressed.num_seen(token), nullptr);
       }
+    joint.clear();
+    const std::int64_t last = first_token + num_tokens - 1;
+    each_compressed(call, last, [&](std::int64_t number) {
+      joint.push_back(compressed_key(call, last, number));
+    });
   }
 };
 
@@ -181,25 +204,15 @@ void require_inside(const AttentionCall& call) {
                                   std::to_string(capacity) + " of a slot in the cache");
   }
   const CompressedKeys& compressed = call.compressed;
-  if (!compressed.cache) return;
-  const std::int64_t room = compressed.cache->capacity_blocks * kKvBlock;
+  if (compressed.ratio == 0) return;
   for (std::int64_t t = 0; t < call.num_tokens; ++t) {
-    if (compressed.positions[t] < 0 || compressed.num_seen(t) > room ||
-        call.rows[t] >= compressed.cache->num_rows)
+    if (compressed.positions[t] < 0 || compressed.num_seen(t) > compressed.capacity ||
+        call.rows[t] >= compressed.num_rows)
       throw std::invalid_argument("a token at position " + std::to_string(compressed.positions[t]) +
-                                  " sees more than the " + std::to_string(room) +
+                                  " sees more than the " + std::to_string(compressed.capacity) +
                                   " compressed keys of a slot in the cache");
   }
 }
-
-// What the kernels read of a row and head.
-struct HeadMemory {
-  const std::uint8_t *keys, *values;
-
-  HeadMemory(const AttentionCall& call, std::int64_t row, std::int64_t head)
-      : keys(call.keys + head_offset(call, row, head, call.layout.key_block_bytes())),
-        values(call.values + head_offset(call, row, head, call.layout.value_block_bytes())) {}
-};
 
 // Of the tile that a thread works on.
 TileRows& queries() {
@@ -220,19 +233,19 @@ void AttentionEngine::append(const AttentionCall& call) {
   } else {
     for (std::int64_t i = 0; i < tasks; ++i) append_heads(call, i / 2, i % 2 == 0);
   }
-  if (call.compressed.cache) append_compressed(call);
+  if (call.compressed.ratio > 0) append_compressed(call);
 }
 
 const std::uint64_t* AttentionEngine::selected_of(const AttentionCall& call,
                                                 std::int64_t token) const {
-  const bool sees_all = !call.selected || call.selected[token * call.num_selected] < 0;
-  return sees_all ? nullptr : selected_.data() + token * selected_words_;
+  const bool are_marked = call.compressed.ratio == 0 && sees_some(call, token);
+  return are_marked ? selected_.data() + token * selected_words_ : nullptr;
 }
 
 void AttentionEngine::mark_selected(const AttentionCall& call) {
-  if (!call.selected) return;
+  if (!call.selected || call.compressed.ratio > 0) return;
   std::int64_t last = 0;
-  for (std::int64_t t = 0; t < call.num_tokens; ++t) last = std::max(last, selectable(call, t));
+  for (std::int64_t t = 0; t < call.num_tokens; ++t) last = std::max(last, call.positions[t] + 1);
   selected_words_ = (last + kKvChunk - 1) / kKvChunk;
   if (static_cast<std::int64_t>(selected_.size()) < call.num_tokens * selected_words_)
     selected_.resize(call.num_tokens * selected_words_);
@@ -243,7 +256,7 @@ void AttentionEngine::mark_selected(const AttentionCall& call) {
     const std::int32_t* positions = call.selected + token * call.num_selected;
     for (std::int64_t i = 0; i < call.num_selected; ++i) {
       const std::int64_t position = positions[i];
-      if (position >= 0 && position < selectable(call, token))
+      if (position >= 0 && position <= call.positions[token])
         words[position / kKvChunk] |= std::uint64_t{1} << (position % kKvChunk);
     }
   };
@@ -257,11 +270,17 @@ void AttentionEngine::plan_tiles(const AttentionCall& call) {
   for (std::int64_t head = 0; head < call.num_kv_heads; ++head)
     for (std::int64_t t = 0; t < call.num_tokens;) {
       std::int64_t n = 1;
-      while (n < most && t + n < call.num_tokens && call.rows[t + n] == call.rows[t]) ++n;
+      const auto is_alone = [&](std::int64_t token) {  // with compressed keys of its own choice
+        return call.compressed.ratio > 0 && sees_some(call, token);
+      };
+      while (n < most && t + n < call.num_tokens && call.rows[t + n] == call.rows[t] &&
+             !is_alone(t) && !is_alone(t + n))
+        ++n;
       const std::int64_t last = t + n - 1;
+      std::int64_t num_compressed = 0;
+      each_compressed(call, last, [&](std::int64_t) { ++num_compressed; });
       tiles_.push_back({t, n, head, first_position(call, t) / kSegment * kSegment,
-                        call.positions[last] + 1,
-                        call.compressed.cache ? call.compressed.num_seen(last) : 0, 0, 0});
+                        call.positions[last] + 1, num_compressed, 0, 0});
       t += n;
     }
 }
@@ -269,7 +288,7 @@ void AttentionEngine::plan_tiles(const AttentionCall& call) {
 std::int64_t AttentionEngine::Tile::own_segments() const { return segments(end - begin); }
 
 std::int64_t AttentionEngine::Tile::num_segments() const {
-  return own_segments() + segments(num_compressed);
+  return own_segments() + segments(num_compressed, kCompressedSegment);
 }
 
 void AttentionEngine::plan_tasks() {
@@ -340,17 +359,23 @@ void AttentionEngine::attend(const AttentionCall& call, const Task& task) {
 // Of a tile whose queries this thread has filled.
 void AttentionEngine::attend_segment(const AttentionCall& call, const Tile& tile,
                                      std::int64_t segment, const PartialAttention& partial) {
-  const bool is_own = segment < tile.own_segments();
-  const HeadMemory memory(is_own ? call : *call.compressed.cache, call.rows[tile.first_token],
-                          is_own ? tile.kv_head : 0);
   const TileRows& rows = queries();
-  const SeenRows& seen = is_own ? rows.own : rows.compressed;
-  const QueryTile query{tile.num_tokens * heads_of(call), rows.query.data(), seen.begin.data(),
-                        seen.end.data(), seen.selected.data(), call.scale, call.softcap};
-  const std::int64_t at =
-      is_own ? tile.begin + segment * kSegment : (segment - tile.own_segments()) * kSegment;
-  kernel_.attend(call.layout, memory.keys, memory.values, query, at,
-                 std::min(at + kSegment, is_own ? tile.end : tile.num_compressed), partial);
+  QueryTile query{tile.num_tokens * heads_of(call), rows.query.data(), rows.own.begin.data(),
+                  rows.own.end.data(), rows.own.selected.data(), nullptr, call.scale, call.softcap};
+  if (const std::int64_t number = segment - tile.own_segments(); number >= 0) {
+    query.begin = rows.compressed.begin.data();
+    query.end = rows.compressed.end.data();
+    query.selected = rows.compressed.selected.data();
+    query.joint = rows.joint.data();
+    const std::int64_t at = number * kCompressedSegment;
+    return kernel_.attend(call.layout, nullptr, nullptr, query, at,
+                          std::min(at + kCompressedSegment, tile.num_compressed), partial);
+  }
+  const std::int64_t row = call.rows[tile.first_token], at = tile.begin + segment * kSegment;
+  kernel_.attend(call.layout,
+                 call.keys + head_offset(call, row, tile.kv_head, call.layout.key_block_bytes()),
+                 call.values + head_offset(call, row, tile.kv_head, call.layout.value_block_bytes()),
+                 query, at, std::min(at + kSegment, tile.end), partial);
 }
 
 void AttentionEngine::merge(const AttentionCall& call, const Tile& tile,

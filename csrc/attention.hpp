@@ -18,13 +18,13 @@ struct TokenView {
   std::int64_t token_stride, head_stride;
 };
 
-struct AttentionCall;
-
-// Keys that stand for `ratio` tokens of a row each, beside the tokens' own; each is its value, too. The
-// token that ends such a window brings its key; a token sees the keys of all windows that have ended.
+// Keys that stand for `ratio` tokens of a row each, beside the tokens' own; each is its value, too, and lies
+// alone. The token that ends such a window brings its key; a token sees the keys of all windows that have
+// ended.
 struct CompressedKeys {
-  const AttentionCall* cache;     // where they lie, as a cache of positions; null: there are none
-  std::int64_t ratio;
+  std::uint8_t* keys;             // (rows, capacity, bytes of a key)
+  std::int64_t num_rows, capacity;
+  std::int64_t ratio;             // 0: there are none
   const std::int64_t* positions;  // of each token, from its row's first one on
   TokenView new_key;              // of each token; those that end no window bring none
 
@@ -48,7 +48,7 @@ struct AttentionCall {
   const float* sinks;    // one more score per head that takes its share of the softmax, or null
   // Positions that a token sees, of those it could see: (num_tokens, num_selected), in any order, with
   // -1 where there are fewer. A token whose first one is -1 sees all; so do all tokens if it is null.
-  // Where there are compressed keys, of these.
+  // Where there are compressed keys, of these, each once.
   const std::int32_t* selected;
   std::int64_t num_selected;
   void* out;             // (num_tokens, num_heads, value_dim)
@@ -58,12 +58,14 @@ struct AttentionCall {
 
 // Queries that share a KV head: row r is (key_width) fp32 values and sees positions begin..end-1, or
 // those of them whose bit is set in its words of `selected` (word p / 64, bit p % 64), unless it is null.
+// The keys of positions lie where `joint` says, alone, unless it is null: then in blocks.
 struct QueryTile {
   std::int64_t num_rows;
   const float* query;
   const std::int64_t* begin;
   const std::int64_t* end;
   const std::uint64_t* const* selected;
+  const std::uint8_t* const* joint;
   float scale, softcap;
 };
 
@@ -76,7 +78,7 @@ struct PartialAttention {
 };
 
 struct AttentionKernel {
-  // Adds positions begin..end-1 of one head to a tile's partial result.
+  // Adds positions begin..end-1 of one head to a tile's partial result; `keys` and `values` are its blocks.
   void (*attend)(const KvLayout& layout, const std::uint8_t* keys, const std::uint8_t* values,
                  const QueryTile& tile, std::int64_t begin, std::int64_t end,
                  const PartialAttention& partial);
@@ -106,7 +108,7 @@ class AttentionEngine {
   struct Tile {
     std::int64_t first_token, num_tokens, kv_head;
     std::int64_t begin, end;             // of positions
-    std::int64_t num_compressed;         // keys that are read after them
+    std::int64_t num_compressed;         // keys that are read after them, in segments of their own
     std::int64_t first_part, num_parts;  // one a segment, to be merged; none: one task does it all
 
     std::int64_t own_segments() const;

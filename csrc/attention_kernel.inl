@@ -142,6 +142,120 @@ class Fp32Math {
   std::int64_t width_;
 };
 
+// ---- keys that lie alone, as blocks of keys and of values ----
+
+using KeyRows = const std::uint8_t* [kKvBlock];
+
+// Dword g of row i becomes dword 16 g + i, with some bits turned.
+#if TANDEM_LANES == 16
+inline void transpose_dwords(const KeyRows& rows, std::int64_t count, std::int32_t turned,
+                             std::uint8_t* to) {
+  const __m512i flip = _mm512_set1_epi32(turned);
+  for (std::int64_t g = 0; g < count; g += 16) {
+    const auto left = static_cast<int>(std::min<std::int64_t>(16, count - g));
+    const auto mask = static_cast<__mmask16>((1u << left) - 1);
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; ++i) a[i] = _mm512_maskz_loadu_epi32(mask, rows[i] + g * 4);
+    for (int i = 0; i < 16; i += 2) {
+      b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+      b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    // Then part p of a[i + c] is column 4 p + c of four rows from i on.
+    for (int i = 0; i < 16; i += 4) {
+      a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+      a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+      a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+      a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    for (int c = 0; c < 4; ++c) {
+      const __m512i even = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88);
+      const __m512i odd = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xDD);
+      const __m512i more_even = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88);
+      const __m512i more_odd = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xDD);
+      b[c] = _mm512_shuffle_i32x4(even, more_even, 0x88);
+      b[4 + c] = _mm512_shuffle_i32x4(odd, more_odd, 0x88);
+      b[8 + c] = _mm512_shuffle_i32x4(even, more_even, 0xDD);
+      b[12 + c] = _mm512_shuffle_i32x4(odd, more_odd, 0xDD);
+    }
+    for (int i = 0; i < left; ++i)
+      _mm512_storeu_si512(to + (g + i) * 64, _mm512_xor_si512(b[i], flip));
+  }
+}
+#else
+inline void transpose_dwords(const KeyRows& rows, std::int64_t count, std::int32_t turned,
+                             std::uint8_t* to) {
+  for (std::int64_t i = 0; i < kKvBlock; ++i)
+    for (std::int64_t g = 0; g < count; ++g) {
+      std::int32_t dword;
+      std::memcpy(&dword, rows[i] + g * 4, sizeof dword);
+      dword ^= turned;
+      std::memcpy(to + (g * kKvBlock + i) * 4, &dword, sizeof dword);
+    }
+}
+#endif
+
+// Values d of `pack` rows become a dword.
+inline void interleave(const KvLayout& layout, const KeyRows& rows, std::uint8_t* to) {
+  const std::int64_t width = layout.value_width();
+  for (std::int64_t p = 0; p < kKvBlock; p += layout.pack(), to += width * 4) {
+    auto* dwords = reinterpret_cast<std::uint32_t*>(to);
+    if (layout.type == KvType::kFp32) {
+      std::memcpy(to, rows[p], width * 4);
+    } else if (layout.type == KvType::kBf16) {
+      const auto* low = reinterpret_cast<const std::uint16_t*>(rows[p]);
+      const auto* high = reinterpret_cast<const std::uint16_t*>(rows[p + 1]);
+      for (std::int64_t d = 0; d < width; ++d)
+        dwords[d] = low[d] | static_cast<std::uint32_t>(high[d]) << 16;
+    } else {
+      for (std::int64_t d = 0; d < width; ++d)
+        dwords[d] = rows[p][d] | static_cast<std::uint32_t>(rows[p + 1][d]) << 8 |
+                    static_cast<std::uint32_t>(rows[p + 2][d]) << 16 |
+                    static_cast<std::uint32_t>(rows[p + 3][d]) << 24;
+    }
+  }
+}
+
+// A chunk of keys that lie alone, as blocks; one at a time in a thread.
+class SpreadChunk {
+ public:
+  // The first kKvChunk of `count` keys, or as many as there are; zeros follow to the end of a block.
+  SpreadChunk(const KvLayout& layout, const std::uint8_t* const* keys, std::int64_t count)
+      : key_block_bytes_(layout.key_block_bytes()) {
+    thread_local std::vector<std::uint8_t> memory, zeros;
+    memory.resize(kChunkBlocks * (key_block_bytes_ + layout.value_block_bytes()));
+    zeros.resize(layout.joint_bytes());
+    data_ = memory.data();
+    for (std::int64_t p = 0; p < std::min(count, kKvChunk); p += kKvBlock) {
+      KeyRows rows;
+      for (std::int64_t i = 0; i < kKvBlock; ++i) {
+        rows[i] = p + i < count ? keys[p + i] : zeros.data();
+        if (p + i + kKvBlock < count) ask_for(keys[p + i + kKvBlock], layout.joint_bytes());
+      }
+      std::uint8_t* to_keys = data_ + p / kKvBlock * key_block_bytes_;
+      std::uint8_t* to_values = values_of() + p / kKvBlock * layout.value_block_bytes();
+      const bool is_int8 = layout.type == KvType::kInt8;
+      transpose_dwords(rows, layout.key_width() / layout.pack(),
+                       is_int8 ? static_cast<std::int32_t>(0x80808080) : 0, to_keys);
+      interleave(layout, rows, to_values);
+      for (std::int64_t i = 0; is_int8 && i < kKvBlock; ++i)
+        for (std::uint8_t* scales : {to_keys + layout.key_bytes(), to_values + layout.value_bytes()})
+          std::memcpy(scales + i * 4, rows[i] + layout.joint_values(), 4);
+    }
+  }
+
+  const std::uint8_t* keys() const { return data_; }
+  const std::uint8_t* values() { return values_of(); }
+
+ private:
+  static void ask_for(const std::uint8_t* data, std::int64_t bytes) {
+    for (std::int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(data + at);
+  }
+  std::uint8_t* values_of() { return data_ + kChunkBlocks * key_block_bytes_; }
+
+  std::int64_t key_block_bytes_;
+  std::uint8_t* data_ = nullptr;
+};
+
 // ---- the softmax of a chunk ----
 
 struct Running {  // one row's
@@ -252,12 +366,21 @@ void attend_with(const KvLayout& layout, const std::uint8_t* keys, const std::ui
                  const QueryTile& tile, std::int64_t begin, std::int64_t end,
                  const PartialAttention& partial) {
   Math math(layout, tile);
+  const auto attend_chunk = [&](std::int64_t at, const std::uint8_t* of_keys,
+                                const std::uint8_t* of_values) {
+    for (std::int64_t row = 0; row < tile.num_rows; row += kGroupRows)
+      attend_group(math, layout, of_keys, of_values, tile,
+                   {row, std::min(kGroupRows, tile.num_rows - row), at}, end, partial);
+  };
   for (std::int64_t at = begin / kKvChunk * kKvChunk; at < end; at += kKvChunk) {
     const std::int64_t block = at / kKvBlock;
-    for (std::int64_t row = 0; row < tile.num_rows; row += kGroupRows)
-      attend_group(math, layout, keys + block * layout.key_block_bytes(),
-                   values + block * layout.value_block_bytes(), tile,
-                   {row, std::min(kGroupRows, tile.num_rows - row), at}, end, partial);
+    if (tile.joint) {
+      SpreadChunk chunk(layout, tile.joint + at, end - at);
+      attend_chunk(at, chunk.keys(), chunk.values());
+    } else {
+      attend_chunk(at, keys + block * layout.key_block_bytes(),
+                   values + block * layout.value_block_bytes());
+    }
   }
 }
 

@@ -24,7 +24,7 @@ TokenView token_view(const Tensor& x, const char* name, ValueType type, std::int
 
 void take_tokens(AttentionCall& call, std::int64_t count, const Tensor& slots,
                  const Tensor& positions, const MaybeTensor& whole_positions) {
-  const bool is_compressed = call.compressed.cache != nullptr;
+  const bool is_compressed = call.compressed.ratio > 0;
   require(is_compressed == whole_positions.has_value(),
           "positions from the first token on where there are compressed keys");
   if (is_compressed)

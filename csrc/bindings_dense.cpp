@@ -232,12 +232,16 @@ void set_cache(AttentionCall& call, const Tensor& keys, const Tensor& values) {
   call.num_rows = slots;
 }
 
-// `cache` holds a key for every `ratio` tokens, which is its value too.
-void set_compressed(AttentionCall& call, const AttentionCall& cache, std::int64_t ratio) {
-  require(ratio >= 1 && call.num_kv_heads == 1 && cache.num_kv_heads == 1 &&
-              call.layout == cache.layout && call.layout.key_dim == call.layout.value_dim,
-          "compressed keys like the layer's own, of one head");
-  call.compressed.cache = &cache;
+// Keys (slots, keys, bytes of one) uint8, one for every `ratio` tokens, each its value too.
+void set_compressed(AttentionCall& call, const Tensor& keys, std::int64_t ratio) {
+  keys.require_dims("keys", 3);
+  require(ratio >= 1 && call.num_kv_heads == 1 && call.layout.key_dim == call.layout.value_dim,
+          "compressed keys of one head, which are values too");
+  const std::int64_t slots = keys.size(0), capacity = keys.size(1);
+  call.compressed = {};
+  call.compressed.keys = keys.memory("keys", slots * capacity * call.layout.joint_bytes(), true);
+  call.compressed.num_rows = slots;
+  call.compressed.capacity = capacity;
   call.compressed.ratio = ratio;
 }
 
@@ -250,7 +254,9 @@ void bind_attention(nb::module_& m) {
       .def_prop_ro("value_block_bytes",
                    [](const AttentionCall& call) { return call.layout.value_block_bytes(); })
       .def("set_cache", &set_cache)
-      .def("set_compressed", &set_compressed, nb::keep_alive<1, 2>());
+      .def_prop_ro("joint_key_bytes",
+                   [](const AttentionCall& call) { return call.layout.joint_bytes(); })
+      .def("set_compressed", &set_compressed);
   nb::class_<AttentionEngine>(m, "AttentionEngine")
       .def("__init__",
            [](AttentionEngine* self, ExpertEngine& engine, bool may_use_tiles) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 namespace tandem {
 namespace {
@@ -31,6 +32,10 @@ std::int64_t key_place(std::uint64_t d, std::int64_t at, std::int64_t) {
 template <int Pack>
 std::int64_t value_place(std::uint64_t d, std::int64_t at, std::int64_t width) {
   return (at / Pack * width + static_cast<std::int64_t>(d)) * Pack + at % Pack;
+}
+
+std::int64_t joint_place(std::uint64_t d, std::int64_t, std::int64_t) {
+  return static_cast<std::int64_t>(d);
 }
 
 float scale_of(const float* values, std::int64_t dim) { return peak_of(values, dim) / kLargest; }
@@ -88,6 +93,20 @@ void append_value(const KvLayout& layout, std::uint8_t* blocks, std::int64_t pos
     case KvType::kInt8:
       store_int8<value_place<4>>(block, value, dim, at, width, 0,
                                  reinterpret_cast<float*>(block + layout.value_bytes()) + at);
+  }
+}
+
+void write_joint(const KvLayout& layout, std::uint8_t* to, const float* key) {
+  const std::int64_t dim = layout.key_dim;
+  clear(to, layout.joint_bytes());
+  switch (layout.type) {
+    case KvType::kFp32: return store_values(key, dim, ValueType::kFp32, to);
+    case KvType::kBf16: return store_values(key, dim, ValueType::kBf16, to);
+    case KvType::kInt8: {
+      float scale;
+      store_int8<joint_place>(to, key, dim, 0, 0, 0, &scale);
+      std::memcpy(to + layout.joint_values(), &scale, sizeof scale);
+    }
   }
 }
 

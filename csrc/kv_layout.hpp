@@ -6,6 +6,9 @@
 // of 16 positions. In a block of values, dword width * g + d holds value d of positions g * pack and
 // following: a register holds 16 values of the same positions. int8 blocks end with 16 fp32 scales,
 // one per position; keys are stored + 128. A key or value that is not finite has the scale NaN.
+//
+// Keys that are their values, too, may lie alone, one after the other: the values of a key side by side, and
+// behind those of int8 their scale. Kernels lay a chunk of them out as blocks of keys and of values.
 #pragma once
 
 #include <cstdint>
@@ -36,6 +39,9 @@ struct KvLayout {
   constexpr std::int64_t value_bytes() const { return value_width() * kKvBlock * 4 / pack(); }
   constexpr std::int64_t key_block_bytes() const { return key_bytes() + scale_bytes(); }
   constexpr std::int64_t value_block_bytes() const { return value_bytes() + scale_bytes(); }
+  // Of a key that lies alone.
+  constexpr std::int64_t joint_values() const { return value_width() * 4 / pack(); }
+  constexpr std::int64_t joint_bytes() const { return joint_values() + scale_bytes() / kKvBlock; }
   bool operator==(const KvLayout&) const = default;
 };
 
@@ -45,5 +51,7 @@ void append_key(const KvLayout& layout, std::uint8_t* blocks, std::int64_t posit
                 const float* key);
 void append_value(const KvLayout& layout, std::uint8_t* blocks, std::int64_t position,
                   const float* value);
+// Writes a key that lies alone.
+void write_joint(const KvLayout& layout, std::uint8_t* to, const float* key);
 
 }  // namespace tandem

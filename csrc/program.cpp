@@ -100,6 +100,8 @@ void Program::operator()(const Attention& call) {
   now.keys = call.layer->keys;
   now.values = call.layer->values;
   now.capacity_blocks = call.layer->capacity_blocks;
+  now.compressed.keys = call.layer->compressed.keys;
+  now.compressed.capacity = call.layer->compressed.capacity;
   attention_.append(now);
   attention_.run(now);
 }

@@ -25,9 +25,8 @@ struct Shape {
   std::vector<float> sinks;  // per head, or empty
   std::int64_t ratio;        // of compressed keys beside the others; 0: there are none
 
-  std::int64_t compressed_blocks() const {
-    constexpr std::int64_t kBlocks = tandem::kKvChunk / tandem::kKvBlock;
-    return (capacity_blocks / ratio + kBlocks) / kBlocks * kBlocks;
+  std::int64_t num_compressed() const {
+    return ratio > 0 ? capacity_blocks * tandem::kKvBlock / ratio : 0;
   }
 };
 
@@ -66,14 +65,16 @@ struct Step {
   std::vector<std::int32_t> selected;  // (tokens, num_selected), or empty
 };
 
-// Some positions of each token, its own among them; every fourth token sees all.
+// Some positions of each token, each once, its own among them; every fourth token sees all.
 void select(Random& random, Step& step) {
   step.num_selected = random.between(1, 20);
   for (std::size_t t = 0; t < step.rows.size(); ++t)
     for (std::int64_t i = 0; i < step.num_selected; ++i) {
       const auto any = static_cast<std::int32_t>(random.between(-1, step.positions[t] + 3));
       const auto own = static_cast<std::int32_t>(step.positions[t]);
-      step.selected.push_back(i > 0 ? any : t % 4 == 0 ? -1 : own);
+      const auto begin = step.selected.end() - i;
+      const bool is_new = std::find(begin, step.selected.end(), any) == step.selected.end();
+      step.selected.push_back(i == 0 ? (t % 4 == 0 ? -1 : own) : is_new ? any : -1);
     }
 }
 
@@ -178,7 +179,7 @@ struct Cache {
 };
 
 std::vector<float> run(tandem::AttentionEngine& engine, const Shape& s, Cache& cache,
-                       Cache& compressed, const Step& step) {
+                       std::vector<std::uint8_t>& compressed, const Step& step) {
   std::vector<float> out(step.rows.size() * s.heads * s.layout.value_dim);
   const std::int64_t key = s.layout.key_dim, value = s.layout.value_dim;
   tandem::AttentionCall call{
@@ -188,13 +189,9 @@ std::vector<float> run(tandem::AttentionEngine& engine, const Shape& s, Cache& c
       {step.key.data(), s.kv_heads * key, key}, {step.value.data(), s.kv_heads * value, value},
       s.scale, s.softcap, s.window, s.sinks.empty() ? nullptr : s.sinks.data(),
       step.selected.empty() ? nullptr : step.selected.data(), step.num_selected, out.data()};
-  tandem::AttentionCall beside = call;
-  if (s.ratio > 0) {
-    beside.keys = compressed.keys.data();
-    beside.values = compressed.values.data();
-    beside.capacity_blocks = s.compressed_blocks();
-    call.compressed = {&beside, s.ratio, step.positions.data(), {step.compressed.data(), key, key}};
-  }
+  if (s.ratio > 0)
+    call.compressed = {compressed.data(), s.rows, s.num_compressed(), s.ratio, step.positions.data(),
+                       {step.compressed.data(), key, key}};
   engine.append(call);
   engine.run(call);
   return out;
@@ -215,7 +212,8 @@ bool is_near(const std::vector<float>& actual, const std::vector<float>& wanted,
 bool agrees(Random& random, const Shape& s, const std::string& isa) {
   tandem::ExpertEngine threads(static_cast<int>(random.between(1, 3)), isa);
   tandem::AttentionEngine engine(threads.pool(), isa);
-  Cache cache(s, s.capacity_blocks), compressed(s, s.ratio > 0 ? s.compressed_blocks() : 0);
+  Cache cache(s, s.capacity_blocks);
+  std::vector<std::uint8_t> compressed(s.rows * s.num_compressed() * s.layout.joint_bytes(), 0xFF);
   History history(s.rows);
   for (int n = 0; n < 4; ++n) {
     const Step step = n == 0 ? make_step(random, s, history, random.between(0, s.rows - 1),

@@ -12,7 +12,6 @@ from transformers import AutoConfig
 from tandem.decode.cpu_slots import CpuSlotPool, why_no_cpu_slots
 from tandem.forecast.state_bytes import state_bytes_of
 from tandem.hf.kv_sizes import kv_sizes_of
-from tandem.kernels.attention import CHUNK_TOKENS
 from tandem.kernels.dense import CpuThreads
 from tests.architectures import build_tiny_model
 from tests.decode.whole_pool import close
@@ -164,6 +163,14 @@ def test_what_is_kept_moves_to_another_slot(kv_dtype: str, threads: CpuThreads) 
     assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8"])
+def test_steps_behind_invented_tokens(kv_dtype: str, threads: CpuThreads) -> None:
+    pool = CpuSlotPool(model_of("as released"), threads, 2, kv_dtype=kv_dtype)
+    pool.prefill({0: LONG[:3]})
+    pool.pretend(300, room=4)
+    assert pool.decode({0: 60, 1: 61}).isfinite().all()
+
+
 def test_a_model_is_tried_without_padding(threads: CpuThreads) -> None:
     """Its own code would take what pads a prompt for a part of its first windows."""
     assert why_no_cpu_slots(model_of("small"), threads) is None
@@ -172,7 +179,7 @@ def test_a_model_is_tried_without_padding(threads: CpuThreads) -> None:
 @pytest.mark.parametrize("mix", MIXES)
 def test_sizes_from_a_config_are_those_of_the_memory(mix: str, threads: CpuThreads) -> None:
     model, (_, _, sparse, heavy) = model_of(mix), MIXES[mix]
-    num_tokens = math.lcm(CHUNK_TOKENS * sparse, CHUNK_TOKENS * heavy, 256)  # fills all chunks
+    num_tokens = math.lcm(sparse, heavy, 256)  # whole windows
     pool = CpuSlotPool(model, threads, 2, capacity=num_tokens)
     pool.prefill({0: LONG[:3]})
     cache = pool.cache
@@ -189,6 +196,6 @@ def test_a_token_of_the_released_model_takes_what_its_ratios_say() -> None:
     config: Any = AutoConfig.for_model("deepseek_v4")
     parts = kv_sizes_of(config, torch.bfloat16).layers
     num_bytes = {kind: {n for of, n in parts if of == kind} for kind, _ in parts}
-    key, index_key = 2 * 512 * 2, 128 * 4
-    assert num_bytes == {SLIDING: {key}, SPARSE: {(key + index_key) // 4}, HEAVY: {key // 128}}
+    key, index_key = 512 * 2, 128 * 4
+    assert num_bytes == {SLIDING: {2 * key}, SPARSE: {(key + index_key) // 4}, HEAVY: {key // 128}}
     assert sum(kind == SLIDING for kind, _ in parts) == 43

@@ -73,9 +73,9 @@ def _weight() -> DenseWeight:
 
 def _compressed_attention() -> _native.AttentionLayer:
     """Attention that reads compressed keys beside its own; everything takes those of one more."""
-    layer, beside = _attention(), _attention()
-    layer.set_compressed(beside, 2)
-    _KEPT.append(beside)
+    layer = _attention()
+    (keys,) = _kept(_bytes(1, 32, layer.joint_key_bytes))
+    layer.set_compressed(keys, 2)
     return layer
 
 
@@ -191,6 +191,9 @@ def making_cases() -> dict[str, Case]:
         "RowTables.read": Case(tables.read, (0, _ints(3), _bytes(3, 64)), any_type=[1]),
         "AttentionLayer": Case(_native.AttentionLayer, (*numbers, _floats(HEADS))),
         "AttentionLayer.set_cache": Case(layer.set_cache, blocks),
+        "AttentionLayer.set_compressed": Case(
+            layer.set_compressed, (_bytes(2, 8, layer.joint_key_bytes), 2), any_size=[0]
+        ),
         "IndexLayer.set_keys": Case(index.set_keys, (_floats(2, 8, DIM),), any_size=[0]),
         "Recurrence": Case(_native.Recurrence, (*form, *of_pairs), any_size=[2]),
         "Recurrence.keep_drafts": Case(recurrence.keep_drafts, (_ints(2), log)),
@@ -267,10 +270,10 @@ def program_cases() -> dict[str, Case]:
     index.set_keys(keys)
     logits, chosen = _floats(TOKENS, EXPERTS), (_floats(TOKENS, TOP_K), _ints(TOKENS, TOP_K))
     one_head, rate = _floats(TOKENS, 1, DIM), _floats(TOKENS, HEADS)
+    streams, of_streams = _floats(TOKENS, 2, DIM), _floats(TOKENS, 2 + 2 * 2)
     operations: dict[str, tuple[Any, ...]] = {
         "norm": (1e-6, True, x, _floats(DIM), 1, x, out),
         "rotary": (heads, x, x, _floats(TOKENS, HEADS, DIM)),
-    streams, of_streams = _floats(TOKENS, 2, DIM), _floats(TOKENS, 2 + 2 * 2)
         "rotary_pairs": (heads, x, _floats(TOKENS, HEADS, DIM)),
         "choice": (TOP_K, True, 1.0, logits, *chosen),
         "ranked_choice": (TOP_K, 2, 1, 1, True, 0.0, 1.0, logits, logits, *chosen),
@@ -293,12 +296,12 @@ def program_cases() -> dict[str, Case]:
                       _int32(TOKENS, 2), _floats(TOKENS, HEADS, DIM), where[1].clone(),
                       head.clone()),
         "compression": (compression, *where, *(_floats(TOKENS, 2 * DIM) for _ in range(2)), out),
-        "experts": (_routed(), *_routing()),
-    }  # fmt: skip
-    strides = {
         "mix_in": (1e-6, 1e-6, 2.0, 0.0, 3, streams, _floats(8, 2 * DIM), _floats(8), _floats(3),
                    out, of_streams),
         "mix_out": (x, of_streams, streams, streams.clone()),
+        "experts": (_routed(), *_routing()),
+    }  # fmt: skip
+    strides = {
         "elementwise": [0, 1, 2], "reduction": [0], "softmax": [0], "layer_norm": [0],
         "greatest": [0], "lookup": [0, 1], "scatter": [0, 1, 2], "product": [0, 1, 2],
         "selection": [2, 3, 4],

@@ -2,8 +2,7 @@
 
 # What takes no memory: numbers, or objects that were checked when they were made.
 WITHOUT_MEMORY = {
-    "AttentionEngine", "AttentionLayer.set_compressed",
-    "CpuFeatures", "DenseEngine", "DenseMatrix", "DriverLink", "ExpertEngine",
+    "AttentionEngine", "CpuFeatures", "DenseEngine", "DenseMatrix", "DriverLink", "ExpertEngine",
     "ExpertEngine.bind_workers", "ExpertEngine.multiply", "ExpertEngine.wake", "ExpertLayout",
     "ForesightTables", "ForesightTables.begin_step", "ForesightTables.scores",
     "ForesightTables.teach", "HeldExpert", "HeldExpert.address", "HeldExpert.has_come",

@@ -47,7 +47,6 @@ class MovingSlots:
         """
         first, count = self._cache.lengths[slot], len(tokens)
         self._cache.begin([Segment(slot, first, count)])  # makes room, and windows slide
-        self._cache.compressed.begin_blocks(slot, first)
         parts = list(self._memory(slot, first, count))
         pieces = pieces_of(data, [part.numel() for part in parts])
         for part, piece in zip(parts, pieces, strict=True):

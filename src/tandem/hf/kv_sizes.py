@@ -86,8 +86,8 @@ def _parts_of(
     if ratio is None:
         return [(kind, _kv_bytes(config, dtype, copies))]
     index = int(config.index_head_dim) * _INDEX_BYTES if kind == _INDEXED else 0
-    key = copies * int(config.head_dim) * dtype.itemsize  # which is the value, too
-    return [(kind, -(-(key + index) // int(ratio))), (_SLIDING, key)]
+    key = int(config.head_dim) * dtype.itemsize  # which is the value, too
+    return [(kind, -(-(key + index) // int(ratio))), (_SLIDING, copies * key)]
 
 
 def _kv_bytes(config: PreTrainedConfig, dtype: torch.dtype, latents: int) -> int:

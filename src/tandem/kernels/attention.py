@@ -4,7 +4,7 @@ A layer's keys and values lie as (slots, KV heads, blocks of 16 positions), each
 read it (`csrc/kv_layout.hpp`); each slot has a length of its own. Checks what C++ takes on trust.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -83,14 +83,12 @@ class CachedAttention:
             torch.empty((0, 0, 0, 0), dtype=torch.uint8, device="cpu") for _ in range(2)
         )
         """(slots, KV heads, blocks, bytes of a block)"""
-        self.compressed: CachedAttention | None = None
+        self.compressed: CompressedKeys | None = None
         """Keys that stand for several tokens each, which tokens see beside the layer's own."""
 
-    def compress(self, ratio: int) -> "CachedAttention":
+    def compress(self, ratio: int) -> "CompressedKeys":
         """See, beside own positions, a key for every `ratio` tokens; return what holds these."""
-        form = replace(self.form, window=0)
-        self.compressed = CachedAttention(form, self.kv_dtype)
-        self.native.set_compressed(self.compressed.native, ratio)
+        self.compressed = CompressedKeys(self.native, self.kv_dtype, ratio)
         return self.compressed
 
     @property
@@ -176,6 +174,51 @@ class CachedAttention:
         where = slots, positions
         threads.attention.attend(self.native, *where, query, selected, out, whole_positions)
         return out
+
+
+class CompressedKeys:
+    """A layer's keys that stand for several tokens each, and are their values, too."""
+
+    def __init__(self, layer: _native.AttentionLayer, kv_dtype: str, ratio: int) -> None:
+        """Keep a key for every `ratio` tokens; no memory is taken yet."""
+        self._layer, self._kv_dtype, self.ratio = layer, kv_dtype, ratio
+        self.memory = torch.empty((0, 0, layer.joint_key_bytes), dtype=torch.uint8, device="cpu")
+        """(slots, keys, bytes of one), as `csrc/kv_layout.hpp` says"""
+        self._layer.set_compressed(self.memory, ratio)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the keys take."""
+        return self.memory.nbytes
+
+    def bytes_of(self, num_tokens: int) -> int:
+        """Return the bytes of so many tokens of one slot, whose last window may be unfinished."""
+        return -(-num_tokens // self.ratio) * self._layer.joint_key_bytes
+
+    def reserve(self, num_slots: int, capacity: int, used: int = 0) -> None:
+        """Make room for `num_slots` slots of `capacity` tokens, of which the first `used` are kept.
+
+        Raises `RuntimeError` where there is no memory.
+        """
+        shape = (num_slots, -(-capacity // self.ratio), self._layer.joint_key_bytes)
+        old, self.memory = self.memory, torch.empty(shape, dtype=torch.uint8, device="cpu")
+        if used:
+            self.memory[:, : used // self.ratio] = old[:, : used // self.ratio]
+        self._layer.set_compressed(self.memory, self.ratio)
+
+    def of_tokens(self, slot: int, first: int, num_tokens: int) -> Tensor:
+        """Return the keys of some tokens of a slot, which are whole windows: (keys, bytes)."""
+        return self.memory[slot, first // self.ratio : (first + num_tokens) // self.ratio]
+
+    def invent(self, num_tokens: int) -> None:
+        """Let all slots hold random keys for so many tokens."""
+        keys = self.memory[:, : num_tokens // self.ratio]
+        if self._kv_dtype == "int8":
+            keys.random_(256)
+            keys[..., -4:] = torch.tensor([0.001], device="cpu").view(torch.uint8)  # their scale
+        else:
+            dtype = next(dtype for dtype, name in _OF_VALUES.items() if name == self._kv_dtype)
+            keys.view(dtype).normal_(std=0.1)
 
 
 def _dense_last(x: Tensor) -> Tensor:

@@ -182,8 +182,7 @@ class KvCache(SlotCache):
             for slot in range(len(self.lengths)):
                 first = 0 if kept is None else kept.first(slot)
                 _pretend(layer, self.threads, slot, length - first)
-                for compressed, ratio in self.compressed.layers:
-                    _pretend(compressed, self.threads, slot, length // ratio)
+        self.compressed.pretend(length)
 
     def advance(
         self, key: StateKey, operation: Callable[[], StateOperation], *inputs: Tensor
@@ -288,9 +287,8 @@ class KvCache(SlotCache):
 
     def _add_compressed(self, layer: int, attention: CachedAttention, ratio: int) -> None:
         compressed = attention.compress(ratio)
-        keys = -(-self._capacity // ratio)
-        self._require_bytes(compressed.bytes_of(keys) * len(self.lengths))
-        self.compressed.add(layer, compressed, ratio, self._capacity)
+        self._require_bytes(compressed.bytes_of(self._capacity) * len(self.lengths))
+        self.compressed.add(layer, compressed, self._capacity)
 
     def _window_of(self, size: int) -> KeptWindow | None:
         if size and size not in self._windows:
@@ -376,4 +374,5 @@ def _pretend(layer: CachedAttention, threads: CpuThreads, slot: int, length: int
         positions = torch.arange(first, min(first + count, length), device="cpu")
         part = slice(0, len(positions))
         slots = torch.full_like(positions, slot)
-        layer.append(threads, slots, positions, key[:, part], value[:, part])
+        beside = () if layer.compressed is None else (key[:, part], positions)
+        layer.append(threads, slots, positions, key[:, part], value[:, part], *beside)
