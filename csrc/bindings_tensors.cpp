@@ -186,8 +186,9 @@ void bind_index_keys(nb::module_& m) {
       .def("set_keys", [](IndexLayer& layer, const Tensor& keys, std::int64_t ratio) {
         keys.require_dims("keys", 3);
         require(ratio >= 1, "a key for one token or more");
-        layer = {keys.dense<float>("keys", keys.count()), keys.size(1), keys.size(2), keys.size(0),
-                 ratio};
+        const ValueType type = keys.value_type("keys");
+        layer = {type, keys.values("keys", type, keys.count(), true), keys.size(1), keys.size(2),
+                 keys.size(0), ratio};
       }, nb::arg(), nb::arg() = 1);
 }
 

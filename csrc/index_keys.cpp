@@ -17,19 +17,23 @@ void IndexEngine::load_queries(const IndexSelection& call, std::int64_t token, f
                                float* weights) {
   const std::int64_t dim = call.layer->dim, heads = call.num_heads;
   const std::int64_t padded = padded_heads(heads);
-  const auto to_fp32 = [&](const Operand& x, const Four& at, const Four& sizes, const Four& strides,
-                           float* to) {
+  const auto copy = [&](const Operand& x, const Four& at, const Four& sizes, const Four& strides,
+                        const Target& to) {
     const std::int64_t first =
         at[1] * x.strides[1] + at[2] * x.strides[2] + at[3] * x.strides[3];
     Operand part = x;
     part.data = static_cast<const std::uint8_t*>(x.data) + first * element_bytes(x.type);
-    kernels_.combine({ElementwiseKind::kCopy, sizes, part, {}, {},
-                      {ElementType::kFp32, to, strides}});
+    kernels_.combine({ElementwiseKind::kCopy, sizes, part, {}, {}, {to.type, to.data, strides}});
+  };
+  const auto to_fp32 = [&](const Operand& x, const Four& at, const Four& sizes, const Four& strides,
+                           float* to) {
+    copy(x, at, sizes, strides, {ElementType::kFp32, to, {}});
   };
   const std::int64_t slot = call.tokens.slots[token], position = call.tokens.positions[token];
   const std::int64_t ratio = call.layer->ratio;
-  float* key = call.layer->keys + (slot * call.layer->capacity + position / ratio) * dim;
-  if ((position + 1) % ratio == 0) to_fp32(call.key, {0, 0, token, 0}, {1, 1, 1, dim}, {0, 0, 0, 1}, key);
+  if ((position + 1) % ratio == 0)
+    copy(call.key, {0, 0, token, 0}, {1, 1, 1, dim}, {0, 0, 0, 1},
+         {static_cast<ElementType>(call.layer->type), call.layer->key_at(slot, position / ratio), {}});
   if (call.num_keys(token) <= call.most) return;
   std::fill_n(queries, dim * padded, 0.0f);
   to_fp32(call.query, {0, token, 0, 0}, {1, 1, heads, dim}, {0, 0, 1, padded}, queries);
@@ -64,8 +68,8 @@ void IndexEngine::run(const IndexSelection& call) {
     const std::int64_t t = i / parts, first = i % parts * kKeysOfTask;
     const std::int64_t count = std::min(kKeysOfTask, begin_[t + 1] - begin_[t] - first);
     if (count <= 0) return;
-    const float* keys = call.layer->keys + call.tokens.slots[t] * call.layer->capacity * dim;
-    kernels_.score_keys({keys + first * dim, count, dim, padded,
+    const void* keys = call.layer->key_at(call.tokens.slots[t], first);
+    kernels_.score_keys({call.layer->type, keys, count, dim, padded,
                          queries_.data() + t * dim * padded, weights_.data() + t * padded,
                          scores_.data() + begin_[t] + first});
   });

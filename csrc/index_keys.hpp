@@ -10,12 +10,17 @@
 
 namespace tandem {
 
-// The index keys of a layer by slot: (slots, capacity, dim) fp32. They move when they grow.
+// The index keys of a layer by slot: (slots, capacity, dim). They move when they grow.
 struct IndexLayer {
-  float* keys;
+  ValueType type;
+  void* keys;
   std::int64_t capacity, dim;
   std::int64_t num_slots = INT64_MAX;
   std::int64_t ratio = 1;  // tokens that a key stands for; the last of them brings it
+
+  void* key_at(std::int64_t slot, std::int64_t number) const {
+    return value_at(keys, type, (slot * capacity + number) * dim);
+  }
 };
 
 // Keeps each token's key, then selects the `most` keys with the greatest sum over heads of

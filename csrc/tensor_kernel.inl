@@ -238,7 +238,10 @@ inline void multiply(const Product& call) {
 // `kKeys` keys at a time, so that what is loaded of the queries serves all of them.
 template <int kKeys>
 inline void score_some(const KeyScores& call, std::int64_t first) {
-  const float* keys = call.keys + first * call.dim;
+  thread_local std::vector<float> keys;
+  keys.resize(kKeys * call.dim);
+  load_values(value_at(call.keys, call.type, first * call.dim), call.type, kKeys * call.dim,
+              keys.data());
   Vector totals[kKeys]{};
   for (std::int64_t h = 0; h < call.heads; h += TANDEM_LANES) {
     Vector sums[kKeys]{};

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <string>
 
+#include "values.hpp"
+
 namespace tandem {
 
 // The first two are those of ValueType. Truth values are bytes of 0 or 1.
@@ -134,7 +136,8 @@ struct Product {
 // Scores of keys (count, dim) that lie side by side: the sum over heads of weight * relu(query . key).
 // Queries are (dim, heads); heads are padded with weights of zero.
 struct KeyScores {
-  const float* keys;
+  ValueType type;
+  const void* keys;
   std::int64_t count, dim, heads;
   const float* queries;
   const float* weights;

@@ -242,7 +242,9 @@ bool selection_agrees(Random& random, tandem::Program& program) {
   const std::int64_t tokens = random.between(1, 3), heads = random.between(1, 40);
   const std::int64_t dim = random.between(1, 70), most = random.between(1, 9);
   const std::int64_t capacity = 600;
-  std::vector<float> keys = random.normals(tokens * capacity * dim);
+  const ElementType type = any_type(random);
+  Tensor kept(random, tokens * capacity * dim, type);
+  std::vector<float>& keys = kept.numbers;
   std::vector<std::int64_t> slots(tokens), positions(tokens);
   for (std::int64_t t = 0; t < tokens; ++t) {
     slots[t] = tokens - 1 - t;
@@ -251,11 +253,13 @@ bool selection_agrees(Random& random, tandem::Program& program) {
       std::copy_n(keys.begin() + slots[t] * capacity * dim, dim,
                   keys.begin() + (slots[t] * capacity + i) * dim);
   }
-  const Tensor key(random, tokens * dim, any_type(random));
+  const auto value_type = static_cast<tandem::ValueType>(type);
+  tandem::store_values(keys.data(), static_cast<std::int64_t>(keys.size()), value_type, kept.bytes.data());
+  Tensor key(random, tokens * dim, any_type(random));
   const Tensor query(random, tokens * heads * dim, any_type(random));
   const Tensor weights(random, tokens * heads, ElementType::kFp32);
   const bool has_weights = random.between(0, 1) == 1;
-  tandem::IndexLayer layer{keys.data(), capacity, dim};
+  tandem::IndexLayer layer{value_type, kept.bytes.data(), capacity, dim};
   std::vector<std::int32_t> out(tokens * most);
   program.add(tandem::IndexSelection{
       &layer, {tokens, slots.data(), positions.data()}, heads, most, 0.5f,
@@ -264,6 +268,9 @@ bool selection_agrees(Random& random, tandem::Program& program) {
       {weights.type, has_weights ? weights.bytes.data() : nullptr, {0, 0, heads, 1}, 0},
       out.data()});
   program.run();
+  kept.read();
+  if (type == ElementType::kBf16 && key.type == ElementType::kFp32)  // it is kept in fewer bits
+    for (float& value : key.numbers) value = tandem::bf16_to_float(tandem::float_to_bf16(value));
   for (std::int64_t t = 0; t < tokens; ++t) {
     const float* own = keys.data() + slots[t] * capacity * dim;
     if (!std::equal(key.numbers.begin() + t * dim, key.numbers.begin() + (t + 1) * dim,

@@ -37,7 +37,10 @@ LONG = [32 + (i * 7 + i * i) % 96 for i in range(320)]
 
 @cache
 def model_of(mix: str) -> Any:
-    kinds, window, sparse, heavy = MIXES[mix]
+    return model_with(*MIXES[mix])
+
+
+def model_with(kinds: list[str], window: int, sparse: int, heavy: int, **more: float) -> Any:
     values: dict[str, Any] = {
         "layer_types": kinds,
         "num_hidden_layers": len(kinds),
@@ -47,6 +50,7 @@ def model_of(mix: str) -> Any:
         "max_position_embeddings": 4096,
         "partial_rotary_factor": 0.5,
         "index_topk": 9,
+        **more,
     }
     model: Any = build_tiny_model("deepseek_v4", values=values)
     assert model.config.layer_types == kinds
@@ -192,10 +196,27 @@ def test_sizes_from_a_config_are_those_of_the_memory(mix: str, threads: CpuThrea
     assert windows == [2 * 16 * 4] * len(MIXES[mix][0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_slot_takes_what_the_ratios_say(dtype: torch.dtype, threads: CpuThreads) -> None:
+    """Keys, compressors and indexers of released sizes at 128k tokens, at any length before."""
+    sizes = {"head_dim": 512, "index_head_dim": 128, "partial_rotary_factor": 64 / 512}
+    model = model_with([SPARSE, HEAVY], 8, 4, 128, **sizes).to(dtype)
+    pool = CpuSlotPool(model, threads, 1)
+    pool.prefill({0: LONG[:3]})
+    cache = pool.cache
+    last = 128 * 1024
+    for num_tokens in [*range(last - 20_000, last, 199), last]:
+        cache.reserve(num_tokens)  # as a slot grows
+        windows = 8 * 2 * 2 * 512 + 8 * 2 * 2 * 128 + 128 * 2 * 512  # values and gates, in fp32
+        keys = num_tokens // 4 * (512 + 128) + num_tokens // 128 * 512
+        kept = cache.compressed.num_bytes + cache.index_keys.num_bytes + cache.states.num_bytes
+        assert kept <= 1.05 * (keys * dtype.itemsize + windows * 4)
+
+
 def test_a_token_of_the_released_model_takes_what_its_ratios_say() -> None:
     config: Any = AutoConfig.for_model("deepseek_v4")
     parts = kv_sizes_of(config, torch.bfloat16).layers
     num_bytes = {kind: {n for of, n in parts if of == kind} for kind, _ in parts}
-    key, index_key = 512 * 2, 128 * 4
+    key, index_key = 512 * 2, 128 * 2
     assert num_bytes == {SLIDING: {2 * key}, SPARSE: {(key + index_key) // 4}, HEAVY: {key // 128}}
     assert sum(kind == SLIDING for kind, _ in parts) == 43

@@ -13,7 +13,6 @@ USUAL_CONTEXT = 4096  # tokens of a conversation
 # Layers of these kinds, as Transformers calls them, keep a state of one size, or nothing.
 _WITHOUT_KEYS = ("linear_attention", "conv", "moe", "mlp")
 _INDEXED = "compressed_sparse_attention"  # an indexer selects of its compressed keys
-_INDEX_BYTES = 4  # of a number of an index key
 _SLIDING = "sliding_attention"
 # Kept before a window, so that slots can go back: a conversation's next turn often writes the end
 # of the last one differently, and requests may begin with the same instructions.
@@ -85,9 +84,10 @@ def _parts_of(
     ratio = (value_of(config, "compress_rates") or {}).get(kind)
     if ratio is None:
         return [(kind, _kv_bytes(config, dtype, copies))]
-    index = int(config.index_head_dim) * _INDEX_BYTES if kind == _INDEXED else 0
-    key = int(config.head_dim) * dtype.itemsize  # which is the value, too
-    return [(kind, -(-(key + index) // int(ratio))), (_SLIDING, copies * key)]
+    key = int(config.head_dim)  # which is the value, too
+    values = key + (int(config.index_head_dim) if kind == _INDEXED else 0)
+    num_bytes = -(-values * dtype.itemsize // int(ratio))
+    return [(kind, num_bytes), (_SLIDING, copies * key * dtype.itemsize)]
 
 
 def _kv_bytes(config: PreTrainedConfig, dtype: torch.dtype, latents: int) -> int:

@@ -32,6 +32,9 @@ from tandem.kv_cache.states import StateKey
 from tandem.kv_cache.windows import KeptWindow
 
 _INVENTED_AT_ONCE = 1024  # tokens
+# Slots grow by this part of what they hold: copying it is a small part of the steps that read it in
+# between, and little memory lies idle.
+_GROWTH = 32
 
 
 class KvCache(SlotCache):
@@ -301,7 +304,7 @@ class KvCache(SlotCache):
         if needed <= self._capacity:
             return
         before = self._capacity
-        self._capacity = whole_granules(max(needed, self._capacity * 3 // 2))
+        self._capacity = whole_granules(max(needed, self._capacity * (_GROWTH + 1) // _GROWTH))
         layers = [layer for layer in self._layers.values() if not layer.form.window]
         try:
             self._require_memory(layers)

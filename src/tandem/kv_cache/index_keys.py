@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tandem.kernels import _native
 from tandem.kernels.attention import Segment
+from tandem.kernels.dense import VALUE_DTYPES
 
 # fp32 values that are computed at a time: a prompt's scores have a value for each head, token and
 # position.
@@ -75,7 +76,7 @@ class NewIndexKeys(NamedTuple):
 
 
 class KeptIndexKeys:
-    """The index keys of a model's layers by slot, in fp32: indexers score in it."""
+    """The index keys of a model's layers by slot; scores are in fp32."""
 
     def __init__(self, num_slots: int, zeros: Zeros) -> None:
         """Hold nothing for so many slots, in memory that `zeros` takes."""
@@ -93,7 +94,7 @@ class KeptIndexKeys:
         self._capacity = capacity
         for (layer, block), keys in self._layers.items():
             count = -(-used // block)
-            self._layers[layer, block] = new = self._room(block, keys.shape[2])
+            self._layers[layer, block] = new = self._room(block, keys.shape[2], keys.dtype)
             new[:, :count] = keys[:, :count]
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
@@ -107,19 +108,19 @@ class KeptIndexKeys:
         for (_, block), keys in self._layers.items():
             keys[:, : -(-length // block)].normal_()
 
-    def _kept(self, layer: int, block: int, dim: int) -> Tensor:
+    def _kept(self, layer: int, block: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a layer's keys, which are made on first use."""
         if (layer, block) not in self._layers:
             with torch.inference_mode(False):
-                self._layers[layer, block] = self._room(block, dim)
+                self._layers[layer, block] = self._room(block, dim, dtype)
         return self._layers[layer, block]
 
-    def _room(self, block: int, dim: int) -> Tensor:
-        return self._zeros((self._num_slots, -(-self._capacity // block), dim), torch.float32)
+    def _room(self, block: int, dim: int, dtype: torch.dtype) -> Tensor:
+        return self._zeros((self._num_slots, -(-self._capacity // block), dim), dtype)
 
 
 class IndexStore(KeptIndexKeys):
-    """Index keys on the CPU."""
+    """Index keys on the CPU, in the dtype that they come in."""
 
     def __init__(self, num_slots: int) -> None:
         """Hold nothing for so many slots; layers come as the model asks for them."""
@@ -169,9 +170,9 @@ class IndexStore(KeptIndexKeys):
     ) -> Tensor:
         """Keep (n_tokens, any) of a layer; return what its blocks are scored by, of all slots."""
         block = new.selection.key_block
-        tokens = self._kept(new.layer, block, keys.shape[1])
+        tokens = self._kept(new.layer, block, keys.shape[1], _dtype_of(keys))
         ends = (positions + 1) % block == 0
-        tokens[slots[ends], positions[ends] // block] = keys[ends].float()
+        tokens[slots[ends], positions[ends] // block] = keys[ends].to(tokens.dtype)
         if new.pool is None:
             return tokens
         block = new.selection.block
@@ -180,9 +181,9 @@ class IndexStore(KeptIndexKeys):
             if begin == end and (new.layer, block) in self._layers:
                 continue
             whole = tokens[slot, begin * block : end * block].unflatten(0, (end - begin, block))
-            pooled = new.pool(whole)
-            blocks = self._kept(new.layer, block, pooled.shape[1])
-            blocks[slot, begin:end] = pooled.float()
+            pooled = new.pool(whole.float())
+            blocks = self._kept(new.layer, block, pooled.shape[1], _dtype_of(pooled))
+            blocks[slot, begin:end] = pooled.to(blocks.dtype)
         return self._layers[new.layer, block]
 
     def select(
@@ -204,7 +205,7 @@ class IndexStore(KeptIndexKeys):
         first = 0
         for slot, position, count in segments:
             some = max(0, most - position)  # see all
-            keys = kept[slot, : (position + count) // selection.block]
+            keys = kept[slot, : (position + count) // selection.block].float()
             parts = range(first + some, first + count)
             for part in _cut(parts, _MOST_SCORES // max(1, len(keys) * query.shape[1])):
                 part_weights = None if weights is None else weights[part]
@@ -213,6 +214,11 @@ class IndexStore(KeptIndexKeys):
                 selected[part] = _positions(scores, selection, own)
             first += count
         return selected
+
+
+def _dtype_of(keys: Tensor) -> torch.dtype:
+    """Return what keys are kept in; what kernels do not score is kept in fp32."""
+    return keys.dtype if keys.dtype in VALUE_DTYPES else torch.float32
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -153,7 +153,7 @@ class IndexScores:
         return Selected(self.select(selection, self.key, self.query, weights))
 
     def float(self) -> "IndexScores":
-        """Return itself: index keys are kept in fp32."""
+        """Return itself: scores are in fp32."""
         return self
 
 
