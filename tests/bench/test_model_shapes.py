@@ -16,6 +16,7 @@ BILLIONS = {
     "qwen3-30b-a3b": 30.5,
     "mixtral-8x7b": 46.7,
     "deepseek-v2-lite": 15.7,
+    "deepseek-v4-flash": 284.3,
     "gpt-oss-20b": 20.9,
     "olmoe": 6.9,
     "qwen3.6-35b-a3b": 34.7,
@@ -76,6 +77,13 @@ def test_four_layers_are_a_run_with_every_kind(name: str) -> None:
 def test_more_layers_than_there_are_change_nothing(name: str) -> None:
     shape = MODEL_SHAPES[name]
     assert shape.sample(1000) == shape.cut(1000) == shape
+
+
+def test_of_runs_with_as_many_kinds_the_commonest_is_taken() -> None:
+    kinds = MODEL_SHAPES["deepseek-v4-flash"].sample(2).kinds
+    assert kinds == [
+        ("heavily_compressed_attention", "moe"), ("compressed_sparse_attention", "moe"),
+    ]  # fmt: skip
 
 
 def test_the_first_layers_are_taken_where_all_are_alike() -> None:

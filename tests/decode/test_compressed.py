@@ -175,6 +175,20 @@ def test_steps_behind_invented_tokens(kv_dtype: str, threads: CpuThreads) -> Non
     assert pool.decode({0: 60, 1: 61}).isfinite().all()
 
 
+def test_what_is_selected_counts_as_read(threads: CpuThreads) -> None:
+    pools = [CpuSlotPool(model_with([kind], 8, 4, 128), threads, 1) for kind in (SPARSE, HEAVY)]
+    read = []
+    for pool in pools:
+        pool.prefill({0: LONG[:9]})
+        for depth in (40, 256, 512):
+            pool.pretend(depth, room=4)
+            read.append(pool.cache.filled_bytes)
+    key = 16 * 4  # bytes, of an index key too
+    window = 16 * 2 * key  # in whole blocks
+    assert read[:3] == [window + 10 * key + n * key for n in (10, 64, 128)]
+    assert read[3:] == [window + n * key for n in (1, 2, 4)]
+
+
 def test_a_model_is_tried_without_padding(threads: CpuThreads) -> None:
     """Its own code would take what pads a prompt for a part of its first windows."""
     assert why_no_cpu_slots(model_of("small"), threads) is None

@@ -1,5 +1,6 @@
 """The shapes of released models, from their config.json, to be filled with random weights."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,11 +36,19 @@ class ModelShape:
         return list(zip(*lists, strict=True)) if lists else [()] * total
 
     def sample(self, num_layers: int) -> "ModelShape":
-        """Return the shape with the first run of so many layers that has as many kinds as any."""
+        """Return the shape with the first run of so many layers that has as many kinds as any.
+
+        Of such runs the one whose kinds most of the model's layers are of.
+        """
         kinds = self.kinds
+        counts = Counter(kinds)
+
+        def mixture(start: int) -> tuple[int, int]:
+            found = set(kinds[start : start + num_layers])
+            return len(found), sum(counts[kind] for kind in found)
+
         starts = range(max(0, len(kinds) - num_layers) + 1)
-        first = max(starts, key=lambda start: len(set(kinds[start : start + num_layers])))
-        return self.cut(num_layers, first=first)
+        return self.cut(num_layers, first=max(starts, key=mixture))
 
 
 def _is_by_layer(value: object, num_layers: int) -> bool:
@@ -55,6 +64,12 @@ def _every(period: int, num_layers: int, others: str) -> list[str]:
 _NEMOTRON_LAYERS = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
 _NEMOTRON_PATTERN = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 _LFM2_ATTENTION = (2, 6, 10, 14, 18, 21)  # the other layers of LFM2-8B-A1B are convolutions
+# DeepSeek-V4-Flash's: two windows, then compressed keys of ratio 4 and of ratio 128 in turns.
+_DEEPSEEK_V4_LAYERS = [
+    *["sliding_attention"] * 2,
+    *["compressed_sparse_attention", "heavily_compressed_attention"] * 20,
+    "compressed_sparse_attention",
+]
 
 # Where values differ from the defaults of the architecture's configuration class, they are those
 # of the released model's config.json.
@@ -87,6 +102,19 @@ MODEL_SHAPES = {
             "n_group": 1, "topk_group": 1, "topk_method": "greedy", "norm_topk_prob": False,
             "moe_intermediate_size": 1408, "intermediate_size": 10_944,
             "first_k_dense_replace": 1, "vocab_size": 102_400, "max_position_embeddings": 163_840,
+        },
+    ),
+    "deepseek-v4-flash": ModelShape(
+        "deepseek_v4",
+        {
+            "hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64,
+            "num_key_value_heads": 1, "head_dim": 512, "q_lora_rank": 1024, "o_lora_rank": 1024,
+            "o_groups": 8, "layer_types": _DEEPSEEK_V4_LAYERS,
+            "mlp_layer_types": ["hash_moe"] * 3 + ["moe"] * 40, "sliding_window": 128,
+            "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512, "hc_mult": 4,
+            "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 6,
+            "moe_intermediate_size": 2048, "vocab_size": 129_280,
+            "max_position_embeddings": 1_048_576,
         },
     ),
     "gpt-oss-20b": ModelShape(

@@ -4,6 +4,8 @@ Nothing is ever whole in bf16: the model is built without memory; experts and li
 packed buffers, and only what is left is allocated. Random codes cost the kernels what real ones do.
 """
 
+from typing import cast
+
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -12,10 +14,13 @@ from tandem.bench.model_shapes import ModelShape
 from tandem.bench.random_weights import random_experts, random_matrix
 from tandem.core.errors import ConfigError
 from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
-from tandem.foreign_types import PreTrainedModel
+from tandem.foreign_types import ModelPart, PreTrainedModel
+from tandem.hf.compat import parts_in_fp32
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
 from tandem.hf.dense import PackedLinear, give_fp32_logits, packable_layers, untie
 from tandem.hf.experts import is_experts_module
+from tandem.kernels.grouped import cut_like
+from tandem.decode.token_routed import TABLE
 from tandem.hf.quantizer import OffloadQuantizer
 from tandem.kernels.dense import CpuThreads, DenseWeight
 from tandem.kernels.formats.weight_format import WeightFormat
@@ -54,9 +59,11 @@ def build_random_model(
         layer.adopt(STORED_NAME, experts)
     drop_experts(model)
     _pack_linear_layers(model, parse_dense_dtype(dense_dtype), quantizer.runtime.threads)
+    _widen(model)
     model.to_empty(device=device)
     quantizer.runtime.device = torch.device(device)
     model.init_weights()  # also the tables of rotary embeddings, which no checkpoint holds
+    _draw_routes(model)
     quantizer._process_model_after_weight_loading(model)
     model.generation_config.eos_token_id = None
     return model.eval().requires_grad_(False)
@@ -69,6 +76,26 @@ def empty_model_of(shape: ModelShape, vocabulary: int | None = None) -> PreTrain
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return model
+
+
+def _widen(model: PreTrainedModel) -> None:
+    """Give what loading keeps in fp32 that dtype."""
+    words = parts_in_fp32(model)
+    for name, parameter in model.named_parameters():
+        if any(word in name for word in words):
+            parameter.data = parameter.data.float()
+
+
+def _draw_routes(model: nn.Module) -> None:
+    """Send each token to some experts where a table does, which comes with a checkpoint."""
+    random = torch.Generator().manual_seed(0)
+    for module in model.modules():
+        if hasattr(module, TABLE):
+            table = module.get_buffer(TABLE)
+            chances = torch.rand(
+                len(table), cast("ModelPart", module).num_experts, generator=random, device="cpu"
+            )
+            table.copy_(chances.topk(table.shape[1]).indices)
 
 
 def drop_experts(model: nn.Module) -> None:

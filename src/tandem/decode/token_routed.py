@@ -13,7 +13,8 @@ from tandem.experts.store.packed_layer import PackedLayer
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.runtime import runtime_of
 
-_TABLE = "tid2eid"  # of a router, as Transformers calls it: (vocabulary, experts of a token)
+TABLE = "tid2eid"
+"""Of a router, as Transformers calls it: (vocabulary, experts of a token)."""
 
 
 class TokenRouted:
@@ -29,11 +30,11 @@ class TokenRouted:
         layers = dict(runtime.bound)
         for block in model.modules():
             children = list(block.children())
-            routers = [one for one in children if hasattr(one, _TABLE)]
+            routers = [one for one in children if hasattr(one, TABLE)]
             experts = [runtime.store[layers[one]] for one in children if one in layers]
             for router, layer in zip(routers, experts, strict=False):
                 if isinstance(layer, PackedLayer) and layer.slots is not None:
-                    self._tables[layer.slots.number] = router.get_buffer(_TABLE)
+                    self._tables[layer.slots.number] = router.get_buffer(TABLE)
 
     @torch.inference_mode()
     def expect(self, token_ids: Sequence[int]) -> None:

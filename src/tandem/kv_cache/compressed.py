@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.attention import CompressedKeys
+from tandem.kv_cache.index_keys import IndexStore
 
 
 class CompressedStore:
@@ -28,6 +29,11 @@ class CompressedStore:
     def bytes_of(self, num_tokens: int) -> int:
         """Return the bytes of so many tokens of one slot, in all layers."""
         return sum(keys.bytes_of(num_tokens) for keys in self._layers.values())
+
+    def read_bytes(self, length: int, index_keys: IndexStore) -> int:
+        """Return the bytes that a token reads in a slot of so many tokens."""
+        layers = self._layers.items()
+        return sum(keys.bytes_of(index_keys.read_tokens(n, length)) for n, keys in layers)
 
     @property
     def ratios(self) -> set[int]:

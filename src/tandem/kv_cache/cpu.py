@@ -82,7 +82,8 @@ class KvCache(SlotCache):
 
     def _read_bytes(self, length: int) -> int:
         """Return what a token reads beside keys and values in a slot of so many tokens."""
-        return self.index_keys.read_bytes(length) + self.compressed.bytes_of(length)
+        compressed = self.compressed.read_bytes(length, self.index_keys)
+        return self.index_keys.read_bytes(length) + compressed
 
     def can_move(self, num_tokens: int) -> bool:
         """Tell whether what is kept of so many tokens is whole blocks, as far as the model was run.

@@ -144,6 +144,11 @@ class IndexStore(KeptIndexKeys):
         for (_, block), keys in sorted(self._layers.items()):
             yield keys[slot, first // block : (first + num_tokens) // block].view(torch.uint8)
 
+    def read_tokens(self, layer: int, length: int) -> int:
+        """Return how many of a slot's tokens a layer reads keys of: all, or what is selected."""
+        is_indexed = any(layer == number for number, _ in self._layers)
+        return min(length, self._most) if is_indexed else length
+
     def read_bytes(self, length: int) -> int:
         """Return the bytes that a token reads at most in a slot of so many tokens."""
         return self.bytes_of(length) if length > self._most else 0

@@ -1,0 +1,128 @@
+"""A shape's shares of its ceilings over another shape's, in turns.
+
+    python -m benchmarks.generation.shares --shape deepseek-v4-flash
+
+Decode is weighed against the bytes that its step touches, a prompt against its multiplications:
+what a model's own operations cost beside them is what its shares lack of the other shape's. Both
+have random weights in real sizes and the same formats, and as many of their layers as `--memory`
+holds (of the other shape at most `--over-layers`). Each is a process of its own, which stands still
+while the other one is timed. Ratios are medians over rounds of turns next to each other.
+"""
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+from benchmarks.generation.systems import Setting, Speeds
+from benchmarks.generation.systems.tandem_model import PackedTandem
+from benchmarks.generation.turns import measure_rounds, median
+
+from tandem.bench.model_shapes import find_shape
+from tandem.bench.random_model import empty_model_of
+from tandem.core.units import format_bytes, parse_bytes
+from tandem.forecast.sizes import config_sizes
+from tandem.hf.config import OffloadConfig
+from tandem.kernels.cpu import detect_cpu
+from tandem.kernels.engine import choose_isa
+
+
+def read_options() -> argparse.Namespace:
+    """Return what the command line asks for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="deepseek-v4-flash")
+    parser.add_argument("--over", default="qwen3-30b-a3b", help="the other shape")
+    parser.add_argument(
+        "--memory", type=parse_bytes, default="10GB", help="of both models' weights"
+    )
+    parser.add_argument("--over-layers", type=int, default=4)
+    parser.add_argument("--vocabulary", type=int, default=32_000)
+    parser.add_argument("--prompt", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--depth", type=int, nargs="+", default=[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=detect_cpu().num_threads)
+    parser.add_argument("--expert-dtype", default="mxfp4")
+    parser.add_argument("--dense-dtype", default="int8")
+    parser.add_argument("--kv-dtype", default="auto")
+    return parser.parse_args()
+
+
+def weight_bytes(setting: Setting, shape: str, layers: int) -> int:
+    """Return the bytes of so many layers of a shape, with embeddings and head."""
+    model = empty_model_of(find_shape(shape).sample(layers), setting.vocabulary)
+    offload = OffloadConfig(expert_dtype=setting.expert_dtype, dense_dtype=setting.dense_dtype)
+    sizes = config_sizes(model.config, offload)
+    return sizes.experts_bytes + sizes.total_dense_bytes
+
+
+def layers_within(num_bytes: int, most: int, bytes_of: Callable[[int], int]) -> int:
+    """Return how many layers, of `most`, such bytes hold; raises `SystemExit` if not one."""
+    if bytes_of(1) > num_bytes:
+        raise SystemExit(
+            f"one layer takes {format_bytes(bytes_of(1))} and {format_bytes(num_bytes)} are left; "
+            "give more as --memory"
+        )
+    layers = 1
+    while layers < most and bytes_of(layers + 1) <= num_bytes:
+        layers += 1
+    return layers
+
+
+def of_shape(shape: str, layers: int, setting: Setting) -> PackedTandem:
+    """Put a shape into memory."""
+    return PackedTandem(replace(setting, shape=shape, layers=layers))
+
+
+def shares(speeds: Speeds) -> tuple[float, float]:
+    """Return the shares of the ceilings of prefill and decode."""
+    return speeds.prefill / speeds.prefill_ceiling, speeds.decode / speeds.decode_ceiling
+
+
+def ratios(ours: Sequence[Speeds], theirs: Sequence[Speeds]) -> tuple[float, float]:
+    """Return both shares over another shape's: medians over the rounds."""
+    pairs = [(shares(a), shares(b)) for a, b in zip(ours, theirs, strict=True)]
+    prefill, decode = (statistics.median(a[i] / b[i] for a, b in pairs) for i in range(2))
+    return prefill, decode
+
+
+def main() -> None:
+    """Measure, print, and end with one line of JSON."""
+    options = read_options()
+    setting = Setting(
+        shape=options.over, layers=options.over_layers, vocabulary=options.vocabulary,
+        threads=options.threads, prompt=options.prompt, steps=options.steps,
+        expert_dtype=options.expert_dtype, dense_dtype=options.dense_dtype,
+        kv_dtype=options.kv_dtype, gguf=Path(), has_flash_attention=False,
+        isa=choose_isa(os.environ.get("TANDEM_ISA", "")),
+    )  # fmt: skip
+    left = options.memory - weight_bytes(setting, options.over, options.over_layers)
+    most = find_shape(options.shape).values["num_hidden_layers"]
+    layers = layers_within(left, most, partial(weight_bytes, setting, options.shape))
+    names = {options.shape: layers, options.over: options.over_layers}
+    for name, count in names.items():
+        size = format_bytes(weight_bytes(setting, name, count))
+        print(f"{name}: {count} layers, {size}: {find_shape(name).sample(count).kinds}", flush=True)
+    makers = {name: partial(of_shape, name, count) for name, count in names.items()}
+    try:
+        found = measure_rounds([makers], setting, options.depth, options.rounds)
+    except OSError as error:
+        raise SystemExit(f"stopped: {error}") from error
+    report = []
+    for depth in options.depth:
+        ours, theirs = (found[name][depth] for name in names)
+        prefill, decode = ratios(ours, theirs)
+        print(f"depth {depth}: shares over its: prefill {prefill:.2f}, decode {decode:.2f}")
+        medians = {name: asdict(median(found[name][depth])) for name in names}
+        report.append({"depth": depth, "prefill": prefill, "decode": decode, "speeds": medians})
+    print(json.dumps({"layers": names, "prompt": options.prompt, "shares": report}))
+
+
+if __name__ == "__main__":
+    main()
