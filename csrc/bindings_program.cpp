@@ -34,7 +34,7 @@ EvenRows even_rows(const Tensor& x, const char* name, ValueType type) {
   return {x.data(name), count, stride};
 }
 
-void add_norm(Program& program, float eps, bool rounds_first, const Tensor& x,
+void add_norm(Program& program, float eps, int rounding, const Tensor& x,
               const MaybeTensor& weight, int gate_kind, const MaybeTensor& gate, const Tensor& out) {
   const ValueType type = x.value_type("x");
   const EvenRows rows = even_rows(x, "x", type);
@@ -44,11 +44,12 @@ void add_norm(Program& program, float eps, bool rounds_first, const Tensor& x,
   require(gate_kind >= 0 && gate_kind <= static_cast<int>(GateKind::kSigmoidAfter) &&
               (gate_kind != 0) == gate.has_value(),
           "a gate where there is a kind of gate");
+  require(rounding >= 0 && rounding <= static_cast<int>(NormRounding::kFactor), "a kind of rounding");
   require(rows.count % weight_rows == 0, "a weight for each row");
   EvenRows gates{};
   if (gate) gates = even_rows(*gate, "gate", type);
   if (gate && (gates.count != rows.count || gate->size(-1) != cols)) gate->refuse("gate", "the sizes of x");
-  program.add(RmsNorm{rows.count, cols, eps, rounds_first, type, rows.data, rows.stride,
+  program.add(RmsNorm{rows.count, cols, eps, static_cast<NormRounding>(rounding), type, rows.data, rows.stride,
                       dense_or_null<const float>(weight, "weight", weight_rows * cols), weight_rows,
                       static_cast<GateKind>(gate_kind), gates.data, gates.stride,
                       out.values("out", type, rows.count * cols, true)});
@@ -67,14 +68,14 @@ void add_rotary(Program& program, const Tensor& x, const Tensor& cos, const Tens
                      out.values("out", type, x.count(), true)});
 }
 
-// The same of pairs, whose turns are fp32 (tokens, dim): cosines and sines.
+// The same of the last pairs of heads, whose turns are fp32 (tokens, turned): cosines and sines.
 void add_rotary_pairs(Program& program, const Tensor& x, const Tensor& turns, const Tensor& out) {
   const ValueType type = x.value_type("x");
   const HeadView heads = heads_of(x, "x", type, -1, -1, -1);
-  require(x.size(2) % 2 == 0, "heads of pairs");
-  program.add(RotaryPairs{x.size(0), x.size(1), x.size(2), type, heads.data, heads.token_stride,
-                          heads.head_stride,
-                          turns.dense<const float>("turns", x.size(0) * x.size(2)),
+  const std::int64_t tokens = x.size(0), turned = tokens > 0 ? turns.count() / tokens : x.size(2);
+  if (turned < 2 || turned % 2 != 0 || turned > x.size(2)) turns.refuse("turns", "pairs of a head for each token");
+  program.add(RotaryPairs{tokens, x.size(1), x.size(2), turned, type, heads.data, heads.token_stride,
+                          heads.head_stride, turns.dense<const float>("turns", tokens * turned),
                           out.values("out", type, x.count(), true)});
 }
 

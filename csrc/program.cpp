@@ -55,6 +55,21 @@ void Program::operator()(const Rotary& call) {
   });
 }
 
+void Program::operator()(const RotaryPairs& call) {
+  const std::int64_t values = call.num_heads * call.dim;  // of a token
+  if (call.num_tokens * values < kManyValues) return rows_.rotate_pairs(call);
+  const std::int64_t each = std::max<std::int64_t>(1, kManyValues / 8 / values);
+  pool_.run((call.num_tokens + each - 1) / each, [&](std::int64_t i) {
+    RotaryPairs part = call;
+    const std::int64_t first = i * each;
+    part.num_tokens = std::min(each, call.num_tokens - first);
+    part.input = value_at(call.input, call.type, first * call.token_stride);
+    part.turns = call.turns + first * call.turned;
+    part.out = value_at(call.out, call.type, first * values);
+    rows_.rotate_pairs(part);
+  });
+}
+
 template <typename Call>
 void Program::by_rows(const Call& call, void (*run)(const Call&)) {
   const Four& sizes = call.sizes;

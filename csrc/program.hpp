@@ -94,7 +94,7 @@ class Program {
 
   void operator()(const RmsNorm& call);
   void operator()(const Rotary& call);
-  void operator()(const RotaryPairs& call) { rows_.rotate_pairs(call); }
+  void operator()(const RotaryPairs& call);
   void operator()(const Choice& call) { choose(call); }
   void operator()(const RankedChoice& call) { choose(call); }
   void operator()(const Elementwise& call);

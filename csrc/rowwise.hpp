@@ -11,12 +11,15 @@ namespace tandem {
 // What a norm's gate does: nothing, or it multiplies as silu(gate) before, as silu or sigmoid after.
 enum class GateKind : int { kNone = 0, kSiluBefore = 1, kSiluAfter = 2, kSigmoidAfter = 3 };
 
-// out = x / sqrt(mean(x^2) + eps) * weight, row by row. In bf16 the normalised row is rounded before
-// it is multiplied if `rounds_first`, as most models do it, or only at the end.
+// What of a norm in bf16 is rounded before its result: nothing, the row before it meets weights and gates,
+// as most models do it, or the factor of the row.
+enum class NormRounding : int { kNothing = 0, kRow = 1, kFactor = 2 };
+
+// out = x / sqrt(mean(x^2) + eps) * weight, row by row.
 struct RmsNorm {
   std::int64_t num_rows, cols;
   float eps;
-  bool rounds_first;
+  NormRounding rounding;
   ValueType type;        // of input and output
   const void* input;     // rows `input_stride` values apart
   std::int64_t input_stride;
@@ -40,14 +43,14 @@ struct Rotary {
   void* out;             // (num_tokens, num_heads, dim)
 };
 
-// Rotary embedding of neighbours: each pair of values is a complex number that is multiplied by its
-// turn, in fp32.
+// Rotary embedding of neighbours: each pair of the last `turned` values is a complex number that is
+// multiplied by its turn, in fp32.
 struct RotaryPairs {
-  std::int64_t num_tokens, num_heads, dim;
+  std::int64_t num_tokens, num_heads, dim, turned;
   ValueType type;
   const void* input;     // token t, head h at t * token_stride + h * head_stride
   std::int64_t token_stride, head_stride;
-  const float* turns;    // (num_tokens, dim): cosine and sine of each pair
+  const float* turns;    // (num_tokens, turned): cosine and sine of each pair
   void* out;             // (num_tokens, num_heads, dim)
 };
 

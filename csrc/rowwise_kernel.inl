@@ -45,8 +45,9 @@ void norm_rows(const RmsNorm& call) {
   for (std::int64_t r = 0; r < call.num_rows; ++r) {
     load_values(value_at(call.input, T, r * call.input_stride), T, call.cols, row);
     if (is_gated_first) gate_row<T>(call, r, row);
-    const float scale = 1.0f / std::sqrt(mean_square(row, call.cols) + call.eps);
-    if (call.rounds_first)
+    float scale = 1.0f / std::sqrt(mean_square(row, call.cols) + call.eps);
+    if (call.rounding == NormRounding::kFactor) scale = rounded<T>(scale);
+    if (call.rounding == NormRounding::kRow)
       for (std::int64_t k = 0; k < call.cols; ++k) row[k] = rounded<T>(row[k] * scale);
     else
       for (std::int64_t k = 0; k < call.cols; ++k) row[k] *= scale;
@@ -55,7 +56,7 @@ void norm_rows(const RmsNorm& call) {
       for (std::int64_t k = 0; k < call.cols; ++k) row[k] *= weight[k];
     }
     if (is_gated_last) {
-      if (call.rounds_first)
+      if (call.rounding == NormRounding::kRow)
         for (std::int64_t k = 0; k < call.cols; ++k) row[k] = rounded<T>(row[k]);
       gate_row<T>(call, r, row);
     }
@@ -94,14 +95,15 @@ template <ValueType T>
 void rotate_pairs(const RotaryPairs& call) {
   float* x = scratch_row(0, call.dim);
   for (std::int64_t t = 0; t < call.num_tokens; ++t) {
-    const float* turn = call.turns + t * call.dim;
+    const float* turn = call.turns + t * call.turned;
     for (std::int64_t h = 0; h < call.num_heads; ++h) {
       load_values(value_at(call.input, T, t * call.token_stride + h * call.head_stride), T,
                   call.dim, x);
-      for (std::int64_t d = 0; d < call.dim; d += 2) {
-        const float real = x[d], imaginary = x[d + 1];
-        x[d] = real * turn[d] - imaginary * turn[d + 1];
-        x[d + 1] = real * turn[d + 1] + imaginary * turn[d];
+      float* last = x + call.dim - call.turned;
+      for (std::int64_t d = 0; d < call.turned; d += 2) {
+        const float real = last[d], imaginary = last[d + 1];
+        last[d] = real * turn[d] - imaginary * turn[d + 1];
+        last[d + 1] = real * turn[d + 1] + imaginary * turn[d];
       }
       store_values(x, call.dim, T, value_at(call.out, T, (t * call.num_heads + h) * call.dim));
     }

@@ -104,7 +104,7 @@ bool norm_agrees(Random& random, const std::string& isa) {
   const std::vector<float> weight = random.normals(weight_rows * cols);
   const auto kind = static_cast<tandem::GateKind>(random.between(0, 3));
   std::vector<std::uint8_t> out(input.bytes.size());
-  tandem::row_kernels(isa).norm({rows, cols, 1e-6f, random.between(0, 1) == 1, type,
+  tandem::row_kernels(isa).norm({rows, cols, 1e-6f, static_cast<tandem::NormRounding>(random.between(0, 2)), type,
                                  input.bytes.data(), cols, weight.data(), weight_rows, kind,
                                  gate.bytes.data(), cols, out.data()});
   std::vector<float> wanted(input.numbers);
@@ -149,20 +149,21 @@ bool rotary_agrees(Random& random, const std::string& isa) {
 
 bool pairs_agree(Random& random, const std::string& isa) {
   const std::int64_t tokens = random.between(1, 4), heads = random.between(1, 3);
-  const std::int64_t dim = 2 * random.between(1, 40);
+  const std::int64_t dim = 2 * random.between(1, 40), turned = 2 * random.between(1, dim / 2);
   const ValueType type = any_type(random);
   const Values x(random.normals(tokens * heads * dim), type);
-  const std::vector<float> turns = random.normals(tokens * dim);
+  const std::vector<float> turns = random.normals(tokens * turned);
   std::vector<std::uint8_t> out(x.bytes.size());
-  tandem::row_kernels(isa).rotate_pairs({tokens, heads, dim, type, x.bytes.data(), heads * dim, dim,
+  tandem::row_kernels(isa).rotate_pairs({tokens, heads, dim, turned, type, x.bytes.data(), heads * dim, dim,
                                          turns.data(), out.data()});
   std::vector<float> wanted(x.numbers);
   for (std::int64_t i = 0; i < tokens * heads; ++i)
-    for (std::int64_t d = 0; d < dim; d += 2) {
-      const float* turn = turns.data() + i / heads * dim + d;
-      const float real = x.numbers[i * dim + d], imaginary = x.numbers[i * dim + d + 1];
-      wanted[i * dim + d] = real * turn[0] - imaginary * turn[1];
-      wanted[i * dim + d + 1] = real * turn[1] + imaginary * turn[0];
+    for (std::int64_t d = 0; d < turned; d += 2) {
+      const float* turn = turns.data() + i / heads * turned + d;
+      const std::int64_t at = i * dim + dim - turned + d;
+      const float real = x.numbers[at], imaginary = x.numbers[at + 1];
+      wanted[at] = real * turn[0] - imaginary * turn[1];
+      wanted[at + 1] = real * turn[1] + imaginary * turn[0];
     }
   return is_near(read(out, type), wanted, 2e-2);
 }

@@ -5,6 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
+    DeepseekV4RMSNorm,
+    DeepseekV4UnweightedRMSNorm,
+)
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
@@ -68,6 +72,21 @@ def test_a_slice_is_native_and_rows_unevenly_apart_are_the_modules() -> None:
     rows = wide[..., :SIZE]
     torch.testing.assert_close(native(module, rows), module(rows))
     assert native(module, wide[:, ::2, :SIZE]) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 3, 1500])
+def test_norms_without_weights_and_with_weights_in_fp32(dtype: torch.dtype, num_rows: int) -> None:
+    """DeepSeek-V4's, of heads before tokens too: the first one rounds the factor of a row."""
+    bare, weighted = DeepseekV4UnweightedRMSNorm(1e-6), norm(DeepseekV4RMSNorm, torch.float32)
+    x = torch.randn(2, num_rows, 3, SIZE).to(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for module in (bare, weighted):
+        for rows in (x, x.transpose(1, 2)):
+            actual, expected = native(module, rows), module(rows)
+            torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+            assert actual is not None
+            assert (actual == expected).float().mean() > 0.98 or dtype == torch.float32
 
 
 def test_norms_are_the_modules_while_no_prompt_runs() -> None:

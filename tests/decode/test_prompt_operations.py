@@ -166,6 +166,30 @@ def test_rotary_embeddings_are_the_models(
     assert not work.calls
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 1100])
+@pytest.mark.parametrize("rotated", [8, 64])
+def test_neighbours_that_heads_end_with_are_turned(
+    rotated: int, num_tokens: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    module = importlib.import_module("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    own = module.apply_rotary_pos_emb
+    x = torch.randn(1, num_tokens, 8, 64).to(dtype).transpose(1, 2)
+    cos, sin = (torch.rand(1, num_tokens, rotated // 2).to(dtype) for _ in range(2))
+    rotate = rotary_like(own)
+    assert rotate is not None
+    with torch.inference_mode():
+        assert rotate(x, cos, sin) is None  # no prompt runs
+        with PromptOperations(two_threads()):
+            actual = rotate(x, cos, -sin)
+            by_token = rotate(x.transpose(1, 2), cos, -sin, unsqueeze_dim=2)
+        expected = own(x, cos, -sin)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(by_token.transpose(1, 2), actual)
+
+
 def left_of_a_prompt(num_layers: int, folder: Path) -> Counter[str]:
     model = build_tiny_model("qwen3_moe", values={"num_hidden_layers": num_layers})
     model.save_pretrained(folder)

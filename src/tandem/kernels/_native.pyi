@@ -285,7 +285,7 @@ class Program:
     def add_norm(
         self,
         eps: float,
-        rounds_first: bool,
+        rounding: int,
         x: Tensor,
         weight: Tensor | None,
         gate_kind: int,

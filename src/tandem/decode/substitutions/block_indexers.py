@@ -6,13 +6,13 @@ copy of a model the methods here stand in their place, for modules of exactly th
 """
 
 import math
-import sys
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
+from tandem.decode.substitutions.rotary import rotary_of
 from tandem.decode.substitutions.substitution import Substitution, has
 from tandem.foreign_types import ModelPart
 from tandem.hf.compat import takes_cache
@@ -36,7 +36,7 @@ def _select_qwen4(
     cache: DynamicCache,
 ) -> SelectedPositions:
     """Pool by means, which are normed and turned by the angles of their first position."""
-    rotate = vars(sys.modules[type(self).__module__])["apply_rotary_pos_emb"]
+    rotate = rotary_of(self)
     cos, sin = position_embeddings  # (b, n_tokens, width)
     shape = (*hidden_states.shape[:2], -1, self.index_head_dim)
     widths = [n * self.index_head_dim for n in (self.index_n_heads, self.index_kv_heads)]

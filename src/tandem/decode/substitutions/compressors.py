@@ -5,12 +5,12 @@ far. Here each token has the key of the window that it ends, if it ends one; the
 attention reads it beside the window. Where an indexer selects keys, these alone.
 """
 
-import sys
 from functools import partial
 
 from torch import Tensor
 from transformers import DynamicCache
 
+from tandem.decode.substitutions.rotary import rotary_of
 from tandem.decode.substitutions.substitution import Substitution, has
 from tandem.foreign_types import ModelPart
 from tandem.kernels.recurrent import Compression
@@ -77,11 +77,10 @@ def _keys(
 
 def _rotated(module: ModelPart, heads: Tensor, position_ids: Tensor) -> Tensor:
     """Turn (b, heads, n_tokens, dim) by the model's own code."""
-    rotate = vars(sys.modules[type(module).__module__])["apply_rotary_pos_emb"]
     cos, sin = module.rotary_emb(
         heads, position_ids=position_ids, layer_type=module.rope_layer_type
     )
-    turned: Tensor = rotate(heads, cos, sin)
+    turned: Tensor = rotary_of(module)(heads, cos, sin)
     return turned
 
 

@@ -1,8 +1,8 @@
 """Norms of prompts in one pass: torch makes seven over a prompt's activations.
 
-Norms are known by what they compute, not by their class: a module with one vector of weights that
-does to random rows, or to rows and gates, what the kernel does. Decode steps keep the model's own,
-which are recorded.
+Norms are known by what they compute, not by their class: a module with one vector of weights, or
+without any, that does to random rows, or to rows and gates, what the kernel does. Decode steps keep
+the model's own, which are recorded.
 """
 
 import itertools
@@ -21,9 +21,10 @@ from tandem.kernels.torch_private import without_overrides
 _PROBED_ROWS = 4
 # Of the values: the last digit of a few may differ, as sums are added up in another order.
 _EQUAL_SHARE = 0.98
-# What a gate does; the numbers are those of GateKind in csrc/rowwise.hpp.
+# What a gate does, and what is rounded; the numbers are those of csrc/rowwise.hpp.
 _NO_GATE = 0
 _GATES = (1, 2, 3)
+_ROUNDINGS = (1, 0, 2)  # the usual one first
 
 
 class _Kind(NamedTuple):
@@ -32,22 +33,23 @@ class _Kind(NamedTuple):
     eps: float
     offset: float
     """What is added to the weights: 1 where they are stored as their distance from it."""
-    rounds_first: bool
-    """Whether rows are rounded before they are multiplied with the weights."""
+    rounding: int
     num_groups: int
     """Parts of a row that are divided by roots of their own."""
     gate: int
 
 
 def _may_be_norm(module: nn.Module) -> bool:
-    """Tell whether a vector of weights is all that a module has, and no hook is around it."""
+    """Tell whether a vector of weights is all that a module has, if it has one, without hooks."""
     parameters = dict(module.named_parameters(recurse=False))
     is_bare = not [*module.children(), *module.buffers(recurse=False)]
-    if not is_bare or list(parameters) != ["weight"] or "forward" in vars(module):
+    if not is_bare or parameters.keys() - {"weight"} or "forward" in vars(module):
         return False
-    weight = parameters["weight"]
-    is_fit = weight.dim() == 1 and weight.device.type == "cpu" and weight.dtype in VALUE_DTYPES
-    return is_fit and isinstance(_eps(module), float)
+    are_fit = all(
+        weight.dim() == 1 and weight.device.type == "cpu" and weight.dtype in VALUE_DTYPES
+        for weight in parameters.values()
+    )
+    return are_fit and isinstance(_eps(module), float)
 
 
 def _eps(module: nn.Module) -> float | None:
@@ -57,37 +59,50 @@ def _eps(module: nn.Module) -> float | None:
 
 def _native_norm(self: ModelPart, x: Tensor, gate: Tensor | None = None) -> Tensor | None:
     """Norm rows while a prompt runs, if the class does what the kernel does."""
-    ops, weight, has_gate = active_operations(), self.weight, gate is not None
-    if ops is None or x.dtype != weight.dtype:
+    ops, weight, has_gate = active_operations(), _weight(self), gate is not None
+    if ops is None or x.dtype not in VALUE_DTYPES or x.device.type != "cpu":
         return None
-    key = (type(self), _eps(self), weight.dtype, len(weight), has_gate)
+    if weight is not None and len(weight) != x.shape[-1]:
+        return None
+    own_dtype = None if weight is None else weight.dtype
+    key = (type(self), _eps(self), own_dtype, x.dtype, x.shape[-1], has_gate)
     if key not in ops.norm_kinds:
         with without_overrides():
-            ops.norm_kinds[key] = _find_kind(self, ops, has_gate=has_gate)
+            ops.norm_kinds[key] = _find_kind(self, ops, x, has_gate=has_gate)
     kind = ops.norm_kinds[key]
-    return _norm(ops, x, gate, weight, kind) if isinstance(kind, _Kind) else None
+    if not isinstance(kind, _Kind):
+        return None
+    if not has_gate and x.dim() == 4 and row_stride(x) is None:  # heads before tokens
+        turned = _norm(ops, x.transpose(1, 2), None, weight, kind)
+        return None if turned is None else turned.transpose(1, 2)
+    return _norm(ops, x, gate, weight, kind)
 
 
-def _find_kind(module: ModelPart, ops: PromptOperations, *, has_gate: bool) -> _Kind | None:
-    weight, eps = module.weight, _eps(module)
+def _weight(module: ModelPart) -> Tensor | None:
+    weight: Tensor | None = dict(module.named_parameters(recurse=False)).get("weight")
+    return weight
+
+
+def _find_kind(
+    module: ModelPart, ops: PromptOperations, like: Tensor, *, has_gate: bool
+) -> _Kind | None:
+    weight, eps, size = _weight(module), _eps(module), like.shape[-1]
     random = torch.Generator().manual_seed(0)
-    shape = (_PROBED_ROWS, len(weight))
-    x, gate = (
-        torch.randn(shape, generator=random, device="cpu").to(weight.dtype) for _ in range(2)
-    )
+    shape = (_PROBED_ROWS, size)
+    x, gate = (torch.randn(shape, generator=random, device="cpu").to(like.dtype) for _ in range(2))
     try:  # without hooks, which are of real rows
         expected = type(module).forward(module, *((x, gate) if has_gate else (x,)))
-    except (TypeError, AttributeError):  # it takes other arguments
+    except (TypeError, AttributeError, RuntimeError):  # it takes other arguments
         return None
     if eps is None or not isinstance(expected, Tensor):
         return None
     if (expected.shape, expected.dtype) != (x.shape, x.dtype):
         return None
-    num_groups = len(weight) // (vars(module).get("group_size") or len(weight))
-    for offset, rounds_first, kind_of_gate in itertools.product(
-        (0.0, 1.0), (True, False), _GATES if has_gate else (_NO_GATE,)
+    num_groups = size // (vars(module).get("group_size") or size)
+    for offset, rounding, kind_of_gate in itertools.product(
+        (0.0, 1.0), _ROUNDINGS, _GATES if has_gate else (_NO_GATE,)
     ):
-        kind = _Kind(eps, offset, rounds_first, num_groups, kind_of_gate)
+        kind = _Kind(eps, offset, rounding, num_groups, kind_of_gate)
         actual = _norm(ops, x, gate if has_gate else None, weight, kind)
         if actual is not None:
             is_equal = torch.isclose(actual, expected, rtol=1e-6).float().mean() >= _EQUAL_SHARE
@@ -97,10 +112,10 @@ def _find_kind(module: ModelPart, ops: PromptOperations, *, has_gate: bool) -> _
 
 
 def _norm(
-    ops: PromptOperations, x: Tensor, gate: Tensor | None, weight: Tensor, kind: _Kind
+    ops: PromptOperations, x: Tensor, gate: Tensor | None, weight: Tensor | None, kind: _Kind
 ) -> Tensor | None:
     """Norm the rows of x, natively; None where they, or those of the gate, lie unevenly apart."""
-    cols = len(weight) // kind.num_groups
+    cols = x.shape[-1] // kind.num_groups
     rows, gates = (
         None if part is None else part.unflatten(-1, (kind.num_groups, cols)) for part in (x, gate)
     )
@@ -109,10 +124,10 @@ def _norm(
     if rows is None or not are_even or not is_alike:
         return None
     out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
-    wide = weight.float() + kind.offset
+    wide = None if weight is None else weight.float() + kind.offset
 
     def add(program: _native.Program) -> None:
-        program.add_norm(kind.eps, kind.rounds_first, rows, wide, kind.gate, gates, out)
+        program.add_norm(kind.eps, kind.rounding, rows, wide, kind.gate, gates, out)
 
     ops.run(add)
     return out

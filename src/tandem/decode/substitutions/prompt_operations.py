@@ -102,6 +102,31 @@ class PromptOperations(Meeting, TorchFunctionMode):
         self.run(add)
         return out.transpose(1, 2) if heads == 1 else out
 
+    def rotate_pairs(self, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor | None:
+        """Return rotary embeddings of neighbours, of one sequence; None for other shapes.
+
+        As `rotate`, but tables (1, n, pairs) are of the pairs that a head ends with.
+        """
+        tokens = 3 - heads
+        num_tokens, pairs = cos.shape[-2:]
+        is_fit = (
+            x.dim() == 4 and len(x) == 1 and x.stride(3) == 1 and x.dtype in VALUE_DTYPES
+            and cos.numel() == num_tokens * pairs and x.shape[tokens] == num_tokens
+            and sin.shape == cos.shape and _is_known(cos) and _is_known(sin)
+        )  # fmt: skip
+        if not is_fit or not 0 < 2 * pairs <= x.shape[3]:
+            return None
+        out = torch.empty((1, num_tokens, x.shape[heads], x.shape[3]), dtype=x.dtype, device="cpu")
+        with without_overrides():
+            turns = torch.stack((cos, sin), dim=-1).float()
+
+        def add(program: _native.Program) -> None:
+            by_token = x[0].transpose(0, 1) if heads == 1 else x[0]
+            program.add_rotary_pairs(by_token, turns, out)
+
+        self.run(add)
+        return out.transpose(1, 2) if heads == 1 else out
+
     def combine(self, kind: int, args: Arguments, out: Tensor | None = None) -> Tensor | None:
         """Compute tensors and numbers value by value, perhaps into one of them."""
         tensors = [x for x in args if isinstance(x, Tensor)]

@@ -1,17 +1,21 @@
 """Rotary embeddings of prompts in one pass, in place of the function that models call for them.
 
 The function is known by its name and parameters, and trusted when it has turned random heads as the
-kernel does: halves against each other, of whole heads or of their first values.
+kernels do: halves against each other, of whole heads or of their first values; or neighbours, of
+those that a head ends with.
 """
 
+import functools
 import inspect
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.decode.substitutions.prompt_operations import active_operations
-from tandem.decode.substitutions.substitution import Function
+from tandem.decode.substitutions.substitution import Function, instead
+from tandem.foreign_types import ModelPart
 
 
 def rotary_like(own: Function) -> Function | None:
@@ -25,6 +29,7 @@ def rotary_like(own: Function) -> Function | None:
         for is_partial in (False, True)
         if _turns_halves(own, len(turned), is_partial=is_partial)
     ]
+    turns_pairs = not trusted and _turns_pairs(own, len(turned))
 
     def rotate(*args: Any, **kwargs: Any) -> Any:
         ops = active_operations()
@@ -34,31 +39,62 @@ def rotary_like(own: Function) -> Function | None:
             return None
         cos, sin = given["cos"], given["sin"]
         parts: list[Tensor] = [given[name] for name in turned]
-        if (cos.shape[-1] < parts[0].shape[-1]) not in trusted:
+        if turns_pairs:
+            results = [ops.rotate_pairs(x, cos, sin, heads) for x in parts]
+        elif (cos.shape[-1] < parts[0].shape[-1]) in trusted:
+            results = [ops.rotate(x, cos, sin, heads) for x in parts]
+        else:
             return None
-        results = [ops.rotate(x, cos, sin, heads) for x in parts]
         if any(result is None for result in results):
             return None
         return results[0] if len(results) == 1 else tuple(results)
 
-    return rotate if trusted else None
+    return rotate if trusted or turns_pairs else None
+
+
+def rotary_of(module: ModelPart) -> Function:
+    """Return the function of a module's file, with what stands in its place while a prompt runs."""
+    return _with_native(vars(sys.modules[type(module).__module__])["apply_rotary_pos_emb"])
+
+
+@functools.cache
+def _with_native(own: Function) -> Function:
+    ours = rotary_like(own)
+    return own if ours is None else instead(own, ours)
 
 
 def _turns_halves(own: Function, count: int, *, is_partial: bool) -> bool:
     """Try a function on heads of eight values; whether half of them stay as they are."""
-    random = torch.Generator().manual_seed(0)
-    rotated = 4 if is_partial else 8
-    x = torch.randn((1, 2, 3, 8), generator=random, device="cpu")
-    cos, sin = (torch.randn((1, 3, rotated), generator=random, device="cpu") for _ in range(2))
-    try:
-        found = own(*[x] * count, cos=cos, sin=sin)
-    except (TypeError, RuntimeError, ValueError):  # it takes something else
-        return False
-    results = [found] if isinstance(found, Tensor) else list(found)
+    x, cos, sin, results = _tried(own, count, 4 if is_partial else 8)
+    rotated = cos.shape[-1]
     turned, rest = x[..., :rotated], x[..., rotated:]
     low, high = turned.chunk(2, dim=-1)
     swapped = torch.cat((-high, low), dim=-1)
     expected = torch.cat((turned * cos[:, None] + swapped * sin[:, None], rest), dim=-1)
+    return _are_all(results, count, expected)
+
+
+def _turns_pairs(own: Function, count: int) -> bool:
+    """The same, whose last four values are two pairs that turn."""
+    x, cos, sin, results = _tried(own, count, 2)
+    pairs = torch.view_as_complex(x[..., 4:].unflatten(-1, (2, 2)).contiguous())
+    turned = torch.view_as_real(pairs * torch.complex(cos, sin)[:, None]).flatten(-2)
+    return _are_all(results, count, torch.cat((x[..., :4], turned), dim=-1))
+
+
+def _tried(own: Function, count: int, width: int) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Return random heads, tables of a width, and what a function makes of them; nothing: []."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn((1, 2, 3, 8), generator=random, device="cpu")
+    cos, sin = (torch.randn((1, 3, width), generator=random, device="cpu") for _ in range(2))
+    try:
+        found = own(*[x] * count, cos=cos, sin=sin)
+    except (TypeError, RuntimeError, ValueError):  # it takes something else
+        return x, cos, sin, []
+    return x, cos, sin, [found] if isinstance(found, Tensor) else list(found)
+
+
+def _are_all(results: list[Tensor], count: int, expected: Tensor) -> bool:
     return len(results) == count and all(
-        y.shape == x.shape and torch.allclose(y, expected) for y in results
+        y.shape == expected.shape and torch.allclose(y, expected) for y in results
     )

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from tandem.decode.substitutions import FUNCTIONS, METHODS
 from tandem.decode.substitutions.attention import register_attention
-from tandem.decode.substitutions.substitution import Function
+from tandem.decode.substitutions.substitution import Function, instead
 from tandem.foreign_types import ModelPart, PreTrainedModel
 from tandem.hf.compat import config_to_step
 from tandem.hf.experts import is_experts_module
@@ -79,22 +79,12 @@ def _methods(module: ModelPart) -> dict[str, Function]:
     """Return the methods of a module's copy that differ from its class's, by name."""
     kind = type(module)
     methods = {
-        one.method: _instead(getattr(kind, one.method), one.forward)
+        one.method: instead(getattr(kind, one.method), one.forward)
         for one in METHODS
         if one.matches(module)
     }
     forward = with_functions(kind.forward)
     return methods if forward is None else {"forward": forward, **methods}
-
-
-def _instead(own: Function, forward: Function) -> Function:
-    """Return what calls `forward`, and `own` where that returns None."""
-
-    def call(*args: object, **kwargs: object) -> object:
-        result = forward(*args, **kwargs)
-        return own(*args, **kwargs) if result is None else result
-
-    return call
 
 
 @functools.cache
@@ -111,7 +101,7 @@ def with_functions(function: FunctionType) -> FunctionType | None:
     scope = function.__globals__
     names = FUNCTIONS.keys() & set(function.__code__.co_names) & scope.keys()
     found = {name: FUNCTIONS[name](scope[name]) for name in names}
-    ours = {name: _instead(scope[name], one) for name, one in found.items() if one is not None}
+    ours = {name: instead(scope[name], one) for name, one in found.items() if one is not None}
     return _copy_function(function, scope | ours, function.__closure__) if ours else None
 
 

@@ -22,6 +22,16 @@ class Substitution(NamedTuple):
     method: str = "forward"
 
 
+def instead(own: Function, forward: Function) -> Function:
+    """Return what calls `forward`, and `own` where that returns None."""
+
+    def call(*args: object, **kwargs: object) -> object:
+        result = forward(*args, **kwargs)
+        return own(*args, **kwargs) if result is None else result
+
+    return call
+
+
 def has(*names: str) -> Callable[[ModelPart], bool]:
     """Return what tells whether a module has all attributes of some names."""
     return lambda module: all(hasattr(module, name) for name in names)
