@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tandem.hf.opaque_calls import MIX_IN, MIX_OUT
 from torch import Tensor
 
 from tandem.decode.cpu_slots import CpuSlotPool
@@ -14,6 +13,7 @@ from tandem.decode.substitutions import hyper_connections
 from tandem.decode.substitutions.hyper_connections import _WayBack, _Weights
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.hyper_connections import mix_in, mix_out
+from tandem.kernels.opaque_calls import MIX_IN, MIX_OUT
 from tandem.recording.coverage import coverage_of
 from tests.architectures import build_tiny_model
 from tests.decode.whole_pool import require_alike

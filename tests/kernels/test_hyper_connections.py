@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.hyper_connections import HyperConnection, mix_in, mix_out
-from tests.threads import two_threads
+from tests.conftest import two_threads
 
 pytestmark = pytest.mark.every_isa
 

@@ -13,14 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tandem.bench.model_shapes import ModelShape
 from tandem.bench.random_weights import random_experts, random_matrix
 from tandem.core.errors import ConfigError
+from tandem.decode.token_routed import TABLE
 from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
 from tandem.foreign_types import ModelPart, PreTrainedModel
 from tandem.hf.compat import parts_in_fp32
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
 from tandem.hf.dense import PackedLinear, give_fp32_logits, packable_layers, untie
 from tandem.hf.experts import is_experts_module
-from tandem.kernels.grouped import cut_like
-from tandem.decode.token_routed import TABLE
 from tandem.hf.quantizer import OffloadQuantizer
 from tandem.kernels.dense import CpuThreads, DenseWeight
 from tandem.kernels.formats.weight_format import WeightFormat

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tandem.decode.substitutions.substitution import Substitution, has
 from tandem.foreign_types import ModelPart
-from tandem.hf.opaque_calls import MIX_IN, MIX_OUT, mapped, opaque
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.kernels.hyper_connections import MOST_STREAMS, HyperConnection, mix_in, mix_out
+from tandem.kernels.opaque_calls import MIX_IN, MIX_OUT, mapped, opaque
 from tandem.kv_cache.base import current_cache
 from tandem.kv_cache.cpu import KvCache
 
