@@ -5,12 +5,18 @@ python -m benchmarks.runtime.coordinator_latency
 Qwen3-30B-A3B's sizes at batch 1, 25 % of the experts resident, on the CPU twin: from the device's
 doorbell to the first miss at work, and from the last miss done to the device that goes on. The twin
 runs beside the answering thread, so two idle cores are needed. Medians; the last line is JSON.
+
+With `--fetches` steps are decided by `balanced-in-graph` ahead of the first miss, and only layers
+count in which a fetched expert has come in time; what is last is then a miss or a copy. The thread
+that copies needs a third core.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from benchmarks.runtime.overhead import (
@@ -22,62 +28,140 @@ from benchmarks.runtime.overhead import (
     make_store,
 )
 
+from tandem.experts.cache.policy_tables import NATIVE_TABLES, native_step_policy
 from tandem.experts.execution.routed_layers import native_layer
 from tandem.kernels import _native
 from tandem.kernels.engine import best_isa, start_engine
 from tandem.kernels.native import TOKEN_DTYPES
+from tandem.policy.assignment import IN_GRAPH
+from tandem.policy.cost import CostTable, ShapeCosts
 from tandem.policy.plan import Geometry
+from tandem.policy.planner import Planner
+from tandem.policy.settings import FETCHING_RULE, PlannerSettings, make_planner
 
 PATIENCE = 20.0
+# Of an expert, in a fetching policy's eyes: it fetches one or two of six misses.
+CPU_SECONDS, COPY_SECONDS = 3e-4, 5e-4
+ASKED_SLOTS = 4  # that experts are fetched into for one use
 
 
-def hand_offs(name: str, layers: int, steps: int, dense: float, share: float) -> dict[str, float]:
-    """Return medians in microseconds by layer; `dense` is the twin's time between two layers."""
-    geometry = Geometry(layers, QWEN_EXPERTS, QWEN_TOP_K)
-    store = make_store(geometry, QWEN_HIDDEN, QWEN_INTERMEDIATE, name)
-    native = [layer for host in store if (layer := native_layer(host, FUNCTIONS)) is not None]
-    coordinator = _native.StepCoordinator(native, 1, best_isa())
-    box = coordinator.add_mailbox(1, QWEN_TOP_K, TOKEN_DTYPES[torch.bfloat16])
-    table = torch.zeros(layers, QWEN_EXPERTS, dtype=torch.int64)
-    each = round(share * QWEN_EXPERTS)
-    slots = torch.zeros(layers * each, store[0].image_bytes, dtype=torch.uint8)
-    addresses = [slot.data_ptr() for slot in slots]
-    coordinator.manage_slots(table, addresses, slots.shape[1], None, 0.0, None)
-    coordinator.submit([(slot // each, slot % each, slot, -1) for slot in range(layers * each)])
-    coordinator.drain_copies()
-    twin = _native.TwinStream(coordinator, box, table, start_engine(num_threads=1), 0, 0)
-    twin.set_dense_seconds(dense)
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, QWEN_HIDDEN, generator=generator).bfloat16()
-    weights, out = torch.full((1, QWEN_TOP_K), 1 / QWEN_TOP_K), torch.empty_like(hidden)
-    before, after, computing = [], [], []
-    for _ in range(steps):
+class Layer(NamedTuple):
+    """One layer of one step, as the coordinator and the twin saw it; seconds of one clock."""
+
+    before: float
+    computing: float
+    after: float
+
+
+class Hands:
+    """A coordinator and a twin over layers of Qwen3-30B-A3B's sizes."""
+
+    def __init__(
+        self, name: str, layers: int, dense: float, share: float, *, fetches: bool
+    ) -> None:
+        """Copy a share of the experts; `dense` is the twin's time between two layers."""
+        self.geometry = Geometry(layers, QWEN_EXPERTS, QWEN_TOP_K)
+        self._store = make_store(self.geometry, QWEN_HIDDEN, QWEN_INTERMEDIATE, name)
+        native = [native_layer(host, FUNCTIONS) for host in self._store]
+        planner = planner_of(self.geometry, share)
+        self._policy = native_step_policy(planner) if fetches else None
+        if self._policy is not None:
+            self._policy.set_rule(IN_GRAPH.index(FETCHING_RULE))
+        self.coordinator = _native.StepCoordinator([one for one in native if one], 1, best_isa())
+        box = self.coordinator.add_mailbox(1, QWEN_TOP_K, TOKEN_DTYPES[torch.bfloat16])
+        self._table = torch.zeros(layers, QWEN_EXPERTS, dtype=torch.int64)
+        self._slots = torch.zeros(
+            planner.residency.num_slots + 1, self._store[0].image_bytes, dtype=torch.uint8
+        )
+        addresses = [slot.data_ptr() for slot in self._slots]
+        self.coordinator.manage_slots(
+            self._table, addresses, self._slots.shape[1], self._policy, 0.0, None
+        )
+        held = [key for key, slot in enumerate(planner.residency.slot_of) if slot >= 0]
+        slot_of = planner.residency.slot_of
+        self.coordinator.submit([(*self.geometry.expert_id(key), slot_of[key], -1) for key in held])
+        self.coordinator.drain_copies()
+        self.coordinator.take_arrivals()  # the policy knows them as ready
+        self._box, self._fetches = box, fetches
+        self._twin = _native.TwinStream(
+            self.coordinator, box, self._table, start_engine(num_threads=1), 0, 0
+        )
+        self._twin.set_dense_seconds(dense)
+        self._generator = torch.Generator().manual_seed(0)
+
+    def step(self) -> Iterator[Layer]:
+        """Run a step; yield its layers whose last miss was not waited for otherwise."""
+        layers, generator = self.geometry.num_layers, self._generator
+        hidden = torch.randn(1, QWEN_HIDDEN, generator=generator).bfloat16()
+        weights, out = torch.full((1, QWEN_TOP_K), 1 / QWEN_TOP_K), torch.empty_like(hidden)
         chosen = torch.stack(
             [torch.randperm(QWEN_EXPERTS, generator=generator)[:QWEN_TOP_K] for _ in range(layers)]
         )
-        calls = [
-            (layer, hidden, chosen[layer : layer + 1], weights, out) for layer in range(layers)
-        ]
-        coordinator.begin_step(box, PATIENCE)
-        twin.start(calls, -1)
-        coordinator.finish_step(PATIENCE)
-        twin.join()
-        for record, (rung, went_on) in zip(coordinator.records(), twin.times(), strict=True):
+        self.coordinator.begin_step(self._box, PATIENCE)
+        self.coordinator.clear_entries()
+        self._twin.start(
+            [(at, hidden, chosen[at : at + 1], weights, out) for at in range(layers)], -1
+        )
+        self.coordinator.finish_step(PATIENCE)
+        self._twin.join()
+        self.coordinator.drain_copies()
+        landed = {arrival[:2]: arrival[2] for arrival in self._arrivals()}
+        for record, (rung, went_on) in zip(
+            self.coordinator.records(), self._twin.times(), strict=True
+        ):
+            (layer, *_), computed, fetched = record, record[4], record[9]
             _, begun, ended, _ = record[5:9]
-            if record[4] and ended < went_on:
-                before.append(begun - rung)
-                computing.append(ended - begun)
-                after.append(went_on - ended)
-    coordinator.close()
-    together = sorted([b + a for b, a in zip(before, after, strict=True)])
-    found = {
-        "doorbell_to_first_miss": median(before),
-        "last_miss_to_done_seen": median(after),
+            last = max([ended, *(landed[layer, expert] for expert in fetched)])
+            if computed and last < went_on and bool(fetched) == self._fetches:
+                yield Layer(begun - rung, ended - begun, went_on - last)
+
+    def _arrivals(self) -> list[tuple[int, int, float]]:
+        """Return the step's copies, and let the policy know of those that it has not heard of."""
+        if self._policy is None:
+            return []
+        told = [arrival for layer in self.coordinator.take_decided() for arrival in layer[2]]
+        left = self.coordinator.take_arrivals()
+        for arrival in left:
+            self._policy.copy_finished(*arrival)
+        return told + left
+
+
+def planner_of(geometry: Geometry, share: float) -> Planner:
+    """Return a planner that fetches some misses, and whose cache is full."""
+    costs = ShapeCosts(
+        shape="hand-off", num_moe_layers=geometry.num_layers, num_experts=geometry.num_experts,
+        top_k=geometry.top_k, expert_bytes=1, tokens=(1,), cpu_seconds=(CPU_SECONDS,),
+        gpu_seconds=(1e-5,), dense_seconds=(1e-4,), cpu_first_expert_seconds=0.0,
+        link_seconds_per_expert=COPY_SECONDS,
+    )  # fmt: skip
+    num_slots = round(share * geometry.num_layers * geometry.num_experts)
+    settings = PlannerSettings(assignment=FETCHING_RULE)
+    sizes = settings.set_sizes(geometry, num_slots)
+    keys = [geometry.key(at, expert) for at, size in enumerate(sizes) for expert in range(size)]
+    planner = make_planner(
+        settings, geometry, CostTable(costs), num_slots, resident=keys, tables=NATIVE_TABLES
+    )
+    planner.ring.note_asked(ASKED_SLOTS)
+    planner.ring.begin_step(in_graph=True)
+    return planner
+
+
+def hand_offs(
+    name: str, layers: int, steps: int, dense: float, share: float, *, fetches: bool
+) -> dict[str, float]:
+    """Return medians in microseconds by layer; `dense` is the twin's time between two layers."""
+    hands = Hands(name, layers, dense, share, fetches=fetches)
+    found = [layer for _ in range(steps) for layer in hands.step()]
+    hands.coordinator.close()
+    together = sorted([layer.before + layer.after for layer in found])
+    medians = {
+        "doorbell_to_first_miss": median([layer.before for layer in found]),
+        "last_miss_to_done_seen": median([layer.after for layer in found]),
         "together": median(together),
         "together_best_tenth": together[len(together) // 10],  # where others use the cores too
-        "misses": median(computing),
+        "misses": median([layer.computing for layer in found]),
     }
-    return {name: seconds * 1e6 for name, seconds in found.items()}
+    return {name: seconds * 1e6 for name, seconds in medians.items()} | {"layers": len(found)}
 
 
 def main() -> int:
@@ -87,11 +171,15 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--share", type=float, default=0.25, help="of the experts resident")
     parser.add_argument("--dense", type=float, default=100.0, help="microseconds between layers")
+    parser.add_argument("--fetches", action="store_true", help="of layers that fetch some misses")
     flags = parser.parse_args()
     torch.set_num_threads(1)
     report = {}
     for name in ("int4", "int8"):
-        found = hand_offs(name, flags.layers, flags.steps, flags.dense * 1e-6, flags.share)
+        found = hand_offs(
+            name, flags.layers, flags.steps, flags.dense * 1e-6, flags.share,
+            fetches=flags.fetches,
+        )  # fmt: skip
         report[f"{name}, microseconds per layer"] = found
         print(f"{name}:", ", ".join(f"{key} {value:.1f}" for key, value in found.items()))
     print(json.dumps(report))

@@ -52,15 +52,19 @@ void CopyingThread::submit(std::span<const SlotCopy> copies, bool is_read) {
   changed_.notify_all();
 }
 
-FetchWord CopyingThread::fetch(const SlotCopy& copy, bool is_staged) {
-  const FetchWord word = words_.open();
+std::span<const FetchWord> CopyingThread::fetch(std::span<const FetchCopy> copies) {
+  fetched_.clear();
+  if (copies.empty()) return {};
   {
     const std::lock_guard lock(mutex_);
-    if (copy.victim != kNobody) to_clear_.push_back(copy.layer * num_experts_ + copy.victim);
-    fetches_.push_back({copy, 0, {}, is_staged, word});
+    for (const auto& [copy, is_staged, arrives, cpu_seconds] : copies) {
+      if (copy.victim != kNobody) to_clear_.push_back(copy.layer * num_experts_ + copy.victim);
+      fetched_.push_back(words_.open());
+      fetches_.push_back({copy, 0, {}, is_staged, fetched_.back()});
+    }
   }
   changed_.notify_all();
-  return word;
+  return fetched_;
 }
 
 void CopyingThread::clear(const std::vector<std::int64_t>& keys) {

@@ -64,9 +64,10 @@ class CopyingThread {
   // `is_read` tells whether what runs may read the victims' slots.
   void submit(std::span<const SlotCopy> copies, bool is_read = true);
 
-  // Copies for the layer whose doorbell has been taken; returns who computes it. One for this use
-  // alone (`is_staged`) is given up when it is claimed. Called by one thread.
-  FetchWord fetch(const SlotCopy& copy, bool is_staged);
+  // Copies for the layer whose doorbell has been taken; returns who computes each, until the next
+  // call. One for this use alone (`is_staged`) is given up when it is claimed. Called by one thread.
+  // All at once: the thread that the first one wakes takes the lock which the second one needs.
+  std::span<const FetchWord> fetch(std::span<const FetchCopy> copies);
 
   std::uint64_t address(std::int32_t slot) const {
     return reinterpret_cast<std::uintptr_t>(slots_[slot]);
@@ -126,6 +127,7 @@ class CopyingThread {
   const std::vector<std::uint8_t*> slots_;
   const double bytes_per_second_;
   FetchWords words_;
+  std::vector<FetchWord> fetched_;  // of the last call
   double behind_ = 0.0;  // seconds that copies have been too fast
 
   std::mutex mutex_;  // of what follows; held for moments only

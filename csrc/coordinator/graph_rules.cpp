@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <span>
 
 #include "lone_layer.hpp"
 
@@ -30,18 +31,21 @@ double added(const std::vector<double>& seconds, const Positions& positions) {
   return total;
 }
 
-// The second launch waits for the hits, for the CPU's share and for the last copy.
-GraphSplit priced(const GraphProblem& problem, const Published& layer, const Positions& fetch) {
-  Positions left = layer.under_way;
-  for (const std::int32_t i : layer.absent)
-    if (std::find(fetch.begin(), fetch.end(), i) == fetch.end()) left.push_back(i);
-  const double link = left.empty() ? problem.link / problem.link_slowdown : problem.link;
+// The second launch waits for the hits, for the CPU's share and for the last copy. `is_fetched` says
+// by position what `fetch` says: a layer is priced once for each number of fetches.
+GraphSplit priced(const GraphProblem& problem, const Published& layer,
+                  std::span<const std::int32_t> fetch, const std::vector<std::uint8_t>& is_fetched) {
+  const bool is_cpu_used = !layer.under_way.empty() || fetch.size() < layer.absent.size();
+  const double link = is_cpu_used ? problem.link : problem.link / problem.link_slowdown;
   double arrived = problem.link_busy;
   if (!fetch.empty()) arrived = std::max(arrived, problem.copy_wake);
   for (std::size_t i = 0; i < fetch.size(); ++i) arrived += link;
-  GraphSplit found{fetch, layer.held_seconds, 0.0};
-  if (!left.empty()) {
-    const double cpu = added(problem.cpu, left) + problem.cpu_first;
+  GraphSplit found{{}, layer.held_seconds, 0.0};
+  if (is_cpu_used) {
+    double cpu = added(problem.cpu, layer.under_way);
+    for (const std::int32_t i : layer.absent)
+      if (is_fetched[i] == 0) cpu += problem.cpu[i];
+    cpu += problem.cpu_first;
     found.cpu_seconds = cpu + (problem.cpu_slowdown - 1.0) * std::min(cpu, arrived);
   }
   if (fetch.empty()) return found;
@@ -73,13 +77,20 @@ GraphSplit balanced(const GraphProblem& problem) {
     return problem.cpu[a] > problem.cpu[b] ||
            (problem.cpu[a] == problem.cpu[b] && problem.scores[a] > problem.scores[b]);
   });
-  GraphSplit best = priced(problem, layer, {});
+  const std::span<const std::int32_t> all(order);
+  std::vector<std::uint8_t> is_fetched(problem.states.size());
+  GraphSplit best = priced(problem, layer, {}, is_fetched);
+  std::int64_t best_count = 0;
   const auto most = std::min(static_cast<std::int64_t>(order.size()), problem.max_fetches);
   for (std::int64_t count = 1; count <= most; ++count) {
-    GraphSplit next = priced(problem, layer, {order.begin(), order.begin() + count});
-    if (std::max(next.gpu_seconds, next.cpu_seconds) < std::max(best.gpu_seconds, best.cpu_seconds))
-      best = std::move(next);
+    is_fetched[order[count - 1]] = 1;
+    const GraphSplit next = priced(problem, layer, all.first(count), is_fetched);
+    if (std::max(next.gpu_seconds, next.cpu_seconds) >= std::max(best.gpu_seconds, best.cpu_seconds))
+      continue;
+    best = next;
+    best_count = count;
   }
+  best.fetch.assign(order.begin(), order.begin() + best_count);
   return best;
 }
 

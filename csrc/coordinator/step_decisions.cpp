@@ -17,10 +17,11 @@ std::span<const Fetch> StepDecisions::fetch(std::int64_t layer,
   if (policy_ == nullptr || !policy_->fetches()) return {};
   decide(layer, choice, steady_seconds());
   is_decided_ = true;
-  for (const FetchCopy& found : copies_.fetch) {
-    const FetchWord word = copying_.fetch(found.copy, found.is_staged);
+  const std::span<const FetchWord> words = copying_.fetch(copies_.fetch);
+  for (std::size_t i = 0; i < words.size(); ++i) {
+    const FetchCopy& found = copies_.fetch[i];
     fetches_.push_back({found.copy.expert, copying_.address(found.copy.slot),
-                        found.arrives + found.cpu_seconds, word});
+                        found.arrives + found.cpu_seconds, words[i]});
   }
   return fetches_;
 }
@@ -29,8 +30,8 @@ void StepDecisions::note(const LayerRecord& record) {
   if (policy_ == nullptr) return;
   if (!std::exchange(is_decided_, false)) {
     decide(record.layer, record.choice, record.answered);
-    for (const FetchCopy& found : copies_.fetch)  // nobody waits for it any more
-      copying_.fetch(found.copy, found.is_staged).claim();
+    for (const FetchWord& word : copying_.fetch(copies_.fetch))
+      word.claim();  // nobody waits for it any more
   }
   copying_.submit(copies_.insert, false);
   policy_->learn(static_cast<std::int32_t>(record.layer));
