@@ -16,7 +16,8 @@ namespace tandem {
 namespace {
 
 Resident resident_of(const nb::bytes& state, std::vector<std::int32_t> slot_of,
-                     std::vector<Ids> members, std::vector<Ids> free, Ids staging) {
+                     std::vector<Ids> members, std::vector<Ids> free, Ids staging,
+                     std::vector<std::int64_t> ahead, Ids free_ahead) {
   const auto* bytes = static_cast<const std::uint8_t*>(state.data());
   const auto num_layers = static_cast<std::int64_t>(members.size());
   if (members.empty() || free.size() != members.size() || slot_of.size() != state.size() ||
@@ -24,12 +25,12 @@ Resident resident_of(const nb::bytes& state, std::vector<std::int32_t> slot_of,
     throw std::invalid_argument("expected a state and a slot for each expert of each layer");
   return {num_layers, static_cast<std::int64_t>(state.size()) / num_layers,
           {bytes, bytes + state.size()}, std::move(slot_of), std::move(members), std::move(free),
-          std::move(staging)};
+          std::move(staging), std::move(ahead), std::move(free_ahead)};
 }
 
 nb::tuple as_tuple(const Resident& resident) {
   return nb::make_tuple(nb::bytes(resident.state.data(), resident.state.size()), resident.slot_of,
-                        resident.members, resident.free);
+                        resident.members, resident.free, resident.ahead, resident.free_ahead);
 }
 
 std::vector<CopyTuple> as_tuples(std::span<const SlotCopy> copies) {
@@ -65,45 +66,83 @@ void bind_mailbox(nb::module_& m) {
       .def_prop_ro("num_bytes", &MailboxLayout::num_bytes);
 }
 
+Foresight::State foresight_state(std::vector<Ids> before, std::vector<double> seen,
+                                 std::vector<double> came_true, std::int64_t countdown,
+                                 std::int64_t count_every) {
+  return {std::move(before), std::move(seen), std::move(came_true), countdown, count_every};
+}
+
+void bind_foresight(nb::module_& m) {
+  nb::class_<Foresight>(m, "Foresight")
+      .def("__init__",
+           [](Foresight* self, ForesightTables& tables, std::vector<Ids> before,
+              std::vector<double> seen, std::vector<double> came_true, std::int64_t countdown,
+              std::int64_t count_every) {
+             new (self) Foresight(tables, foresight_state(std::move(before), std::move(seen),
+                                                          std::move(came_true), countdown,
+                                                          count_every));
+           },
+           nb::keep_alive<1, 2>())
+      .def("load",
+           [](Foresight& self, std::vector<Ids> before, std::vector<double> seen,
+              std::vector<double> came_true, std::int64_t countdown, std::int64_t count_every) {
+             self.load(foresight_state(std::move(before), std::move(seen), std::move(came_true),
+                                       countdown, count_every));
+           })
+      .def("state", [](const Foresight& self) {
+        const Foresight::State& at = self.state();
+        return nb::make_tuple(at.before, at.seen, at.came_true, at.countdown, at.count_every);
+      });
+}
+
 void bind_policy(nb::module_& m) {
   nb::class_<StepPolicy>(m, "StepPolicy")
       .def("__init__",
            [](StepPolicy* self, std::vector<double> cpu, std::vector<double> gpu, double cpu_first,
               double link, double cpu_slowdown, double link_slowdown, double copy_wake,
-              std::int64_t max_fetches, std::vector<SuccessorTable*> tables, const nb::bytes& state,
+              std::int64_t max_fetches, std::int64_t max_ahead, double copy_price,
+              std::vector<SuccessorTable*> tables, Foresight* foresight, const nb::bytes& state,
               std::vector<std::int32_t> slot_of, std::vector<Ids> members, std::vector<Ids> free,
-              Ids staging) {
+              Ids staging, std::vector<std::int64_t> ahead, Ids free_ahead) {
              if (tables.size() != members.size())
                throw std::invalid_argument("expected a table for each layer");
              new (self) StepPolicy({std::move(cpu), std::move(gpu), cpu_first, link, cpu_slowdown,
-                                    link_slowdown, copy_wake, max_fetches},
+                                    link_slowdown, copy_wake, max_fetches, max_ahead, copy_price},
                                    std::move(tables),
                                    resident_of(state, std::move(slot_of), std::move(members),
-                                               std::move(free), std::move(staging)));
+                                               std::move(free), std::move(staging),
+                                               std::move(ahead), std::move(free_ahead)),
+                                   foresight);
            },
-           nb::keep_alive<1, 10>())
+           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::keep_alive<1, 12>(),
+           nb::keep_alive<1, 13>())
       .def("load",
            [](StepPolicy& self, const nb::bytes& state, std::vector<std::int32_t> slot_of,
-              std::vector<Ids> members, std::vector<Ids> free, Ids staging, double link_free_at,
+              std::vector<Ids> members, std::vector<Ids> free, Ids staging,
+              std::vector<std::int64_t> ahead, Ids free_ahead, double link_free_at,
               const std::vector<std::int64_t>& pending) {
              self.load(resident_of(state, std::move(slot_of), std::move(members), std::move(free),
-                                   std::move(staging)),
+                                   std::move(staging), std::move(ahead), std::move(free_ahead)),
                        link_free_at, pending);
            })
       .def("set_rule",
-           [](StepPolicy& self, int rule) {
+           [](StepPolicy& self, int rule, bool predicts) {
              require(rule >= 0 && rule <= static_cast<int>(GraphRule::kDali), "one of three rules");
-             self.set_rule(static_cast<GraphRule>(rule));
-           })
+             self.set_rule(static_cast<GraphRule>(rule), predicts);
+           },
+           nb::arg(), nb::arg() = false)
       .def("resident", [](const StepPolicy& self) { return as_tuple(self.resident()); })
       .def("link_free_at", &StepPolicy::link_free_at)
       .def("begin_step", &StepPolicy::begin_step)
+      .def("end_step", &StepPolicy::end_step)
       .def("decide", [](StepPolicy& self, std::int32_t layer, const Ids& experts,
                         const Ids& tokens, double now) {
         const StepCopies copies = self.decide(layer, experts, tokens, now);
         std::vector<SlotCopy> fetch;
         for (const FetchCopy& found : copies.fetch) fetch.push_back(found.copy);
-        return nb::make_tuple(as_tuples(fetch), as_tuples(copies.insert));
+        return nb::make_tuple(as_tuples(fetch), as_tuples(copies.ahead), as_tuples(copies.insert));
       })
       .def("copy_finished", &StepPolicy::copy_finished)
       .def("learn", &StepPolicy::learn);
@@ -121,9 +160,9 @@ nb::list records_of(StepCoordinator& self) {
 nb::list take_decided(StepCoordinator& self) {
   nb::list found;
   for (const DecidedLayer& d : self.decisions().take_decided())
-    if (!d.arrivals.empty() || !d.copies.empty() || d.asked > 0)
+    if (!d.arrivals.empty() || !d.ahead.empty() || !d.copies.empty() || d.asked > 0)
       found.append(nb::make_tuple(d.layer, d.now, as_tuples(d.arrivals), as_tuples(d.copies),
-                                  as_tuples(d.staged), d.asked));
+                                  as_tuples(d.staged), d.asked, as_tuples(d.ahead)));
   return found;
 }
 
@@ -192,6 +231,7 @@ void bind_steps(nb::module_& m) {
 
 void bind_coordinator(nb::module_& m) {
   bind_mailbox(m);
+  bind_foresight(m);
   bind_policy(m);
   bind_steps(m);
   bind_twin(m);

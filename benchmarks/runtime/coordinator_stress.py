@@ -2,10 +2,11 @@
 
 python -m benchmarks.runtime.coordinator_stress --minutes 30
 
-Each step fetches nothing for the layer that runs, or some misses by either rule. Copies come at
-once, late, or, as from a driver whose calls block, behind the step. Every result is compared with
-the CPU executor's to the bit, every slot with the expert that the table says is in it; a lost step
-is one sentence, and the next one is right. Memory and threads must not grow. The last line is JSON.
+Each step fetches nothing for the layer that runs, or some misses by either rule; some copy experts
+of the next layer ahead. Copies come at once, late, or, as from a driver whose calls block, behind
+the step. Every result is compared with the CPU executor's to the bit, every slot with the expert
+that the table says is in it; a lost step is one sentence, and the next one is right. Memory and
+threads must not grow. The last line is JSON.
 """
 
 import argparse
@@ -19,11 +20,11 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from tests.experts.captured import LayerTokens, TwinMachine, random_step
+from tests.experts.captured import LayerTokens, TwinMachine, random_step, sure_of_predictions
 from tests.experts.machines import FUNCTIONS, GEOMETRY, make_machine, make_store
 from tests.experts.stress import memory_bytes, require_no_growth
 
-from tandem.experts.cache.policy_tables import NATIVE_TABLES, native_step_policy
+from tandem.experts.cache.policy_tables import NATIVE_TABLES, native_foresight, native_step_policy
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels import _native
@@ -31,11 +32,14 @@ from tandem.kernels.dense import CpuThreads
 from tandem.policy.assignment import IN_GRAPH
 from tandem.policy.cost import CostTable
 from tandem.policy.settings import PlannerSettings, make_planner
+from tandem.policy.step_path import GRAPH_ROWS
 
 NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
 STEPS_PER_ENGINE = 40
 SHORT_PATIENCE = 0.05  # seconds
-SETTINGS = PlannerSettings(prefetch="none", never_worse_than_cpu=False)
+SETTINGS = PlannerSettings(
+    prediction="foresight", prefetch_count=2, predicting_rows=GRAPH_ROWS, never_worse_than_cpu=False
+)
 FORMATS = ("int8", "int4", "bf16")
 
 
@@ -54,6 +58,7 @@ class Outcome:
     experts_copied: int = 0
     hits: int = 0
     experts_fetched: int = 0
+    experts_ahead: int = 0
     memory_bytes: list[int] = dataclasses.field(default_factory=list)
 
 
@@ -102,7 +107,8 @@ class Engine:
         num_slots = draw.randrange(NUM_EXPERTS + 3)
         costs = CostTable(make_machine(cpu=2e-5, gpu=1e-5, link=draw.choice((0.0, 2e-5))).shape)
         planner = make_planner(SETTINGS, GEOMETRY, costs, num_slots, tables=NATIVE_TABLES)
-        self._policy = native_step_policy(planner)
+        sure_of_predictions(planner)
+        self._policy = native_step_policy(planner, native_foresight(planner))
         self._is_between = threading.Event()
         self._is_between.set()
         self._machine = TwinMachine(
@@ -143,15 +149,17 @@ class Engine:
     def _run_step(self, step: list[LayerTokens]) -> None:
         outcome, machine = self._outcome, self._machine
         outcome.steps += 1
-        rule = self._draw.choice(range(len(IN_GRAPH)))
+        rule, predicts = self._draw.choice(range(len(IN_GRAPH))), self._draw.random() < 0.5
         if self._draw.random() < 0.03:  # the device is not told to go on, and the caller gives up
-            machine.start(step, rule, stops_before=self._draw.randrange(GEOMETRY.num_layers))
+            stops_before = self._draw.randrange(GEOMETRY.num_layers)
+            machine.start(step, rule, stops_before, predicts=predicts)
             machine.twin.join()
             machine.coordinator.abort_step(20.0)
             outcome.interruptions += 1
             return
         try:
-            machine.run(step, rule, patience=SHORT_PATIENCE if self._has_trouble else 20.0)
+            patience = SHORT_PATIENCE if self._has_trouble else 20.0
+            machine.run(step, rule, patience, predicts=predicts)
         except _native.StepLostError as error:
             if not self._has_trouble or "\n" in str(error):
                 raise WrongError(f"a step was lost: {error}") from error
@@ -164,6 +172,7 @@ class Engine:
         for record in machine.coordinator.records():
             outcome.hits += sum(record[2])
             outcome.experts_fetched += len(record[-1])
+        outcome.experts_ahead += sum(len(at[-1]) for at in machine.coordinator.take_decided())
 
     def _check_slots(self) -> None:
         """Let all copies end; the table then names the experts that lie in the slots."""
@@ -172,7 +181,7 @@ class Engine:
         machine.coordinator.begin_copies()
         machine.coordinator.drain_copies()
         assert self._policy is not None
-        state, slot_of, _, _ = self._policy.resident()
+        state, slot_of, *_ = self._policy.resident()
         for key in range(NUM_EXPERTS):
             layer, expert = divmod(key, GEOMETRY.num_experts)
             address = int(machine.table[layer, expert])

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -85,7 +86,8 @@ class Machine {
 
   // Between steps: a policy may fetch in some and not in others.
   void change_rule() {
-    if (policy_) policy_->set_rule(static_cast<GraphRule>(random_.between(0, 2)));
+    if (policy_)
+      policy_->set_rule(static_cast<GraphRule>(random_.between(0, 2)), random_.between(0, 1) == 1);
   }
 
   // Runs a step and compares it. Throws StepLost as the coordinator does.
@@ -176,13 +178,14 @@ class Machine {
       addresses.push_back(slots_.back().data());
       resident_.free[slot / each].push_back(static_cast<std::int32_t>(slot));
     }
-    for (std::int64_t more = random_.between(0, 3); more > 0; --more) {
-      resident_.staging.push_back(static_cast<std::int32_t>(slots_.size()));
-      std::int64_t most = 0;
-      for (const Layer& layer : layers_) most = std::max(most, layer.routed.expert_bytes);
-      slots_.emplace_back(most);
-      addresses.push_back(slots_.back().data());
-    }
+    std::int64_t most = 0;
+    for (const Layer& layer : layers_) most = std::max(most, layer.routed.expert_bytes);
+    for (Ids* staging : {&resident_.staging, &resident_.free_ahead})
+      for (std::int64_t more = random_.between(0, 3); more > 0; --more) {
+        staging->push_back(static_cast<std::int32_t>(slots_.size()));
+        slots_.emplace_back(most);
+        addresses.push_back(slots_.back().data());
+      }
     copying_ = std::make_unique<CopyingThread>(
         std::make_unique<HostCopyEngine>([this] { delay_copy(); }), routed, table_.data(),
         num_experts_, std::move(addresses));
@@ -192,12 +195,18 @@ class Machine {
         tables_.push_back(std::make_unique<SuccessorTable>(SuccessorTable::Options{
             static_cast<std::int32_t>(num_experts_), 700, 20000, {13107, 10486, 8389}, 0.06, 2, 4,
             5, 2, 64, {28, 7, start}}));
+      foresight_tables_.emplace(ForesightTables::Options{
+          static_cast<std::int32_t>(num_layers()), static_cast<std::int32_t>(num_experts_), 700, 16,
+          0.08, 0.125});
+      foresight_.emplace(*foresight_tables_,
+                         Foresight::State{std::vector<Ids>(num_layers()), std::vector<double>(16, 4),
+                                          std::vector<double>(16, 2), 3, 3});
       std::vector<SuccessorTable*> tables;
       for (const auto& table : tables_) tables.push_back(table.get());
       policy_ = std::make_unique<StepPolicy>(
           StepPolicy::Costs{std::vector<double>(65, 1e-3), std::vector<double>(65, 1e-4), 0.0,
-                            1e-4, 1.05, 1.05, 1e-5, 5},
-          tables, resident_);
+                            1e-4, 1.05, 1.05, 1e-5, 5, 2, 1e-4},
+          tables, resident_, &*foresight_);
       change_rule();
     }
     coordinator_->set_decisions(
@@ -265,6 +274,8 @@ class Machine {
   std::vector<std::vector<std::uint8_t>> slots_;
   Resident resident_;
   std::vector<std::unique_ptr<SuccessorTable>> tables_;
+  std::optional<ForesightTables> foresight_tables_;
+  std::optional<Foresight> foresight_;
   std::unique_ptr<StepPolicy> policy_;
   std::atomic<bool> is_running_{false};
   std::atomic<std::uint64_t> copy_noise_{0};

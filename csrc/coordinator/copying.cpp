@@ -52,9 +52,10 @@ void CopyingThread::submit(std::span<const SlotCopy> copies, bool is_read) {
   changed_.notify_all();
 }
 
-std::span<const FetchWord> CopyingThread::fetch(std::span<const FetchCopy> copies) {
+std::span<const FetchWord> CopyingThread::fetch(std::span<const FetchCopy> copies,
+                                                std::span<const SlotCopy> ahead) {
   fetched_.clear();
-  if (copies.empty()) return {};
+  if (copies.empty() && ahead.empty()) return {};
   {
     const std::lock_guard lock(mutex_);
     for (const auto& [copy, is_staged, arrives, cpu_seconds] : copies) {
@@ -62,6 +63,7 @@ std::span<const FetchWord> CopyingThread::fetch(std::span<const FetchCopy> copie
       fetched_.push_back(words_.open());
       fetches_.push_back({copy, 0, {}, is_staged, fetched_.back()});
     }
+    for (const SlotCopy& copy : ahead) ahead_.push_back({copy, 0, {}});
   }
   changed_.notify_all();
   return fetched_;
@@ -140,7 +142,7 @@ HeldExpert CopyingThread::held(const SlotCopy& copy, bool waits) const {
 
 std::optional<CopyingThread::Job> CopyingThread::next() {
   if (!may_begin()) return std::nullopt;
-  std::deque<Job>& first = fetches_.empty() ? jobs_ : fetches_;
+  std::deque<Job>& first = !fetches_.empty() ? fetches_ : !ahead_.empty() ? ahead_ : jobs_;
   std::optional<Job> job = std::move(first.front());
   first.pop_front();
   return job;

@@ -25,6 +25,11 @@
 //     -> submit, fetch     the victim's entry is cleared ahead of that launch, as above
 //     -> the bytes, then the word is landed, unless it has been claimed. A staging slot gets no
 //        entry; of two copies into one, the later one lies behind the other on the stream
+//
+// Copies ahead of the next layer come next, into slots that are clear: whose last copy is known to
+// have happened, and whose entry was cleared ahead of this launch, or is that of an expert of a layer
+// that this step has passed. They get their entries: one that is late is a miss, whose copy has its
+// slot until it has happened and a later launch has cleared it.
 #pragma once
 
 #include <condition_variable>
@@ -65,9 +70,11 @@ class CopyingThread {
   void submit(std::span<const SlotCopy> copies, bool is_read = true);
 
   // Copies for the layer whose doorbell has been taken; returns who computes each, until the next
-  // call. One for this use alone (`is_staged`) is given up when it is claimed. Called by one thread.
-  // All at once: the thread that the first one wakes takes the lock which the second one needs.
-  std::span<const FetchWord> fetch(std::span<const FetchCopy> copies);
+  // call. One for this use alone (`is_staged`) is given up when it is claimed. Those `ahead` are for
+  // the next layer, into clear slots. Called by one thread. All at once: the thread that the first
+  // one wakes takes the lock which the second one needs.
+  std::span<const FetchWord> fetch(std::span<const FetchCopy> copies,
+                                   std::span<const SlotCopy> ahead = {});
 
   std::uint64_t address(std::int32_t slot) const {
     return reinterpret_cast<std::uintptr_t>(slots_[slot]);
@@ -116,7 +123,7 @@ class CopyingThread {
   void wait_for(std::int64_t most_left);
   void keep_pace(std::int64_t bytes, double begin);
   bool may_begin() const {
-    return !fetches_.empty() || (!jobs_.empty() && jobs_.front().launch <= begun_);
+    return !fetches_.empty() || !ahead_.empty() || (!jobs_.empty() && jobs_.front().launch <= begun_);
   }
 
   std::deque<Queued> queued_;  // of the thread alone; what it holds goes after the engine
@@ -132,7 +139,7 @@ class CopyingThread {
 
   std::mutex mutex_;  // of what follows; held for moments only
   std::condition_variable changed_;
-  std::deque<Job> fetches_, jobs_;
+  std::deque<Job> fetches_, ahead_, jobs_;  // in this order
   std::vector<std::int64_t> to_clear_;
   std::vector<Arrival> arrivals_;
   std::uint64_t launched_ = 0, begun_ = 0;

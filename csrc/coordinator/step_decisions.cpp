@@ -14,10 +14,10 @@ void StepDecisions::begin_step() {
 std::span<const Fetch> StepDecisions::fetch(std::int64_t layer,
                                             std::span<const std::int32_t> choice) {
   fetches_.clear();
-  if (policy_ == nullptr || !policy_->fetches()) return {};
+  if (policy_ == nullptr || (!policy_->fetches() && !policy_->predicts())) return {};
   decide(layer, choice, steady_seconds());
   is_decided_ = true;
-  const std::span<const FetchWord> words = copying_.fetch(copies_.fetch);
+  const std::span<const FetchWord> words = copying_.fetch(copies_.fetch, copies_.ahead);
   for (std::size_t i = 0; i < words.size(); ++i) {
     const FetchCopy& found = copies_.fetch[i];
     fetches_.push_back({found.copy.expert, copying_.address(found.copy.slot),
@@ -30,7 +30,7 @@ void StepDecisions::note(const LayerRecord& record) {
   if (policy_ == nullptr) return;
   if (!std::exchange(is_decided_, false)) {
     decide(record.layer, record.choice, record.answered);
-    for (const FetchWord& word : copying_.fetch(copies_.fetch))
+    for (const FetchWord& word : copying_.fetch(copies_.fetch, copies_.ahead))
       word.claim();  // nobody waits for it any more
   }
   copying_.submit(copies_.insert, false);
@@ -39,7 +39,9 @@ void StepDecisions::note(const LayerRecord& record) {
 
 // Of a step that is lost: what has got a slot is copied there all the same.
 void StepDecisions::end_step() {
+  if (policy_ == nullptr) return;
   if (std::exchange(is_decided_, false)) copying_.submit(copies_.insert, false);
+  copying_.clear(policy_->end_step());
 }
 
 void StepDecisions::decide(std::int64_t layer, std::span<const std::int32_t> choice, double now) {
@@ -53,6 +55,8 @@ void StepDecisions::decide(std::int64_t layer, std::span<const std::int32_t> cho
     policy_->copy_finished(arrival.layer, arrival.expert, arrival.seconds);
   count(choice);
   copies_ = policy_->decide(here.layer, experts_, tokens_, now);
+  if (!copies_.left.empty()) copying_.clear({copies_.left.begin(), copies_.left.end()});
+  here.ahead.assign(copies_.ahead.begin(), copies_.ahead.end());
   here.copies.assign(copies_.entered.begin(), copies_.entered.end());
   here.staged.clear();
   for (const FetchCopy& found : copies_.fetch)

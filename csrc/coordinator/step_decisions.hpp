@@ -1,7 +1,7 @@
 // What is decided about each layer of a captured step: ended copies are told to the policy, it
 // decides, its copies go to the copying thread, it learns. All on the answering thread: what is
-// fetched for the layer itself ahead of its answer, everything else behind it, while the device
-// goes on. Without a policy the caller decides between steps.
+// fetched for the layer itself, and copied ahead for the next one, ahead of its answer, everything
+// else behind it, while the device goes on. Without a policy the caller decides between steps.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,8 @@ struct DecidedLayer {
   std::int32_t layer;
   double now;
   std::vector<Arrival> arrivals;
-  std::vector<SlotCopy> copies;  // into slots, fetched or not
+  std::vector<SlotCopy> ahead;   // of the next layer
+  std::vector<SlotCopy> copies;  // into slots of the cache, fetched or not, or with their own
   std::vector<SlotCopy> staged;  // for one use
   std::int64_t asked;            // staging slots that there should have been
 };

@@ -36,12 +36,42 @@ void Resident::remove(std::int32_t layer, std::int32_t expert) {
   std::erase(members[layer], expert);
 }
 
-bool Resident::has_every_expert() const {
-  return std::all_of(state.begin(), state.end(), [](std::uint8_t s) { return s == kReady; });
+std::int32_t Resident::insert_ahead(std::int64_t key) {
+  const std::int32_t slot = free_ahead.back();
+  free_ahead.pop_back();
+  slot_of[key] = slot;
+  state[key] = kCopying;
+  ahead.push_back(key);
+  return slot;
 }
 
-StepPolicy::StepPolicy(Costs costs, std::vector<SuccessorTable*> tables, Resident resident)
-    : costs_(std::move(costs)), tables_(std::move(tables)) {
+void Resident::adopt(std::int32_t layer, std::int32_t expert) {
+  free_ahead.push_back(free[layer].back());
+  free[layer].pop_back();
+  std::erase(ahead, layer * num_experts + expert);
+  members[layer].push_back(expert);
+}
+
+std::vector<std::int64_t> Resident::release_ahead() {
+  std::vector<std::int64_t> left;
+  for (const std::int64_t key : ahead) {
+    if (state[key] != kReady) continue;
+    free_ahead.push_back(slot_of[key]);
+    slot_of[key] = -1;
+    state[key] = kEmpty;
+    left.push_back(key);
+  }
+  std::erase_if(ahead, [this](std::int64_t key) { return state[key] == kEmpty; });
+  return left;
+}
+
+bool Resident::has_every_expert() const {
+  return ahead.empty() && std::all_of(state.begin(), state.end(), [](std::uint8_t s) { return s == kReady; });
+}
+
+StepPolicy::StepPolicy(Costs costs, std::vector<SuccessorTable*> tables, Resident resident,
+                       Foresight* foresight)
+    : costs_(std::move(costs)), tables_(std::move(tables)), foresight_(foresight) {
   load(std::move(resident), 0.0, {});
 }
 
@@ -59,22 +89,31 @@ void StepPolicy::begin_step(double dense_seconds) {
   dense_ = dense_seconds;
   above_.clear();
   has_every_expert_ = resident_.has_every_expert();
+  if (predicts_ && !has_every_expert_) foresight_->begin_step();
+}
+
+void StepPolicy::learn(std::int32_t layer) {
+  tables_[layer]->learn();
+  if (predicts_) foresight_->learn();
 }
 
 StepCopies StepPolicy::decide(std::int32_t layer, const Ids& experts, const Ids& tokens,
                               double now) {
   fetches_.clear();
+  ahead_.clear();
   inserts_.clear();
   entered_.clear();
+  left_.clear();
   asked_ = 0;
   if (has_every_expert_ || experts.empty()) return {};
   SuccessorTable& table = *tables_[layer];
   table.note(experts, tokens, 1, experts, above_);
   above_ = experts;
+  if (predicts_) foresight_->observe(layer, experts, tokens);
   const std::uint8_t* states = states_of(layer);
-  if (std::none_of(experts.begin(), experts.end(),
-                   [&](std::int32_t e) { return states[e] == kEmpty; }))
-    return {};
+  const bool has_misses = std::any_of(experts.begin(), experts.end(),
+                                      [&](std::int32_t e) { return states[e] == kEmpty; });
+  if (!has_misses && !predicts_) return {};
   pose(states, experts, tokens, now);
   Scores scores;
   if (fetches()) {
@@ -85,9 +124,15 @@ StepCopies StepPolicy::decide(std::int32_t layer, const Ids& experts, const Ids&
   Ids fetched;
   for (const std::int32_t i : split.fetch) fetched.push_back(experts[i]);
   const double next_plan = now + std::max(split.gpu_seconds, split.cpu_seconds) + dense_;
+  if (predicts_) copy_ahead(layer + 1, fetched.size(), now, next_plan);
   const std::int64_t room =
-      idle_copies(now, next_plan) - static_cast<std::int64_t>(fetched.size());
-  if (room <= 0 && fetched.empty()) return {};
+      idle_copies(now, next_plan) - static_cast<std::int64_t>(fetched.size() + ahead_.size());
+  const bool asks = std::any_of(experts.begin(), experts.end(),
+                                [&](std::int32_t e) { return is_ahead(layer, e); });
+  if (!asks && (!has_misses || (room <= 0 && fetched.empty()))) {
+    place(layer, split.fetch, experts, now);
+    return {fetches_, ahead_, inserts_, entered_, left_, asked_};
+  }
   if (!fetches()) scores = table.values();
   const LoneLayer now_here{experts,
                            states,
@@ -95,9 +140,9 @@ StepCopies StepPolicy::decide(std::int32_t layer, const Ids& experts, const Ids&
                            resident_.members[layer],
                            static_cast<std::int64_t>(resident_.free[layer].size()),
                            0.0, now, dense_, 0.0};
-  enter(layer, admit(now_here, newcomers(states, experts, scores, room, fetched)));
+  enter(layer, admit(now_here, newcomers(layer, states, experts, scores, room, fetched)));
   place(layer, split.fetch, experts, now);
-  return {fetches_, inserts_, entered_, asked_};
+  return {fetches_, ahead_, inserts_, entered_, left_, asked_};
 }
 
 // An expert that an earlier step has fetched, and whose copy has not ended yet, is under way too:
@@ -134,18 +179,53 @@ void StepPolicy::pose(const std::uint8_t* states, const Ids& experts, const Ids&
   problem.max_fetches = costs_.max_fetches;
 }
 
-// Gives slots to admitted experts.
+bool StepPolicy::is_ahead(std::int32_t layer, std::int32_t expert) const {
+  const std::int64_t key = layer * resident_.num_experts + expert;
+  return std::find(resident_.ahead.begin(), resident_.ahead.end(), key) != resident_.ahead.end();
+}
+
+// Gives clear slots to experts of a layer that is published at `next_plan`: to as many as come until
+// then, behind this layer's fetches.
+void StepPolicy::copy_ahead(std::int32_t layer, std::size_t num_fetched, double now,
+                            double next_plan) {
+  if (layer >= resident_.num_layers || resident_.free_ahead.empty()) return;
+  const double ready = std::max(link_free_at_, now + costs_.copy_wake) +
+                       static_cast<double>(num_fetched) * costs_.link;
+  const double idle =
+      costs_.link == 0.0 ? kUnlimited : std::min((next_plan - ready) / costs_.link, kUnlimited);
+  const std::int64_t most =
+      std::min({costs_.max_ahead, static_cast<std::int64_t>(resident_.free_ahead.size()),
+                static_cast<std::int64_t>(idle)});
+  if (most <= 0 || costs_.cpu[1] <= 0.0) return;
+  const std::int64_t first = layer * resident_.num_experts;
+  for (const std::int32_t expert :
+       foresight_->choose(layer, resident_.slot_of.data() + first, most,
+                          costs_.copy_price / costs_.cpu[1])) {
+    const std::int64_t key = first + expert;
+    if (std::find(staged_.begin(), staged_.end(), key) != staged_.end()) continue;
+    ahead_.push_back({layer, expert, resident_.insert_ahead(key), kNobody});
+  }
+}
+
+// Gives slots to admitted experts, those that were copied ahead their own.
 void StepPolicy::enter(std::int32_t layer, const Admitted& admitted) {
   for (const auto& [newcomer, victim] : admitted) {
     if (victim != kNobody) resident_.remove(layer, victim);
+    if (is_ahead(layer, newcomer)) {
+      resident_.adopt(layer, newcomer);
+      const std::int32_t slot = resident_.slot_of[layer * resident_.num_experts + newcomer];
+      entered_.push_back({layer, newcomer, slot, victim});
+      if (victim != kNobody) left_.push_back(layer * resident_.num_experts + victim);
+      continue;
+    }
     entered_.push_back({layer, newcomer, resident_.insert(layer, newcomer), victim});
+    inserts_.push_back(entered_.back());
   }
 }
 
 // Issues the copies. Fetched experts (by position) without a slot get staging slots, as far as
 // there are some: the CPU computes the others.
 void StepPolicy::place(std::int32_t layer, const Ids& fetched, const Ids& experts, double now) {
-  inserts_ = entered_;
   for (const std::int32_t i : fetched) {
     const std::int32_t expert = experts[i];
     const auto at = std::find_if(inserts_.begin(), inserts_.end(),
@@ -162,6 +242,7 @@ void StepPolicy::place(std::int32_t layer, const Ids& fetched, const Ids& expert
       inserts_.erase(at);
     }
   }
+  for (std::size_t i = 0; i < ahead_.size(); ++i) issue(now + costs_.copy_wake);
   for (std::size_t i = 0; i < inserts_.size(); ++i) issue(now);
 }
 
@@ -173,19 +254,19 @@ std::int64_t StepPolicy::idle_copies(double now, double next_plan) const {
   return std::max<std::int64_t>(static_cast<std::int64_t>(idle), busy == 0.0);
 }
 
-// Absent experts that ask for a slot, best first: those that are fetched anyway, and others while
-// the link has time for them.
-Ids StepPolicy::newcomers(const std::uint8_t* states, const Ids& experts, const Scores& scores,
-                          std::int64_t room, const Ids& fetched) const {
+// Experts that ask for a slot, best first: those that are fetched anyway, or were copied ahead, and
+// others while the link has time for them.
+Ids StepPolicy::newcomers(std::int32_t layer, const std::uint8_t* states, const Ids& experts,
+                          const Scores& scores, std::int64_t room, const Ids& fetched) const {
   Ids absent;
   for (const std::int32_t expert : experts)
-    if (states[expert] == kEmpty) absent.push_back(expert);
+    if (states[expert] == kEmpty || is_ahead(layer, expert)) absent.push_back(expert);
   std::stable_sort(absent.begin(), absent.end(),
                    [&](std::int32_t a, std::int32_t b) { return scores[a] > scores[b]; });
   Ids found;
   for (const std::int32_t expert : absent) {
     const bool is_fetched = std::find(fetched.begin(), fetched.end(), expert) != fetched.end();
-    if (is_fetched || room-- > 0) found.push_back(expert);
+    if (is_fetched || is_ahead(layer, expert) || room-- > 0) found.push_back(expert);
   }
   return found;
 }

@@ -1,5 +1,5 @@
-// Decides about each layer of a captured step: which misses are fetched for it, which experts get a
-// slot for later, and who leaves for them. Decides what tandem.policy.planner decides for a step in
+// Decides about each layer of a captured step: which misses are fetched for it, which experts of the
+// next one are copied ahead, which get a slot for later, and who leaves for them. Decides what tandem.policy.planner decides for a step in
 // one graph, with the eviction `successor` and one set of slots per layer, to the last bit; see
 // there for the reasons.
 #pragma once
@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "coordinator/foresight.hpp"
 #include "coordinator/graph_rules.hpp"
 #include "lone_layer.hpp"
 #include "policy_tables.hpp"
@@ -29,9 +30,15 @@ struct Resident {
   std::vector<Ids> members;           // by layer: experts with a slot, in the order they got it
   std::vector<Ids> free;              // by layer: slots, the last one is given first
   Ids staging{};  // slots of experts that are fetched for one use
+  // Keys of experts that were copied ahead, which are no layer's members, and clear slots for more.
+  std::vector<std::int64_t> ahead{};
+  Ids free_ahead{};
 
   std::int32_t insert(std::int32_t layer, std::int32_t expert);  // returns the slot
   void remove(std::int32_t layer, std::int32_t expert);
+  std::int32_t insert_ahead(std::int64_t key);                  // returns the slot
+  void adopt(std::int32_t layer, std::int32_t expert);  // one that was copied ahead: a member now
+  std::vector<std::int64_t> release_ahead();  // those that are ready leave; returns their keys
   bool has_every_expert() const;
 };
 
@@ -45,11 +52,13 @@ struct FetchCopy {
   double arrives, cpu_seconds;
 };
 
-// The copies of a layer; the link serves fetches first, both in this order.
+// The copies of a layer; the link serves them in the order of the first three.
 struct StepCopies {
   std::span<const FetchCopy> fetch;
+  std::span<const SlotCopy> ahead;    // for the next layer, into clear slots
   std::span<const SlotCopy> insert;   // for later steps
-  std::span<const SlotCopy> entered;  // who got a slot, fetched or not, in this order
+  std::span<const SlotCopy> entered;  // who got a slot, by a copy or with its own, in this order
+  std::span<const std::int64_t> left;  // keys of those from whose slots nothing is copied over yet
   std::int64_t asked = 0;             // staging slots that there should have been
 };
 
@@ -61,27 +70,39 @@ class StepPolicy {
     double cpu_slowdown = 1.0, link_slowdown = 1.0;  // see LoneTerms
     double copy_wake = 0.0;        // of the copying thread, ahead of a fetch and behind it
     std::int64_t max_fetches = 0;  // of one layer
+    std::int64_t max_ahead = 0;    // copies ahead of one layer
+    double copy_price = 0.0;       // what one copy costs CPU and device
   };
 
-  // A table for each layer, which must outlive it.
-  StepPolicy(Costs costs, std::vector<SuccessorTable*> tables, Resident resident);
+  // A table for each layer; these and `foresight` must outlive it. Without it nothing is predicted.
+  StepPolicy(Costs costs, std::vector<SuccessorTable*> tables, Resident resident,
+             Foresight* foresight = nullptr);
 
   // Between steps: takes the place of what is known. `pending` are the keys whose copies have not
   // ended, of experts with a slot and of those that were fetched for one use.
   void load(Resident resident, double link_free_at, const std::vector<std::int64_t>& pending);
-  void set_rule(GraphRule rule) { rule_ = rule; }  // between steps
+  // Between steps. `predicts` tells whether experts of the next layer are copied ahead.
+  void set_rule(GraphRule rule, bool predicts = false) {
+    rule_ = rule;
+    predicts_ = predicts && foresight_ != nullptr;
+  }
   const Resident& resident() const { return resident_; }
   double link_free_at() const { return link_free_at_; }
 
   void begin_step(double dense_seconds);
 
+  // Returns the keys of experts that were copied ahead and leave: their slots are clear once their
+  // entries are.
+  std::vector<std::int64_t> end_step() { return resident_.release_ahead(); }
+
   // Whether anything may be fetched for the layers of this step.
   bool fetches() const { return rule_ != GraphRule::kReadyOnGpu; }
+  bool predicts() const { return predicts_; }
 
   // What a layer uses now: experts in ascending order with their tokens.
   StepCopies decide(std::int32_t layer, const Ids& experts, const Ids& tokens, double now);
   void copy_finished(std::int32_t layer, std::int32_t expert, double now);
-  void learn(std::int32_t layer) { tables_[layer]->learn(); }
+  void learn(std::int32_t layer);
 
  private:
   const std::uint8_t* states_of(std::int32_t layer);
@@ -89,8 +110,10 @@ class StepPolicy {
   double issue(double ready);
   FetchCopy fetch_of(const SlotCopy& copy, bool is_staged, double now, double cpu_seconds);
   std::int64_t idle_copies(double now, double next_plan) const;
-  Ids newcomers(const std::uint8_t* states, const Ids& experts, const Scores& scores,
-                std::int64_t room, const Ids& fetched) const;
+  Ids newcomers(std::int32_t layer, const std::uint8_t* states, const Ids& experts,
+                const Scores& scores, std::int64_t room, const Ids& fetched) const;
+  bool is_ahead(std::int32_t layer, std::int32_t expert) const;
+  void copy_ahead(std::int32_t layer, std::size_t num_fetched, double now, double next_plan);
   void enter(std::int32_t layer, const Admitted& admitted);
   void place(std::int32_t layer, const Ids& fetched, const Ids& experts, double now);
 
@@ -99,9 +122,12 @@ class StepPolicy {
   Resident resident_;
   Ids above_;  // experts in use in the layer above
   GraphRule rule_ = GraphRule::kReadyOnGpu;
+  Foresight* foresight_;
+  bool predicts_ = false;
   GraphProblem problem_;
   std::vector<FetchCopy> fetches_;
-  std::vector<SlotCopy> inserts_, entered_;
+  std::vector<SlotCopy> ahead_, inserts_, entered_;
+  std::vector<std::int64_t> left_;
   std::int64_t asked_ = 0;
   std::vector<std::int64_t> staged_;   // keys that were fetched for one use, not yet ended
   std::vector<std::uint8_t> states_;  // of the layer, if it has some of these

@@ -15,6 +15,8 @@ from tandem.kernels.native import TOKEN_DTYPES
 from tandem.policy.assignment import IN_GRAPH
 from tandem.policy.cost import CostTable
 from tandem.policy.plan import Geometry
+from tandem.policy.planner import Planner
+from tandem.policy.prediction.regression_predictor import RegressionPredictor
 from tandem.policy.settings import PlannerSettings, make_planner
 from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_machine
 
@@ -56,6 +58,15 @@ def random_step(
         index = torch.where(is_padding, geometry.num_experts, index)
         found.append(LayerTokens(hidden, index, weights, torch.empty_like(hidden)))
     return found
+
+
+def sure_of_predictions(planner: Planner) -> None:
+    """Let a planner's prediction expect what it expects for sure, and count often."""
+    prediction = planner.prediction
+    assert isinstance(prediction, RegressionPredictor)
+    before, counts = prediction.state()
+    sure = [seen * (0.2 + 0.05 * place) for place, seen in enumerate(counts.seen)]
+    prediction.restore(before, counts._replace(came_true=sure, countdown=3, count_every=3))
 
 
 def fetching_policy(rule: str, num_slots: int, cpu: float = SLOW_CPU) -> _native.StepPolicy:
@@ -119,7 +130,12 @@ class TwinMachine:
         self.coordinator.submit([(layer, expert, slot, victim)])
 
     def start(
-        self, step: Sequence[LayerTokens], rule: int | None = None, stops_before: int = -1
+        self,
+        step: Sequence[LayerTokens],
+        rule: int | None = None,
+        stops_before: int = -1,
+        *,
+        predicts: bool = False,
     ) -> None:
         """Begin a step as a captured one begins: entries are cleared ahead of the launch.
 
@@ -132,7 +148,7 @@ class TwinMachine:
             self.seen.copy_(self.table)
         if rule is not None:
             assert self._policy is not None
-            self._policy.set_rule(rule)
+            self._policy.set_rule(rule, predicts)
         calls = [
             (layer, call.hidden, call.chosen, call.weights, call.out)
             for layer, call in enumerate(step)
@@ -140,10 +156,15 @@ class TwinMachine:
         self.twin.start(calls, stops_before)
 
     def run(
-        self, step: Sequence[LayerTokens], rule: int | None = None, patience: float = PATIENCE
+        self,
+        step: Sequence[LayerTokens],
+        rule: int | None = None,
+        patience: float = PATIENCE,
+        *,
+        predicts: bool = False,
     ) -> None:
         """Do a step whole; raises `StepLostError`."""
-        self.start(step, rule)
+        self.start(step, rule, predicts=predicts)
         try:
             self.coordinator.finish_step(patience)
         finally:

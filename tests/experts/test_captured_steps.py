@@ -18,8 +18,9 @@ from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.kernels.dense import CpuThreads
 from tandem.policy.assignment import IN_GRAPH
+from tandem.policy.prediction.regression_predictor import RegressionPredictor
 from tandem.policy.settings import PlannerSettings
-from tests.experts.captured import SLOW_CPU, native_layers
+from tests.experts.captured import SLOW_CPU, native_layers, sure_of_predictions
 from tests.experts.machines import FUNCTIONS, GEOMETRY, make_real_executor, route
 from tests.experts.twin_steps import TwinSteps
 from tests.policy.integrity import check_integrity
@@ -38,7 +39,9 @@ def executor(store: HostStore, request: pytest.FixtureRequest) -> Iterator[Hybri
     executor.close()
 
 
-def step(executor: HybridExecutor, store: HostStore, num_tokens: int, seed: int) -> None:
+def step(
+    executor: HybridExecutor, store: HostStore, num_tokens: int, seed: int, *, waits: bool = False
+) -> None:
     alone = CpuExecutor(store, CpuThreads(num_threads=1))
     generator = torch.Generator().manual_seed(seed)
     executor.begin_step(range(num_tokens), is_prefill=num_tokens > 8)
@@ -46,12 +49,15 @@ def step(executor: HybridExecutor, store: HostStore, num_tokens: int, seed: int)
         call = route(num_tokens, generator)
         actual = executor.execute(layer, *call, FUNCTIONS)
         assert torch.equal(actual, alone.execute(layer, *call, FUNCTIONS))
+        if waits and executor.captured is not None:  # for all copies
+            executor.captured.coordinator.drain_copies()
 
 
 def check_slots(executor: HybridExecutor, store: HostStore) -> None:
     """What the planner says is in a slot, is."""
     assert executor.captured is not None
     executor.captured.leave()
+    executor.cache.engine.drain()  # planned copies may still be under way
     residency, slots = executor.cache.planner.residency, executor.cache.engine.slots
     check_integrity(residency)
     for key, slot in enumerate(residency.slot_of):
@@ -101,6 +107,61 @@ def test_the_device_computes_what_is_fetched_meanwhile(
     assert sum(len(plan.fetch) for plan in plans if plan is not None) > 0
     assert most_lent > 0
     check_slots(executor, store)
+
+
+@pytest.mark.parametrize("rule", IN_GRAPH)
+def test_experts_of_the_next_layer_are_copied_ahead_and_computed_by_the_device(
+    store: HostStore, rule: str
+) -> None:
+    """What is not admitted leaves with the step; planned steps go on from there."""
+    settings = PlannerSettings(
+        assignment=rule, prediction="foresight", prefetch_count=2, predicting_rows=(1, 2)
+    )
+    executor, events = make_real_executor(store, 16, settings, cpu=SLOW_CPU), list[LayerExecuted]()
+    planner = executor.cache.planner
+    sure_of_predictions(planner)
+    threads = CpuThreads(num_threads=1)
+    executor.captured = TwinSteps(executor.cache, native_layers(store), threads, torch.float32)
+    executor.listeners.append(events.append)
+    ahead, num_used = set[tuple[int, int]](), 0
+    for seed, num_tokens in enumerate([1, 1, 2, 1, 12, 1, 4] * 12):
+        events.clear()
+        step(executor, store, num_tokens, seed, waits=True)
+        plans = [event.plan for event in events if event.plan is not None]
+        copied = {(copy.layer, copy.expert) for plan in plans for copy in plan.prefetch}
+        if num_tokens == 4:
+            assert not copied
+        if num_tokens <= 2:
+            assert all(len(plan.prefetch) <= 2 for plan in plans)
+            num_used += sum((p.layer, expert) in copied for p in plans for expert in p.gpu)
+            ahead |= copied
+        if num_tokens == 12:
+            check_slots(executor, store)
+    check_slots(executor, store)
+    executor.close()
+    assert ahead
+    assert num_used > 0
+
+
+def test_what_captured_steps_have_counted_goes_on_in_planned_ones(store: HostStore) -> None:
+    settings = PlannerSettings(
+        assignment="ready-on-gpu", prediction="foresight", prefetch_count=2, predicting_rows=(1,)
+    )
+    executor = make_real_executor(store, 16, settings, cpu=SLOW_CPU)
+    prediction = executor.cache.planner.prediction
+    assert isinstance(prediction, RegressionPredictor)
+    sure_of_predictions(executor.cache.planner)
+    before, counts = prediction.state()
+    threads = CpuThreads(num_threads=1)
+    executor.captured = TwinSteps(executor.cache, native_layers(store), threads, torch.float32)
+    for seed in range(6):
+        step(executor, store, 1, seed)
+    executor.captured.leave()
+    last, later = prediction.state()
+    assert [*before] != [*last]
+    assert sum(later.seen) > sum(counts.seen)
+    assert later.seen != counts.seen
+    executor.close()
 
 
 def test_steps_of_some_rows_fetch_and_others_do_not(store: HostStore) -> None:

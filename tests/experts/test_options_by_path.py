@@ -43,9 +43,9 @@ DECISIONS: list[tuple[list[str], str | None]] = [
         for name in EVICTIONS
     ),
     (["--prediction", "none"], None),
-    (["--prediction", "foresight"], "prediction foresight with prefetch_count 2"),
+    (["--prediction", "foresight"], None),
     (["--prefetch-count", "0"], None),
-    (["--prefetch-count", "1"], "prediction foresight with prefetch_count 1"),
+    (["--prefetch-count", "1"], None),
     (["--prediction", "none", "--prefetch-count", "1"], None),  # nothing can be copied ahead
     (["--look-ahead"], "look-ahead"),
     (["--look-ahead", "--residuals", "r.npz"], "look-ahead"),
@@ -80,20 +80,17 @@ def test_every_setting_of_a_planner_is_named_or_cannot_matter() -> None:
     changed: dict[str, Any] = {
         "assignment": "balanced",
         "eviction": "lru",
-        "prediction": "foresight",
-        "prefetch_count": 1,
         "pool": "shared",
         "assignment_options": (("pipelined", False),),
         "eviction_options": (("window", 3),),
     }
     # Of copies ahead, of prompts, and limits that a step without fetches keeps.
     others = {"prefetch", "must_prefetch", "copies_prompts", "max_fetches", "never_worse_than_cpu"}
-    of_graphs = {"fetching_rows"}
+    of_graphs = {"fetching_rows", "prediction", "prefetch_count", "predicting_rows"}
     known = {*changed, *others, *of_graphs}
     assert {field.name for field in dataclasses.fields(PlannerSettings)} == known
     for name, value in changed.items():
-        both = {"prediction": "foresight", "prefetch_count": 1} if name.startswith("pre") else {}
-        why = PlannerSettings(**{**both, name: value}).why_planned()
+        why = PlannerSettings(**{name: value}).why_planned()
         assert why is not None
         assert str(value[0][1] if isinstance(value, tuple) else value) in why
     assert PlannerSettings(assignment="ready-on-gpu", max_fetches=1).why_planned() is None
@@ -101,6 +98,8 @@ def test_every_setting_of_a_planner_is_named_or_cannot_matter() -> None:
         prediction="foresight", prefetch_count=1, prefetch="top-k", must_prefetch=False
     )
     assert staged.why_planned() == "prefetch top-k"
+    asked = SimulatedSettings(prediction="popularity", prefetch_count=1)
+    assert asked.why_planned() == "prediction popularity with prefetch_count 1"
 
 
 @pytest.mark.parametrize("words", ALL, ids=" ".join)
@@ -140,7 +139,10 @@ def test_a_device_follows_it_in_one_graph_or_in_planned_steps(
     assert options.why_planned() == why
     path = run_path(DESKTOP, options.why_planned())
     assert path == StepPath("graph" if why is None else "segments", in_graph=why is None)
-    assert_followed(words, options.planner_settings(), in_graph=path.in_graph)
+    settings = options.planner_settings()
+    if path.in_graph:
+        settings = settings.with_predictions(())
+    assert_followed(words, settings, in_graph=path.in_graph)
 
 
 def assert_followed(words: Sequence[str], settings: PlannerSettings, *, in_graph: bool) -> None:
@@ -166,7 +168,9 @@ def assert_followed(words: Sequence[str], settings: PlannerSettings, *, in_graph
             assert len(plan.cpu) == num_absent - len(split.fetch) + len(split.spill)
             num_ahead.append(len(plan.prefetch))
     most = int(asked.get("--prefetch-count", "2"))
-    if in_graph or asked.get("--prediction") == "none" or most == 0:
+    are_asked = asked.get("--prediction") == "foresight" or "--prefetch-count" in asked
+    is_off = (in_graph and not are_asked) or asked.get("--prediction") == "none"
+    if is_off or most == 0:
         assert max(num_ahead) == 0
     else:
         assert 1 <= max(num_ahead) <= most
@@ -194,7 +198,6 @@ def graph_of(words: Sequence[str]) -> list[str]:
         (["--assignment", "exact"], "assignment exact"),
         (["--eviction", "lru"], "eviction lru"),
         (["--pool", "shared"], "pool shared"),
-        (["--prefetch", "1"], "prediction foresight with prefetch_count 1"),
         (["--prefetch", "1", "--prediction", "popularity"], "prediction popularity with"),
         (["--costs", "equations"], "assignment balanced pipelined False"),
         (["--batch", "9"], "batch 9, as it has at most 8 tokens"),

@@ -12,8 +12,8 @@ from tandem.experts.cache.policy_tables import NATIVE_TABLES
 from tandem.policy.cost import CostTable
 from tandem.policy.eviction import rule_choice
 from tandem.policy.eviction.next_use import NextUse
+from tandem.policy.link_queue import UNLIMITED
 from tandem.policy.plan import Copy, Geometry, LayerLoad
-from tandem.policy.planner import UNLIMITED
 from tandem.policy.prediction.regression_predictor import RegressionPredictor
 from tandem.policy.settings import make_planner
 from tandem.policy.tables import DecideSingleToken, SingleTokenDecision, SingleTokenTerms

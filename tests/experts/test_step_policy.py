@@ -11,6 +11,7 @@ import pytest
 
 from tandem.experts.cache.policy_tables import (
     NATIVE_TABLES,
+    native_foresight,
     native_step_policy,
     resident_lists,
 )
@@ -21,10 +22,12 @@ from tandem.policy.eviction.next_use import NextUse
 from tandem.policy.plan import Copy
 from tandem.policy.planner import Planner
 from tandem.policy.settings import make_planner_on
+from tandem.policy.step_path import GRAPH_ROWS
 from tandem.sim.steps import LoadReader, replay_steps
 from tandem.sim.systems import TANDEM
 from tandem.sim.timeline import Timeline
 from tandem.trace import RoutingTrace, read_trace
+from tests.experts.captured import sure_of_predictions
 from tests.policy.integrity import check_integrity
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
@@ -43,15 +46,18 @@ def trace(request: pytest.FixtureRequest) -> RoutingTrace:
     ("rule", "batch", "share"),
     [(None, 4, 0.6)] + [(name, *cell) for name in IN_GRAPH[1:] for cell in ((1, 0.25), (8, 0.6))],
 )
-def test_the_same_experts_are_fetched_enter_and_leave(
-    trace: RoutingTrace, hardware: str, rule: str | None, batch: int, share: float
+@pytest.mark.parametrize("predicts", [False, True], ids=["", "predicts"])
+def test_the_same_experts_are_fetched_copied_ahead_enter_and_leave(
+    trace: RoutingTrace, hardware: str, rule: str | None, batch: int, share: float, predicts: bool
 ) -> None:
     """Slots, victims and the link's estimate are the planner's, whenever copies end."""
     geometry, profile = trace.meta.geometry, load_profile(hardware)
     shape = shape_for(profile, trace.meta.model, geometry)
     if any(host.path == GRAPH for host in profile.host):
         shape = profile.charged(shape, GRAPH)
-    settings = dataclasses.replace(TANDEM, assignment=rule)
+    settings = dataclasses.replace(
+        TANDEM, assignment=rule, predicting_rows=GRAPH_ROWS if predicts else ()
+    )
     num_slots = int(share * geometry.num_layers * geometry.num_experts)
     resident = range(0, geometry.num_layers * geometry.num_experts, 7)
     sizes = settings.set_sizes(geometry, num_slots)
@@ -60,15 +66,25 @@ def test_the_same_experts_are_fetched_enter_and_leave(
         make_planner_on(profile, shape, settings, geometry, num_slots, resident=chosen, tables=t)
         for t in (None, NATIVE_TABLES)
     )
-    policy = native_step_policy(template)
+    if predicts:
+        for each in (planner, template):
+            sure_of_predictions(each)
+    policy = native_step_policy(template, native_foresight(template))
     assert policy is not None
-    timeline, reader, inserted, fetched = Timeline(profile, shape), LoadReader(trace), 0, 0
+    timeline, reader, inserted, fetched, ahead = (
+        Timeline(profile, shape),
+        LoadReader(trace),
+        0,
+        0,
+        0,
+    )
     for step in list(replay_steps(trace, batch, prompt=1))[: STEPS // batch + 8]:
         num_tokens, link = len(step.tokens), planner.link
         planner.begin_step(num_tokens, timeline.now, in_graph=True)
+        policy.end_step()
         if rule is not None:  # staging slots may have changed
             policy.load(*resident_lists(planner), link.free_at, [*link.pending])
-        policy.set_rule(IN_GRAPH.index(settings.rule(graph_tokens=num_tokens)))
+        policy.set_rule(IN_GRAPH.index(settings.rule(graph_tokens=num_tokens)), predicts)
         policy.begin_step(planner.graph_rule(num_tokens).dense_seconds(planner.costs, num_tokens))
         for load in reader.loads(step):
             timeline.run_dense(len(step.tokens))
@@ -77,16 +93,18 @@ def test_the_same_experts_are_fetched_enter_and_leave(
                 policy.copy_finished(*arrival)
             plan = planner.plan(load, timeline.now)
             assert not plan.arriving
-            assert not plan.prefetch
             native = policy.decide(load.layer, load.experts, load.tokens, timeline.now)
-            assert native == (as_tuples(plan.fetch), as_tuples(plan.insert))
+            copies = plan.fetch, plan.prefetch, plan.insert
+            assert native == tuple(as_tuples(some) for some in copies)
             assert policy.link_free_at() == planner.link.free_at
             planner.learn()
             policy.learn(load.layer)
             timeline.run(load, plan)
             inserted += len(plan.insert)
             fetched += len(plan.fetch)
+            ahead += len(plan.prefetch)
     assert inserted > 20
+    assert predicts or ahead == 0
     if rule is None:
         assert fetched == 0
     else:  # with one sequence a slow link pays for none
@@ -101,10 +119,11 @@ def as_tuples(copies: Sequence[Copy]) -> list[tuple[int, int, int, int]]:
 
 
 def check_same_residency(
-    planner: Planner, native: tuple[bytes, list[int], list[list[int]], list[list[int]]]
+    planner: Planner,
+    native: tuple[bytes, list[int], list[list[int]], list[list[int]], list[int], list[int]],
 ) -> None:
     residency, experts = planner.residency, planner.geometry.num_experts
-    state, slot_of, members, free = native
+    state, slot_of, members, free, ahead, free_ahead = native
     check_integrity(residency)
     assert state == residency.state
     assert slot_of == residency.slot_of
@@ -112,7 +131,8 @@ def check_same_residency(
     assert [[layer * experts + e for e in members[layer]] for layer in layers] == (
         residency.members[: len(layers)]
     )
-    assert free == residency.free[: len(layers)]
+    assert [*free, free_ahead] == residency.free
+    assert ahead == residency.members[residency.staging]
 
 
 def test_other_policies_have_no_native_form(trace: RoutingTrace) -> None:

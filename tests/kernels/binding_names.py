@@ -4,6 +4,7 @@
 WITHOUT_MEMORY = {
     "AttentionEngine", "CpuFeatures", "DenseEngine", "DenseMatrix", "DriverLink", "ExpertEngine",
     "ExpertEngine.bind_workers", "ExpertEngine.multiply", "ExpertEngine.wake", "ExpertLayout",
+    "Foresight", "Foresight.load", "Foresight.state",
     "ForesightTables", "ForesightTables.begin_step", "ForesightTables.scores",
     "ForesightTables.teach", "HeldExpert", "HeldExpert.address", "HeldExpert.has_come",
     "HeldExpert.keep", "HeldExpert.let_go", "HeldExpert.wait", "HostSlots.counts",
@@ -24,7 +25,8 @@ WITHOUT_MEMORY = {
     "StepCoordinator.finish_step", "StepCoordinator.records", "StepCoordinator.set_dense_seconds",
     "StepCoordinator.set_hook", "StepCoordinator.submit", "StepCoordinator.take_arrivals",
     "StepCoordinator.take_decided", "StepLostError", "StepPolicy", "StepPolicy.begin_step",
-    "StepPolicy.copy_finished", "StepPolicy.decide", "StepPolicy.learn", "StepPolicy.link_free_at",
+    "StepPolicy.copy_finished", "StepPolicy.decide", "StepPolicy.end_step", "StepPolicy.learn",
+    "StepPolicy.link_free_at",
     "StepPolicy.load", "StepPolicy.resident", "StepPolicy.set_rule", "StepSlowError",
     "SuccessorTable",
     "SuccessorTable.followed", "SuccessorTable.learn", "SuccessorTable.note",

@@ -286,3 +286,58 @@ def test_a_copy_ahead_may_end_late_if_a_router_named_it_and_the_cpu_would_end_la
     plan = chosen.plan(LayerLoad(0, (0, 1), (1, 1)), 0.0, [hint])
     assert plan.gpu == (0, 1)
     assert [copy.expert for copy in plan.prefetch] == expected
+
+
+def test_a_step_in_one_graph_copies_ahead_into_clear_slots_before_it_copies_for_later() -> None:
+    """What is used stays with its slot and without another copy; what is not leaves."""
+    chosen = planner(
+        num_slots=24, prediction="gate", prefetch_count=1, predicting_rows=(1,),
+        assignment="ready-on-gpu",
+    )  # fmt: skip
+    residency, link = chosen.residency, chosen.link
+    assert chosen.begin_step(1, 0.0, in_graph=True) == ()
+    hints = [Hint("gate", LayerLoad(1, (5,), (1,)))]
+    plan = chosen.plan(LayerLoad(0, (0, 1), (1, 1)), 0.0, hints)
+    assert plan.cpu == (0, 1)
+    assert [(copy.layer, copy.expert, copy.evicts) for copy in plan.prefetch] == [(1, 5, None)]
+    later = [GEOMETRY.key(0, copy.expert) for copy in plan.insert]
+    assert [*link.pending] == [GEOMETRY.key(1, 5), *later]
+    assert plan.insert
+    for key in [*link.pending]:
+        chosen.copy_finished(*GEOMETRY.expert_id(key), 2.0)
+    slot = residency.slot_of[GEOMETRY.key(1, 5)]
+    plan = chosen.plan(LayerLoad(1, (5,), (1,)), 2.5, [Hint("gate", LayerLoad(2, (3,), (1,)))])
+    assert (plan.gpu, plan.insert) == ((5,), ())
+    assert residency.slot_of[GEOMETRY.key(1, 5)] == slot
+    assert residency.members[1] == [GEOMETRY.key(1, 5)]
+    assert [copy.expert for copy in plan.prefetch] == [3]
+    chosen.begin_step(2, 3.0, in_graph=True)
+    plan = chosen.plan(LayerLoad(0, (2, 3), (1, 1)), 3.0, hints)
+    assert not plan.prefetch  # steps of two rows do not
+
+
+def test_what_a_step_in_one_graph_has_copied_ahead_in_vain_leaves_with_it() -> None:
+    chosen = planner(
+        num_slots=24, prediction="gate", prefetch_count=1, predicting_rows=(1,),
+        assignment="ready-on-gpu",
+    )  # fmt: skip
+    residency, key = chosen.residency, GEOMETRY.key(1, 5)
+    chosen.begin_step(1, 0.0, in_graph=True)
+    chosen.plan(LayerLoad(0, (0, 1), (1, 1)), 0.0, [Hint("gate", LayerLoad(1, (5,), (1,)))])
+    chosen.begin_step(1, 0.1, in_graph=True)
+    assert residency.slot_of[key] >= 0  # its copy has not ended
+    chosen.copy_finished(1, 5, 0.5)
+    chosen.begin_step(1, 1.0, in_graph=True)
+    assert residency.slot_of[key] < 0
+    check_integrity(residency)
+
+
+def test_copies_ahead_that_are_asked_for_are_followed_in_one_graph() -> None:
+    asked = PlannerSettings(prediction="foresight", prefetch_count=2)
+    assert asked.with_predictions(()).predicting_rows == (1, 2, 4, 8)
+    usual = PlannerSettings(prediction="foresight", prefetch_count=2, must_prefetch=False)
+    assert usual.with_predictions((4,)).predicting_rows == (4,)
+    nothing = PlannerSettings(prediction="none", prefetch_count=2)
+    assert nothing.with_predictions((4,)) is nothing
+    other = SimulatedSettings(prediction="gate", prefetch_count=2)
+    assert other.with_predictions((4,)) is other  # its steps are planned

@@ -57,6 +57,8 @@ class CoordinatorClock(Timeline):
         landed, self._cpu_end = start, start + cpu
         for copy in plan.fetch:
             landed = self._carry(copy, max(self._link_free, start + wake)) + wake
+        for copy in plan.prefetch:
+            self._carry(copy, max(self._link_free, start + wake))
         self._copy_waiting(start + cpu)
         cpu += min(cpu, max(0.0, self._link_free - start)) * (self._cpu_slowdown - 1.0)
         held = sum([costs.gpu[tokens[expert]] for expert in plan.gpu])

@@ -540,13 +540,41 @@ class MailboxLayout:
     @property
     def num_bytes(self) -> int: ...
 
-_Resident = tuple[bytes, list[int], list[list[int]], list[list[int]]]
+# State and slot by key, members and free slots by layer; keys that were copied ahead, and slots.
+_Resident = tuple[bytes, list[int], list[list[int]], list[list[int]], list[int], list[int]]
+# Experts of the step before by layer; of bins how often seen and come true; counting.
+_ForesightState = tuple[list[list[int]], list[float], list[float], int, int]
 _SlotCopy = tuple[int, int, int, int]  # layer, expert, slot, victim or -1
 _Arrival = tuple[int, int, float]  # layer, expert, seconds
 # Layer, choice, hits, weights, experts on the CPU; seen, begun, ended, answered; fetched in time.
 _LayerRecord = tuple[
     int, list[int], list[int], list[float], int, float, float, float, float, list[int]
 ]
+
+class Foresight:
+    def __init__(
+        self,
+        tables: ForesightTables,
+        before: Sequence[Sequence[int]],
+        seen: Sequence[float],
+        came_true: Sequence[float],
+        countdown: int,
+        count_every: int,
+        /,
+    ) -> None: ...
+    def load(
+        self,
+        before: Sequence[Sequence[int]],
+        seen: Sequence[float],
+        came_true: Sequence[float],
+        countdown: int,
+        count_every: int,
+        /,
+    ) -> None: ...
+    def state(self) -> _ForesightState: ...
+
+# Layer and time; arrivals, entered, for one use; staging slots that it asked for; copied ahead.
+_Decided = tuple[int, float, list[_Arrival], list[_SlotCopy], list[_SlotCopy], int, list[_SlotCopy]]
 
 class StepPolicy:
     def __init__(
@@ -559,12 +587,17 @@ class StepPolicy:
         link_slowdown: float,
         copy_wake: float,
         max_fetches: int,
+        max_ahead: int,
+        copy_price: float,
         tables: list[SuccessorTable],
+        foresight: Foresight | None,
         state: bytes,
         slot_of: Sequence[int],
         members: Sequence[Sequence[int]],
         free: Sequence[Sequence[int]],
         staging: Sequence[int],
+        ahead: Sequence[int],
+        free_ahead: Sequence[int],
         /,
     ) -> None: ...
     def load(
@@ -574,17 +607,20 @@ class StepPolicy:
         members: Sequence[Sequence[int]],
         free: Sequence[Sequence[int]],
         staging: Sequence[int],
+        ahead: Sequence[int],
+        free_ahead: Sequence[int],
         link_free_at: float,
         pending: Sequence[int],
         /,
     ) -> None: ...
     def resident(self) -> _Resident: ...
     def link_free_at(self) -> float: ...
-    def set_rule(self, rule: int, /) -> None: ...
+    def set_rule(self, rule: int, predicts: bool = False, /) -> None: ...
     def begin_step(self, dense_seconds: float, /) -> None: ...
+    def end_step(self) -> list[int]: ...
     def decide(
         self, layer: int, experts: Sequence[int], tokens: Sequence[int], now: float, /
-    ) -> tuple[list[_SlotCopy], list[_SlotCopy]]: ...
+    ) -> tuple[list[_SlotCopy], list[_SlotCopy], list[_SlotCopy]]: ...
     def copy_finished(self, layer: int, expert: int, now: float, /) -> None: ...
     def learn(self, layer: int, /) -> None: ...
 
@@ -617,9 +653,7 @@ class StepCoordinator:
         /,
     ) -> None: ...
     def set_dense_seconds(self, seconds: float, /) -> None: ...
-    def take_decided(
-        self,
-    ) -> list[tuple[int, float, list[_Arrival], list[_SlotCopy], list[_SlotCopy], int]]: ...
+    def take_decided(self) -> list[_Decided]: ...
     def submit(self, copies: Sequence[_SlotCopy], /) -> None: ...
     def clear(self, keys: Sequence[int], /) -> None: ...
     def clear_entries(self) -> None: ...

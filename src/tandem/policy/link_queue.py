@@ -1,5 +1,7 @@
 """What the planner believes about the link: copies under way, served in order, one at a time."""
 
+UNLIMITED = 1 << 30
+
 
 class LinkQueue:
     """Estimates when each copy ends; every completion that is reported corrects the estimate."""
@@ -26,6 +28,13 @@ class LinkQueue:
     def busy_seconds(self, now: float) -> float:
         """Return how long the link still works on what it has."""
         return self.free_at - now if self.free_at > now else 0.0
+
+    def idle_copies(self, now: float, next_plan: float) -> int:
+        """Return how many copies end before the next layer; one if the link has nothing to do."""
+        busy = self.busy_seconds(now)
+        if self.copy_seconds == 0.0:
+            return UNLIMITED
+        return max(int((next_plan - now - busy) / self.copy_seconds), busy == 0.0)
 
     def remaining_seconds(self, key: int, now: float) -> float:
         """Return how long until a pending copy ends; a little more than 0 if it should have."""

@@ -16,16 +16,16 @@ from tandem.policy.assignment.problem import LayerProblem, Split
 from tandem.policy.assignment.rule import Rule
 from tandem.policy.cost import CostTable
 from tandem.policy.eviction.policy import Eviction
-from tandem.policy.link_queue import LinkQueue
+from tandem.policy.link_queue import UNLIMITED, LinkQueue
 from tandem.policy.plan import Copy, Geometry, Hint, LayerLoad, LayerPlan
+from tandem.policy.predicted_copies import PredictedCopies
 from tandem.policy.prediction.policy import Prediction
-from tandem.policy.prefetch import PrefetchChoice, PrefetchTerms, Recurrence
+from tandem.policy.prefetch import PrefetchChoice
 from tandem.policy.prompt_copies import PromptCopies
 from tandem.policy.residency import COPYING, NOWHERE, READY, Residency
 from tandem.policy.ring import Ring
 from tandem.policy.step_path import graph_rows
 
-UNLIMITED = 1 << 30
 _READY_STATE = bytes([READY])
 
 
@@ -46,6 +46,7 @@ class Planner:
         ring: Ring,
         max_fetches: int = UNLIMITED,
         can_prefetch: bool = False,
+        predicting_rows: Sequence[int] = (),
         copy_price_seconds: float = 0.0,
     ) -> None:
         """Wire the policies together.
@@ -53,6 +54,7 @@ class Planner:
         `graph_rules` say by rows who computes what in steps that are one graph, `rule` in all
         others. The `ring` takes fetched experts that are not admitted to the cache; if it has no
         slots, only admitted experts can be fetched. `max_fetches` is equation 9 for one layer.
+        Steps in one graph copy predicted experts ahead if they have one of `predicting_rows`.
         `copy_price_seconds` is the time that one copy costs CPU and GPU.
         """
         self.geometry = geometry
@@ -63,16 +65,19 @@ class Planner:
         self._rule = rule  # of the step
         self.eviction = eviction
         self.prediction = prediction
-        self._prefetch = prefetch
         self._admission = Admission(residency, eviction)
         self.prompt = PromptCopies(geometry, residency, self.link, eviction)
         self.ring = ring
         self._max_fetches = self._most_fetches = max_fetches if ring.size else 0
-        self._copy_price = copy_price_seconds
         self._can_prefetch = self._predicts = can_prefetch
+        self.predicting_rows = predicting_rows if can_prefetch else ()
+        self.predicted = PredictedCopies(
+            geometry, costs, residency, self.link, self._admission, prediction, prefetch,
+            copy_price_seconds,
+        )  # fmt: skip
+        self.chances = self.predicted.chances
         self._dense_seconds = costs.dense(1)
         self._has_every_expert = False
-        self.chances = Recurrence()
 
     def begin_step(
         self,
@@ -85,26 +90,32 @@ class Planner:
     ) -> tuple[Copy, ...]:
         """Start a step of `num_tokens` tokens; returns copies ahead for its first layer.
 
-        A step that is one graph (`in_graph`) has none: it makes no predictions.
+        A step that is one graph (`in_graph`) has none, and does not predict by its tokens.
         """
         self._rule = self.graph_rule(num_tokens) if in_graph else self._planned_rule
-        self._predicts = self._can_prefetch and not in_graph
+        self._predicts = self.predicts_in_graph(num_tokens) if in_graph else self._can_prefetch
         self.eviction.begin_step(is_prefill=is_prefill)
         self._dense_seconds = self._rule.dense_seconds(self.costs, num_tokens)
         self.residency.release_passed(-1, ())
         self._max_fetches = self.max_graph_fetches if in_graph else self._most_fetches
         self.ring.begin_step(in_graph=in_graph, may_fetch=self._rule.fetches)
         self._has_every_expert = self.residency.has_every_expert()
-        self.prompt.begin_step(num_tokens, is_prefill=is_prefill and not self._prefetch.is_staged)
+        self.prompt.begin_step(num_tokens, is_prefill=is_prefill and not self.predicted.is_staged)
         if self._has_every_expert:
             return ()
         if self._predicts:
-            self.prediction.begin_step(token_ids)
+            self.prediction.begin_step(() if in_graph else token_ids)
+        if in_graph:
+            return ()
         return self._copies_ahead(0, frozenset(), now, now + self._dense_seconds)
 
     def graph_rule(self, num_tokens: int) -> Rule:
         """Return who computes what in steps of so many tokens that are one graph."""
         return self._graph_rules[graph_rows(num_tokens)]
+
+    def predicts_in_graph(self, num_tokens: int) -> bool:
+        """Tell whether steps of so many tokens that are one graph copy predicted experts ahead."""
+        return graph_rows(num_tokens) in self.predicting_rows
 
     @property
     def max_graph_fetches(self) -> int:
@@ -114,7 +125,7 @@ class Planner:
     @property
     def stages_predictions(self) -> bool:
         """Whether predicted experts are copied to slots of their own, in decode steps too."""
-        return self._can_prefetch and self._prefetch.is_staged
+        return self._can_prefetch and self.predicted.is_staged
 
     def copy_finished(self, layer: int, expert: int, now: float) -> None:
         """Note that a planned copy has ended at `now`."""
@@ -147,13 +158,12 @@ class Planner:
         state = self.residency.state
         states = bytes([state[key] for key in keys])
         in_use = frozenset(keys)
-        split, pairs = self._decide(load, keys, states, in_use, now)
+        split, pairs, ahead = self._decide(load, keys, states, in_use, now)
         next_plan = now + split.seconds + self._dense_seconds
-        fetch, insert = self._place(layer, split, pairs, in_use, now)
+        fetch, insert = self._place(layer, split, pairs, ahead, in_use, now)
         if len(fetch) < len(split.fetch):  # there were no slots for more
             split = split._replace(fetch=[copy.expert for copy in fetch])
-        ahead: tuple[Copy, ...] = ()
-        if layer + 1 < self.geometry.num_layers:
+        if layer + 1 < self.geometry.num_layers and not self._rule.launches:
             ahead = self._copies_ahead(layer + 1, in_use, now, next_plan)
         gpu, arriving, cpu = self._by_processor(load, states, split)
         seconds, hits = (split.gpu_seconds, split.cpu_seconds), states.count(READY)
@@ -167,8 +177,8 @@ class Planner:
         states: bytes,
         in_use: frozenset[int],
         now: float,
-    ) -> tuple[Split, Iterable[tuple[int, int]]]:
-        """Return who computes what, and who gets a slot from whom."""
+    ) -> tuple[Split, Iterable[tuple[int, int]], tuple[Copy, ...]]:
+        """Return who computes what, who gets a slot from whom, and a graph's copies ahead."""
         misses: list[int] = []
         if states.count(READY) == len(keys):
             split = self._split_resident(load, keys, states, now)
@@ -178,12 +188,21 @@ class Planner:
                 busy, dense = self.link.busy_seconds(now), self._dense_seconds
                 decision = single_token.decision(load, states, now, dense, busy)
                 if decision is not None:
-                    return Split(*decision[:4]), decision.admitted
+                    return Split(*decision[:4]), decision.admitted, ()
             split = self._rule.split(self._problem(load, keys, states, now))
             misses = [key for key, held in zip(keys, states, strict=True) if not held]
         next_plan = now + split.seconds + self._dense_seconds
-        entering = self._newcomers(load.layer, in_use, misses, split.fetch, now, next_plan)
-        return split, self._admission.pairs(self.residency.set_of(load.layer), entering, in_use)
+        ahead: tuple[Copy, ...] = ()
+        if self._predicts and self._rule.launches:
+            ready = max(self.link.free_at, now + self.costs.copy_wake)
+            ready += len(split.fetch) * self.link.copy_seconds
+            ahead = self.predicted.in_graph(load.layer + 1, ready, next_plan)
+        num_first = len(split.fetch) + len(ahead)
+        entering = self._newcomers(
+            load.layer, in_use, misses, split.fetch, num_first, now, next_plan
+        )
+        pairs = self._admission.pairs(self.residency.set_of(load.layer), entering, in_use)
+        return split, pairs, ahead
 
     def _plan_without_misses(self, load: LayerLoad, now: float) -> LayerPlan:
         """Plan where the cache holds the whole model: nothing to learn, to copy or to evict."""
@@ -236,10 +255,14 @@ class Planner:
         layer: int,
         split: Split,
         pairs: Iterable[tuple[int, int]],
+        ahead: Iterable[Copy],
         in_use: frozenset[int],
         now: float,
     ) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
-        """Give slots to fetched and to admitted experts; returns (fetch, insert) copies."""
+        """Give slots to fetched and to admitted experts; returns (fetch, insert) copies.
+
+        The link gets those `ahead` in between.
+        """
         residency, link = self.residency, self.link
         first, set_id = layer * self.geometry.num_experts, residency.set_of(layer)
         copies: dict[int, Copy] = {}
@@ -250,10 +273,24 @@ class Planner:
                 residency.adopt(key, set_id)
             else:
                 slot = residency.insert(key, set_id)
-                copies[key] = self._copy(key, slot, victim)
+                copies[key] = residency.copy_of(key, slot, victim)
             self.eviction.inserted(key)
-        if not split.fetch and not copies:
-            return (), ()
+        fetch = self._fetch(first, split, copies, in_use, now) if split.fetch or copies else []
+        for copy in ahead:
+            link.issue(self.geometry.key(copy.layer, copy.expert), now + self.costs.copy_wake)
+        for key in copies:
+            link.issue(key, now)
+        return tuple(fetch), tuple(copies.values())
+
+    def _fetch(
+        self,
+        first: int,
+        split: Split,
+        copies: dict[int, Copy],
+        in_use: frozenset[int],
+        now: float,
+    ) -> list[Copy]:
+        """Queue the copies of fetched experts, which leave `copies` if they have a slot there."""
         fetch = []
         num_staged = sum(first + expert not in copies for expert in split.fetch)
         ring, ready = self.ring.slots(in_use), now
@@ -263,17 +300,11 @@ class Planner:
             key = first + expert
             copy = copies.pop(key, None)
             if copy is None and (given := next(ring, None)) is not None:
-                copy = self._copy(key, *given)
+                copy = self.residency.copy_of(key, *given)
             if copy is not None:
-                link.issue(key, ready)
+                self.link.issue(key, ready)
                 fetch.append(copy)
-        for key in copies:
-            link.issue(key, now)
-        return tuple(fetch), tuple(copies.values())
-
-    def _copy(self, key: int, slot: int, victim: int) -> Copy:
-        expert_id = self.geometry.expert_id
-        return Copy(*expert_id(key), slot, None if victim == NOWHERE else expert_id(victim))
+        return fetch
 
     def _newcomers(
         self,
@@ -281,10 +312,14 @@ class Planner:
         in_use: frozenset[int],
         misses: Sequence[int],
         fetch: Sequence[int],
+        num_first: int,
         now: float,
         next_plan: float,
     ) -> Sequence[int]:
-        """Return who asks for a slot, best first, without those the link has no time for."""
+        """Return who asks for a slot, best first, without those the link has no time for.
+
+        `num_first` copies go before theirs.
+        """
         residency, eviction = self.residency, self.eviction
         first = layer * self.geometry.num_experts
         staged: Sequence[int] = residency.members[residency.staging]
@@ -295,7 +330,7 @@ class Planner:
             if not misses and not staged:
                 return ()
             is_idle = eviction.background == "idle"
-            room = self._idle_copies(now, next_plan) - len(fetch) if is_idle else 0
+            room = self.link.idle_copies(now, next_plan) - num_first if is_idle else 0
             if room <= 0 and not fetch and not staged:
                 return ()
         kept = []
@@ -308,76 +343,12 @@ class Planner:
             kept.append(key)
         return kept
 
-    def _copies_in_time(self, layer: int, idle_seconds: float) -> int:
-        """Return how many copies ahead of a layer the link can carry while it is idle.
-
-        Where the layer's router has been asked, a copy may also end later than the layer begins, if
-        the CPU would need longer still: what is named would otherwise be fetched then.
-        """
-        copy_seconds = self.link.copy_seconds
-        if not copy_seconds:
-            return UNLIMITED
-        count = int(idle_seconds / copy_seconds)
-        if count or self._prefetch.is_staged or idle_seconds <= 0.0:
-            return count
-        is_sooner = copy_seconds - idle_seconds < self.costs.cpu[1]
-        return int(is_sooner and self.prediction.is_hinted(layer))
-
-    def _terms(self, first: int, room: int, idle_copies: int) -> PrefetchTerms:
-        """Return what copies ahead of the layer with this first key cost and bring."""
-        slots = self.residency.slot_of[first : first + self.geometry.num_experts]
-        gain, price = self.costs.cpu[1], self._copy_price
-        return PrefetchTerms(slots, room, idle_copies, self.link.copy_seconds, price, gain)
-
-    def _idle_copies(self, now: float, next_plan: float) -> int:
-        """Return how many copies end before the next layer; one if the link has nothing to do."""
-        busy, copy_seconds = self.link.busy_seconds(now), self.link.copy_seconds
-        if copy_seconds == 0.0:
-            return UNLIMITED
-        return max(int((next_plan - now - busy) / copy_seconds), busy == 0.0)
-
     def _copies_ahead(
         self, layer: int, in_use: frozenset[int], now: float, next_plan: float
     ) -> tuple[Copy, ...]:
         if self.prompt.is_on:
             return self.prompt.copies(layer, in_use, now, next_plan)
-        return self._predicted(layer, in_use, now, next_plan) if self._predicts else ()
-
-    def _predicted(
-        self, layer: int, in_use: frozenset[int], now: float, next_plan: float
-    ) -> tuple[Copy, ...]:
-        """Copy experts that a layer to come is expected to use."""
-        residency, link, experts = self.residency, self.link, self.geometry.num_experts
-        first, set_id = layer * experts, residency.set_of(layer)
-        self.chances.layer_passed()
-        idle_copies = self._copies_in_time(layer, next_plan - max(link.free_at, now))
-        is_staged = self._prefetch.is_staged
-        if idle_copies <= 0 and not is_staged:
-            return ()
-        forecast = self.prediction.predict(layer)
-        if forecast is None:
-            return ()
-        if is_staged:
-            residency.release_passed(layer, in_use)
-            set_id = residency.staging
-        room = len(residency.free[set_id]) if is_staged else residency.capacity[set_id]
-        terms = self._terms(first, room, idle_copies)
-        entering = [first + expert for expert in self._prefetch.choose(forecast, terms)]
-        copies = []
-        for key, victim in self._admission.pairs(set_id, entering, in_use, asks=False):
-            if victim != NOWHERE:
-                if victim // experts != layer:
-                    continue  # the forecast is about another layer
-                if not self._prefetch.replaces(forecast, terms, key - first, victim - first):
-                    continue
-            if not is_staged and not self.chances.note_chance():
-                continue
-            if victim != NOWHERE:
-                residency.remove(victim)
-            slot = residency.insert(key, set_id)
-            link.issue(key, now)
-            copies.append(self._copy(key, slot, victim))
-        return tuple(copies)
+        return self.predicted.planned(layer, in_use, now, next_plan) if self._predicts else ()
 
     def _by_processor(
         self, load: LayerLoad, states: bytes, split: Split

@@ -32,6 +32,7 @@ class PrefetchChoice(Protocol):
     """Chooses experts to copy ahead; keeps no state."""
 
     is_staged: bool  # copies ahead wait in slots of their own, else in the cache's
+    count: int  # copies ahead of one layer, at most
 
     def choose(self, forecast: Forecast, terms: PrefetchTerms) -> list[int]:
         """Return absent experts, at most `terms.room`, in copy order."""
@@ -48,11 +49,11 @@ class Pays(PrefetchChoice):
 
     def __init__(self, *, count: int) -> None:
         """Copy at most `count` per layer."""
-        self._count = count
+        self.count = count
 
     def choose(self, forecast: Forecast, terms: PrefetchTerms) -> list[int]:
         """Return the experts that pay, best first."""
-        limit = min(self._count, terms.room, terms.idle_copies)
+        limit = min(self.count, terms.room, terms.idle_copies)
         if limit <= 0 or terms.gain_seconds <= 0.0:
             return []
         least = terms.price_seconds / terms.gain_seconds
@@ -77,6 +78,7 @@ class NoPrefetch(PrefetchChoice):
     """Copies nothing ahead."""
 
     is_staged = False
+    count = 0
 
     def __init__(self, *, count: int = 0) -> None:
         """Ignore `count`."""

@@ -10,7 +10,7 @@ but for slots that it has lent (`tandem.policy.ring`).
 from collections.abc import Container, Sequence
 
 from tandem.core.errors import ConfigError
-from tandem.policy.plan import Geometry
+from tandem.policy.plan import Copy, Geometry
 
 EMPTY, COPYING, READY = 0, 1, 2
 NOWHERE = -1
@@ -104,15 +104,25 @@ class Residency:
             self.free[set_id].append(slot)
         self.lent.clear()
 
+    def copy_of(self, key: int, slot: int, victim: int) -> Copy:
+        """Return an expert's copy into a slot that the victim has left, or NOWHERE."""
+        expert_id = self.geometry.expert_id
+        return Copy(*expert_id(key), slot, None if victim == NOWHERE else expert_id(victim))
+
     def finish(self, key: int) -> None:
         """Mark an expert's copy as complete."""
         assert self.state[key] == COPYING, f"expert {key} is not being copied"
         self.state[key] = READY
 
-    def release_passed(self, layer: int, in_use: Container[int]) -> None:
-        """Free the slots of staged experts that are ready, unless of a layer or in use."""
-        experts = self.geometry.num_experts
+    def release_passed(self, layer: int, in_use: Container[int]) -> list[int]:
+        """Free the slots of staged experts that are ready, unless of a layer or in use.
+
+        Returns their keys.
+        """
+        experts, left = self.geometry.num_experts, []
         for key in [*self.members[self.staging]]:
             passed = key // experts != layer and key not in in_use
             if passed and self.state[key] == READY:
                 self.remove(key)
+                left.append(key)
+        return left

@@ -12,8 +12,9 @@ from tandem.policy.assignment.rule import Rule
 from tandem.policy.cost import CostTable, HardwareProfile, ShapeCosts
 from tandem.policy.eviction import EVICTIONS, Eviction
 from tandem.policy.eviction.next_use import NextUse
+from tandem.policy.link_queue import UNLIMITED
 from tandem.policy.plan import Geometry
-from tandem.policy.planner import UNLIMITED, Planner
+from tandem.policy.planner import Planner
 from tandem.policy.prediction import PREDICTIONS, Prediction
 from tandem.policy.prefetch import PREFETCHES, PrefetchChoice
 from tandem.policy.residency import Residency, sets_by_layer
@@ -32,10 +33,13 @@ RING_SLOTS, RING_SHARE = 16, 1 / 96
 # For copies ahead in long prompts: the layer that runs and the one to come have half each. As many
 # as a link of 25 GB/s fills while 2,048 tokens of Qwen3-30B-A3B attend on a 4070.
 PROMPT_SLOTS, PROMPT_SHARE = 64, 1 / 32
+LEAST_AHEAD_SLOTS = 2  # for copies ahead in steps that are one graph, if so few slots spare them
 POOLS = ("by-layer", "shared")
 # Who computes what where no assignment is asked for: in plans, and in steps that are one graph,
 # where fetches do not pay and where they do.
 PLANNED_RULE, GRAPH_RULE, FETCHING_RULE = "balanced", "ready-on-gpu", "balanced-in-graph"
+# What steps in one graph predict by: native code does the same.
+GRAPH_PREDICTION = "foresight"
 
 
 class Policies(NamedTuple):
@@ -60,6 +64,7 @@ class PlannerSettings:
     prefetch_count: int = 0  # experts copied ahead per layer, at most
     must_prefetch: bool = True  # in all steps; else where they are planned
     fetching_rows: tuple[int, ...] = ()  # of steps in one graph that fetch, if none is asked for
+    predicting_rows: tuple[int, ...] = ()  # of steps in one graph that copy ahead
     copies_prompts: bool = False  # whether slots are set aside for copies ahead in long prompts
     pool: str = "by-layer"
     max_fetches: int = UNLIMITED
@@ -104,11 +109,17 @@ class PlannerSettings:
             return " ".join([f"eviction {self.eviction}", *options])
         if self.pool != "by-layer":
             return f"pool {self.pool}"
-        if self.can_prefetch and self.must_prefetch:
+        if self.can_prefetch and self.must_prefetch and self.prediction != GRAPH_PREDICTION:
             return f"prediction {self.prediction} with prefetch_count {self.prefetch_count}"
         if self.can_prefetch and self.prefetch == "top-k":
             return f"prefetch {self.prefetch}"
         return None
+
+    def with_predictions(self, rows: tuple[int, ...]) -> "PlannerSettings":
+        """Return settings whose steps in one graph copy ahead as asked for, else of these rows."""
+        if not self.can_prefetch or self.prediction != GRAPH_PREDICTION:
+            return self
+        return dataclasses.replace(self, predicting_rows=GRAPH_ROWS if self.must_prefetch else rows)
 
     @property
     def can_prefetch(self) -> bool:
@@ -132,7 +143,10 @@ class PlannerSettings:
             return 0
         if self.prefetch == "top-k":
             return min(2 * self.prefetch_count, num_slots // 4)
-        return min(PROMPT_SLOTS, int(num_slots * PROMPT_SHARE)) if self.copies_prompts else 0
+        if not self.copies_prompts and not self.predicting_rows:
+            return 0
+        least = min(LEAST_AHEAD_SLOTS, num_slots // 8) if self.predicting_rows else 0
+        return min(PROMPT_SLOTS, max(least, int(num_slots * PROMPT_SHARE)))
 
     def ring_slots(self, num_slots: int) -> int:
         """Return the slots for experts that are fetched for one use, borrowed ones among them."""
@@ -191,6 +205,7 @@ def make_planner(
         ring=ring,
         max_fetches=settings.max_fetches,
         can_prefetch=settings.can_prefetch,
+        predicting_rows=settings.predicting_rows,
         copy_price_seconds=copy_price_seconds,
     )
     for key in resident:

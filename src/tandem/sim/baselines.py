@@ -224,13 +224,11 @@ class TopK(PrefetchChoice):
 
     def __init__(self, *, count: int) -> None:
         """Look at the `count` best."""
-        self._count = count
+        self.count = count
 
     def choose(self, forecast: Forecast, terms: PrefetchTerms) -> list[int]:
         """Return the absent ones among the experts with the highest predicted workload."""
         scores = forecast.scores
         best = sorted(range(len(scores)), key=lambda expert: (-scores[expert], expert))
-        absent = [
-            e for e in best[: self._count] if terms.slots[e] < 0 and scores[e] > forecast.base
-        ]
+        absent = [e for e in best[: self.count] if terms.slots[e] < 0 and scores[e] > forecast.base]
         return absent[: terms.room]

@@ -34,9 +34,11 @@ def settled(
 ) -> PlannerSettings:
     """Return settings whose steps in one graph fetch where that pays, if no rule is asked for.
 
+    They copy predicted experts ahead if that is asked for.
     `shape` has the graph's host costs in it; where an older profile says nothing of a second
     launch, nothing is fetched. Policies learn in `tables`, which changes no answer.
     """
+    settings = settings.with_predictions(())
     num_experts = geometry.num_layers * geometry.num_experts
     is_known = shape.second_launch_seconds > 0
     if settings.assignment is not None or not is_known or not 0 < num_slots < num_experts:

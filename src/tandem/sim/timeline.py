@@ -100,6 +100,8 @@ class Timeline:
         for copy in plan.fetch:
             landed = self._copy(copy, start + wake, start + cpu) + wake
             fetched += gpu[tokens[copy.expert]]
+        for copy in plan.prefetch:
+            self._copy(copy, start + wake, start + cpu)
         cpu += min(cpu, max(0.0, self._link_free - start)) * (self._cpu_slowdown - 1.0)
         answered = max(start + cpu, landed)
         for copy in plan.insert:

@@ -10,6 +10,7 @@ from tandem.policy.lanes import ONE
 from tandem.policy.plan import Geometry, LayerLoad
 from tandem.policy.planner import Planner
 from tandem.policy.prediction import regression_predictor
+from tandem.policy.prediction.calibration import Counts
 from tandem.policy.settings import with_tables
 from tandem.policy.tables import DecideSingleToken, SingleTokenDecision, SingleTokenTerms, Tables
 
@@ -73,6 +74,7 @@ class _PredictionTables:
             regression_predictor.RATE,
             regression_predictor.TOKEN_RATE,
         )
+        self.native = native
         self._teach, self.begin_step, self._scores = native.teach, native.begin_step, native.scores
 
     def scores(self, layer: int, above: Sequence[int], before: Sequence[int]) -> memoryview:
@@ -110,11 +112,14 @@ def host_slot_eviction(
     return make_for
 
 
-def native_step_policy(planner: Planner) -> _native.StepPolicy | None:
-    """Return what decides behind the layers of captured steps, from a planner's state.
+def native_step_policy(
+    planner: Planner, foresight: _native.Foresight | None = None
+) -> _native.StepPolicy | None:
+    """Return what decides about the layers of captured steps, from a planner's state.
 
-    It decides as the planner for steps in one graph, and learns in its tables. None for an eviction
-    without native tables, for slots that layers share, and for predictions that are staged.
+    It decides as the planner for steps in one graph, and learns in its tables; without `foresight`
+    it copies nothing ahead. None for an eviction without native tables, for slots that layers
+    share, and for predictions that are staged in plans too.
     """
     eviction, residency = planner.eviction, planner.residency
     if not isinstance(eviction, next_use.NextUse) or residency.num_sets == 1:
@@ -127,21 +132,58 @@ def native_step_policy(planner: Planner) -> _native.StepPolicy | None:
     costs = planner.costs
     return _native.StepPolicy(
         costs.cpu, costs.gpu, costs.cpu_first, costs.link, costs.cpu_slowdown, costs.link_slowdown,
-        costs.copy_wake, planner.max_graph_fetches, tables, *resident_lists(planner),
+        costs.copy_wake, planner.max_graph_fetches, planner.predicted.most,
+        planner.predicted.copy_price_seconds, tables, foresight, *resident_lists(planner),
     )  # fmt: skip
+
+
+def native_foresight(planner: Planner) -> _native.Foresight | None:
+    """Return what predicts in captured steps, from where the planner's prediction is.
+
+    None where steps in one graph do not copy ahead, or not by the prediction that has native
+    tables.
+    """
+    prediction = planner.prediction
+    if not planner.predicting_rows or not isinstance(
+        prediction, regression_predictor.RegressionPredictor
+    ):
+        return None
+    if not isinstance(prediction.tables, _PredictionTables):
+        return None
+    before, counts = prediction.state()
+    return _native.Foresight(prediction.tables.native, before, *counts)
+
+
+def load_foresight(foresight: _native.Foresight, planner: Planner) -> None:
+    """Bring what predicts in captured steps to where the planner's prediction is."""
+    before, counts = _regression(planner).state()
+    foresight.load(before, *counts)
+
+
+def restore_foresight(foresight: _native.Foresight, planner: Planner) -> None:
+    """Bring the planner's prediction to where captured steps have come to."""
+    before, seen, came_true, countdown, count_every = foresight.state()
+    counts = Counts(seen, came_true, countdown, count_every)
+    _regression(planner).restore(before, counts)
+
+
+def _regression(planner: Planner) -> regression_predictor.RegressionPredictor:
+    assert isinstance(planner.prediction, regression_predictor.RegressionPredictor)
+    return planner.prediction
 
 
 def resident_lists(
     planner: Planner,
-) -> tuple[bytes, list[int], list[list[int]], list[list[int]], list[int]]:
+) -> tuple[bytes, list[int], list[list[int]], list[list[int]], list[int], list[int], list[int]]:
     """Return (state and slot by key, experts with a slot and free slots by layer, staging slots).
 
-    What was staged for a prompt is given up. Staging slots are the ring's.
+    Then the keys of experts that were copied ahead, and the slots for more. What has passed of
+    these is given up. Staging slots are the ring's.
     """
     residency, experts = planner.residency, planner.geometry.num_experts
     residency.release_passed(-1, ())
-    staging = planner.ring.held_slots()
-    assert not residency.members[residency.staging], "a staged expert is still being copied"
-    members = [[key % experts for key in keys] for keys in residency.members[: residency.staging]]
-    free = residency.free[: residency.staging]
-    return bytes(residency.state), residency.slot_of, members, free, staging
+    *sets, ahead = residency.members
+    *free, free_ahead = residency.free
+    members = [[key % experts for key in keys] for keys in sets]
+    ring = planner.ring.held_slots()
+    return bytes(residency.state), residency.slot_of, members, free, ring, ahead, free_ahead

@@ -18,7 +18,13 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.experts.cache.expert_cache import ExpertCache
-from tandem.experts.cache.policy_tables import native_step_policy, resident_lists
+from tandem.experts.cache.policy_tables import (
+    load_foresight,
+    native_foresight,
+    native_step_policy,
+    resident_lists,
+    restore_foresight,
+)
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.device import DeviceLostError
 from tandem.experts.execution.routed_layers import can_run_steps, native_layer
@@ -29,6 +35,7 @@ from tandem.kernels.native import TOKEN_DTYPES
 from tandem.policy.assignment import IN_GRAPH
 from tandem.policy.eviction.next_use import NextUse
 from tandem.policy.plan import Copy, LayerLoad, LayerPlan
+from tandem.policy.residency import NOWHERE
 
 PATIENCE_SECONDS = 10.0
 
@@ -37,10 +44,11 @@ _Record = tuple[int, list[int], list[int], list[float], int, float, float, float
 
 
 class _Copies(NamedTuple):
-    """What was copied for a layer: into slots of the cache, and for one use."""
+    """What was copied at a layer: into slots of the cache, for one use, and for the next layer."""
 
     entered: tuple[Copy, ...] = ()
     staged: tuple[Copy, ...] = ()
+    ahead: tuple[Copy, ...] = ()
 
 
 class CapturedSteps:
@@ -64,6 +72,7 @@ class CapturedSteps:
         self.coordinator = _native.StepCoordinator(layers, threads.num_threads, threads.isa)
         self._slots: object = None  # those that the coordinator knows
         self._policy: _native.StepPolicy | None = None
+        self._foresight: _native.Foresight | None = None  # the policy's
         self._is_entered = False
         self._ring: list[int] = []  # slots that the policy fetches into
         self._changed: dict[int, int] = {}  # slot -> key, since the last planned step
@@ -101,7 +110,7 @@ class CapturedSteps:
         assert self._num_tokens
         self.coordinator.finish_step(PATIENCE_SECONDS)
         num_tokens, self._num_tokens = self._num_tokens, 0
-        copies = {at[0]: self._apply(*at) for at in self.coordinator.take_decided()}
+        copies = self._apply_step()
         self._eviction.noted_natively(num_tokens)
         if error := self.coordinator.copy_error():
             raise RuntimeError(f"the link has stopped: {error}")
@@ -125,8 +134,7 @@ class CapturedSteps:
                 "program again"
             )
         self._num_tokens = 0
-        for layer in self.coordinator.take_decided():
-            self._apply(*layer)
+        self._apply_step()
 
     def leave(self) -> None:
         """Let plans take over: copies end, and the slots are known by what they hold."""
@@ -141,6 +149,8 @@ class CapturedSteps:
         planner = self._cache.planner
         for layer, expert, seconds in self.coordinator.take_arrivals():
             planner.copy_finished(layer, expert, seconds)
+        if self._foresight is not None:
+            restore_foresight(self._foresight, planner)
         for slot, key in self._changed.items():
             self._cache.engine.slots.adopt(slot, key)
         self._changed.clear()
@@ -165,13 +175,16 @@ class CapturedSteps:
         planner = cache.planner
         if slots is not self._slots or self._policy is None:
             addresses = [slots.address(slot) for slot in range(slots.num_slots)]
-            self._policy, self._slots = native_step_policy(planner), slots
+            self._foresight, self._slots = native_foresight(planner), slots
+            self._policy = native_step_policy(planner, self._foresight)
             assert self._policy is not None
             self.coordinator.manage_slots(
                 self._table, addresses, slots.slot_bytes, self._policy, self._rate, None,
                 self.link(),
             )  # fmt: skip
         self._load_policy()
+        if self._foresight is not None:
+            load_foresight(self._foresight, planner)
         slot_of = planner.residency.slot_of
         addresses = [slots.address(slot) if slot >= 0 else 0 for slot in slot_of]
         self._table[:] = np.reshape(addresses, self._table.shape)
@@ -187,7 +200,8 @@ class CapturedSteps:
     def _choose_rule(self, num_tokens: int) -> None:
         assert self._policy is not None
         planner, settings = self._cache.planner, self._cache.settings
-        self._policy.set_rule(IN_GRAPH.index(settings.rule(graph_tokens=num_tokens)))
+        rule_idx = IN_GRAPH.index(settings.rule(graph_tokens=num_tokens))
+        self._policy.set_rule(rule_idx, planner.predicts_in_graph(num_tokens))
         rule = planner.graph_rule(num_tokens)
         self.coordinator.set_dense_seconds(rule.dense_seconds(planner.costs, num_tokens))
 
@@ -199,40 +213,57 @@ class CapturedSteps:
             self.coordinator.clear(left)
             self._load_policy()
 
+    def _apply_step(self) -> dict[int, _Copies]:
+        """Tell the planner what was decided; return the copies by layer.
+
+        What was copied ahead, and has got no slot of the cache, leaves with the step.
+        """
+        copies = {at[0]: self._apply(*at) for at in self.coordinator.take_decided()}
+        self._cache.planner.residency.release_passed(-1, ())
+        return copies
+
     def _apply(
         self,
         layer: int,
         now: float,
         arrivals: Sequence[tuple[int, int, float]],
-        copies: Sequence[_SlotCopy],
+        entered: Sequence[_SlotCopy],
         staged: Sequence[_SlotCopy],
         asked: int,
+        ahead: Sequence[_SlotCopy],
     ) -> _Copies:
         """Tell the planner what has ended and what was decided, in this order.
 
-        `asked` is the number of staging slots that there should have been.
+        `asked` is the number of staging slots that there should have been. An expert that was
+        copied ahead enters the cache with its own slot.
         """
         cache, planner = self._cache, self._cache.planner
         geometry, residency = cache.geometry, planner.residency
         for arrival in arrivals:
             planner.copy_finished(*arrival)
-        if copies or asked:
-            planner.ring.note_asked(asked)
-        found = []
-        for _, expert, slot, victim in copies:
-            evicts = None
+        for next_layer, expert, slot, _ in ahead:
+            self._insert(geometry.key(next_layer, expert), slot, residency.staging)
+        found, set_id = [], residency.set_of(layer)
+        for _, expert, slot, victim in entered:
+            key, left = geometry.key(layer, expert), NOWHERE
             if victim >= 0:
-                evicts = geometry.expert_id(geometry.key(layer, victim))
-                residency.remove(geometry.key(layer, victim))
-            key = geometry.key(layer, expert)
-            given = residency.insert(key, residency.set_of(layer))
-            assert given == slot, f"the planner gives slot {given}, the coordinator {slot}"
-            self._changed[slot] = key
-            found.append(Copy(layer, expert, slot, evicts))
-        for_one_use = [Copy(layer, expert, slot, None) for _, expert, slot, _ in staged]
-        for copy in (*for_one_use, *found):
-            planner.link.issue(geometry.key(layer, copy.expert), now)
-        return _Copies(tuple(found), tuple(for_one_use))
+                residency.remove(left := geometry.key(layer, victim))
+            if residency.slot_of[key] != NOWHERE:
+                residency.adopt(key, set_id)
+                continue
+            self._insert(key, slot, set_id)
+            found.append(residency.copy_of(key, slot, left))
+        if found or asked:
+            planner.ring.note_asked(asked)
+        copies = _Copies(tuple(found), *(_without_victims(some) for some in (staged, ahead)))
+        for copy in (*copies.staged, *copies.ahead, *found):
+            planner.link.issue(geometry.key(copy.layer, copy.expert), now)
+        return copies
+
+    def _insert(self, key: int, slot: int, set_id: int) -> None:
+        given = self._cache.planner.residency.insert(key, set_id)
+        assert given == slot, f"the planner gives slot {given}, the coordinator {slot}"
+        self._changed[slot] = key
 
     def _event(
         self,
@@ -252,7 +283,9 @@ class CapturedSteps:
         fetch = tuple(c for c in (*copies.entered, *copies.staged) if c.expert in in_time)
         insert = tuple(c for c in copies.entered if c.expert not in in_time)
         seconds = 0.0, ended - begun
-        plan = LayerPlan(layer, on_gpu, (), fetch, on_cpu, insert, (), *seconds, len(on_gpu))
+        plan = LayerPlan(
+            layer, on_gpu, (), fetch, on_cpu, insert, copies.ahead, *seconds, len(on_gpu)
+        )
         return LayerExecuted(
             layer=layer,
             num_tokens=len(routes),
@@ -264,6 +297,10 @@ class CapturedSteps:
             begin_seconds=rung,
             end_seconds=answered,
         )
+
+
+def _without_victims(copies: Sequence[_SlotCopy]) -> tuple[Copy, ...]:
+    return tuple(Copy(layer, expert, slot, None) for layer, expert, slot, _ in copies)
 
 
 def captured_layers(

@@ -110,8 +110,10 @@ class ObservedModel:
         Steps in one graph fetch where a trial says that it pays; nothing that lies on a disk.
         """
         settings = self.options.planner_settings()
-        if not machine.path.in_graph or self.host_slots is not None:
+        if not machine.path.in_graph:
             return settings
+        if self.host_slots is not None:
+            return settings.with_predictions(())
         parts = machine.profile, machine.shape, self.geometry, num_slots
         return settled(settings, *parts, tables=NATIVE_TABLES)
 

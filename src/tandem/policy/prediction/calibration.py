@@ -1,6 +1,7 @@
 """Count how often expectations come true, so that a forecast's chances are frequencies."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from tandem.policy.prediction.policy import CHANCE_BINS, Forecast
 
@@ -8,6 +9,15 @@ from tandem.policy.prediction.policy import CHANCE_BINS, Forecast
 COUNT_EVERY = 101
 COUNT_HINTED_EVERY = 13  # hints name few experts, so there is less to count in a layer
 _HALVE_AT = 1e6
+
+
+class Counts(NamedTuple):
+    """How often each bin of expectations was seen, and came true; layers until the next count."""
+
+    seen: Sequence[float]
+    came_true: Sequence[float]
+    countdown: int
+    count_every: int
 
 
 class Calibration:
@@ -25,6 +35,16 @@ class Calibration:
         self._true = [trust * (place % CHANCE_BINS + 0.5) / CHANCE_BINS for place in range(size)]
         self.frequencies = [true / seen for true, seen in zip(self._true, self._seen, strict=True)]
         self._count_every = self._countdown = count_every
+
+    def counts(self) -> Counts:
+        """Return what has been counted."""
+        return Counts(self._seen, self._true, self._countdown, self._count_every)
+
+    def restore(self, counts: Counts) -> None:
+        """Go on with what another counter, of as many levels, has counted."""
+        self._seen, self._true = [*counts.seen], [*counts.came_true]
+        self._countdown, self._count_every = counts.countdown, counts.count_every
+        self.frequencies = [true / seen for true, seen in zip(self._true, self._seen, strict=True)]
 
     def is_due(self) -> bool:
         """Tell whether the layer that comes out now should be counted; most are not."""

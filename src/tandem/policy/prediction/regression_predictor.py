@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tandem.policy.lanes import ONE, Lanes
 from tandem.policy.plan import Geometry, Hint, LayerLoad
-from tandem.policy.prediction.calibration import Calibration
+from tandem.policy.prediction.calibration import Calibration, Counts
 from tandem.policy.prediction.hint_blend import HintBlend
 from tandem.policy.prediction.policy import Forecast, Prediction
 from tandem.policy.regression import SUM_OFFSET, Regression, rate_shift, sum_rows
@@ -54,6 +54,24 @@ class RegressionPredictor(Prediction, LearnsInTables):
         self._lessons: dict[int, _Lesson] = {}
         self._calibration = Calibration()
         self._hints = HintBlend()
+
+    @property
+    def tables(self) -> PredictionTables:
+        """The rows of all layers."""
+        return self._tables
+
+    def state(self) -> tuple[Sequence[Sequence[int]], Counts]:
+        """Return what is known between steps beside the tables, without hints.
+
+        That is the experts of the step before, by layer, and what was counted.
+        """
+        self.learn()
+        return self._before, self._calibration.counts()
+
+    def restore(self, before: Sequence[Sequence[int]], counts: Counts) -> None:
+        """Go on where native code has come to in the same tables."""
+        self._before = [tuple(experts) for experts in before]
+        self._calibration.restore(counts)
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
         """Find the tokens' rows; a token that is new takes its bucket over."""
