@@ -5,9 +5,9 @@ host costs, the second launch and the copying thread's waking among them, from a
 experts. By rows of a step: the speed with `balanced-in-graph` over that with `ready-on-gpu`; the
 same after the trial's choice, which is made from typical routing (`tandem.sim.graph_trial`); the
 speed with that rule and two experts copied ahead a layer, as `foresight` predicts, over that
-without, in equal slots; what `tandem plan` and `tandem simulate` forecast over the run of the
-choice; and the speed with plans of `balanced`, which a graph cannot follow, with the graph's host
-costs all the same.
+without, in equal slots, where the trial has chosen that too (1 where it has not); what `tandem
+plan` and `tandem simulate` forecast over the run of the rule; and the speed with plans of
+`balanced`, which a graph cannot follow, with the graph's host costs all the same.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from tandem.hardware.profiles import load_profile, shape_for
 from tandem.policy.assignment import IN_GRAPH
 from tandem.policy.cost import GRAPH, HardwareProfile, ShapeCosts
 from tandem.policy.settings import FETCHING_RULE, GRAPH_RULE, PLANNED_RULE, PlannerSettings
-from tandem.policy.step_path import GRAPH_ROWS
+from tandem.policy.step_path import GRAPH_ROWS, graph_rows
 from tandem.sim.graph_trial import settled
 from tandem.sim.replay import ReplaySettings, replay
 from tandem.sim.start import SIMULATED_STARTS
@@ -62,7 +62,7 @@ class Cell:
         self._shape: ShapeCosts = self._profile.charged(model, GRAPH)
         self._num_slots = round(share * geometry.num_layers * geometry.num_experts)
         self._chosen = settled(
-            PlannerSettings(), self._profile, self._shape, geometry, self._num_slots,
+            SLOTS_AHEAD, self._profile, self._shape, geometry, self._num_slots,
             tables=NATIVE_TABLES,
         )  # fmt: skip
 
@@ -73,12 +73,12 @@ class Cell:
         took = fetching if rule == FETCHING_RULE else plain
         forecast = self._seconds(rule, batch, Timeline(self._profile, self._shape))
         planned = self._seconds(PLANNED_RULE, batch, Timeline(self._profile, self._shape))
-        still, ahead = (
-            self._seconds(rule, batch, self._clock(), each)
-            for each in (
-                SLOTS_AHEAD, dataclasses.replace(SLOTS_AHEAD, predicting_rows=GRAPH_ROWS)
+        still = ahead = 1.0
+        if graph_rows(batch) in self._chosen.predicting_rows:
+            still, ahead = (
+                self._seconds(rule, batch, self._clock(), each)
+                for each in (SLOTS_AHEAD, SLOTS_AHEAD.with_predictions(GRAPH_ROWS))
             )
-        )  # fmt: skip
         found = plain / fetching, plain / took, still / ahead, took / forecast, plain / planned
         return {"rule": rule} | dict(zip(COLUMNS, found, strict=True))
 

@@ -52,6 +52,13 @@ def test_a_model_that_fetches_within_its_steps_says_the_same_on_a_gpu(
     assert {"graph", "publish", "take_fetched", "combine"} <= set(gpu.launched)
 
 
+def test_a_model_that_copies_ahead_within_its_steps_says_the_same_on_a_gpu(tmp_path: Path) -> None:
+    gpu = require_same_on_gpu(
+        "mixtral", tmp_path, expert_dtype="mxfp4", assignment="ready-on-gpu", prefetch_count=2
+    )
+    assert {"graph", "publish", "combine"} <= set(gpu.launched)
+
+
 @pytest.mark.filterwarnings("ignore:Triton is not installed")
 @pytest.mark.parametrize("name", WITHOUT_SLOTS)
 def test_a_model_without_slots_says_the_same_on_a_gpu(name: str, tmp_path: Path) -> None:

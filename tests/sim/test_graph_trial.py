@@ -16,6 +16,7 @@ from tandem.sim.graph_trial import settled
 from tandem.sim.replay import ReplaySettings, replay
 from tandem.sim.simulation import Conditions, run_timed, simulate
 from tandem.sim.start import SIMULATED_STARTS
+from tandem.sim.systems import TANDEM
 from tandem.trace import read_trace
 from tests.sim.coordinator_clock import CoordinatorClock
 
@@ -63,9 +64,31 @@ def test_nothing_is_tried_where_nothing_can_be_fetched_or_a_rule_was_asked_for()
         assert settled(asked, DESKTOP, charged(**free), GEOMETRY, NUM_EXPERTS // 3) is asked
 
 
+@pytest.mark.parametrize("assignment", [None, "ready-on-gpu"])
+def test_steps_copy_ahead_where_that_pays_in_slots_that_are_there(assignment: str | None) -> None:
+    usual = dataclasses.replace(
+        PlannerSettings(assignment=assignment), prediction="foresight", prefetch_count=2,
+        must_prefetch=False, copies_prompts=True,
+    )  # fmt: skip
+
+    def predicting_rows(settings: PlannerSettings = usual, **changes: Any) -> tuple[int, ...]:
+        shape = charged(**changes)
+        return settled(settings, DESKTOP, shape, GEOMETRY, NUM_EXPERTS // 2).predicting_rows
+
+    quick: dict[str, Any] = {"link_seconds_per_expert": 5e-5}
+    assert predicting_rows(**quick) == GRAPH_ROWS
+    assert predicting_rows(link_seconds_per_expert=0.1) == ()  # none would come in time
+    assert predicting_rows(**quick, copy_wake_seconds=0.1) == ()
+    without_slots = dataclasses.replace(usual, copies_prompts=False)
+    assert predicting_rows(without_slots, **quick) == ()
+    asked = dataclasses.replace(without_slots, must_prefetch=True)
+    assert predicting_rows(asked, link_seconds_per_expert=0.1) == GRAPH_ROWS
+
+
 def test_tables_change_no_answer() -> None:
-    parts = PlannerSettings(), DESKTOP, charged(), GEOMETRY, NUM_EXPERTS // 3
-    assert settled(*parts, tables=NATIVE_TABLES) == settled(*parts)
+    for settings in (PlannerSettings(), dataclasses.replace(TANDEM, copies_prompts=True)):
+        parts = settings, DESKTOP, charged(), GEOMETRY, NUM_EXPERTS // 3
+        assert settled(*parts, tables=NATIVE_TABLES) == settled(*parts)
 
 
 def test_the_choice_is_by_rows_and_said_in_words() -> None:
@@ -76,6 +99,8 @@ def test_the_choice_is_by_rows_and_said_in_words() -> None:
     assert some.graph_rules() == "balanced-in-graph of 4 or 8 rows, ready-on-gpu of others"
     assert PlannerSettings().graph_rules() == GRAPH_RULE
     assert PlannerSettings(fetching_rows=GRAPH_ROWS).graph_rules() == FETCHING_RULE
+    ahead = dataclasses.replace(some, predicting_rows=(4, 8))
+    assert ahead.graph_rules() == f"{some.graph_rules()}, copies ahead of 4 or 8 rows"
     asked = dataclasses.replace(some, assignment="dali-in-graph")
     assert {asked.rule(graph_tokens=tokens) for tokens in range(1, 9)} == {"dali-in-graph"}
     assert asked.graph_rules() == "dali-in-graph"
@@ -104,15 +129,21 @@ def test_simulate_replays_by_the_rule_of_the_trial(batch: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 4, 8])
-@pytest.mark.parametrize("machine", ["laptop-8gb", "desktop-12gb"])
+@pytest.mark.parametrize(
+    ("machine", "predicting_rows"),
+    [("laptop-8gb", ()), ("desktop-12gb", ()), ("desktop-16gb", GRAPH_ROWS)],
+)
 @pytest.mark.parametrize("name", ["deepseek-v2-lite", "gpt-oss-20b"])
 def test_a_forecast_is_what_captured_steps_take_with_their_copies_in_their_order(
-    name: str, machine: str, batch: int
+    name: str, machine: str, predicting_rows: tuple[int, ...], batch: int
 ) -> None:
     trace, profile = read_trace(TRACES / f"{name}.npz"), load_profile(machine)
     geometry = trace.meta.geometry
     shape = profile.charged(shape_for(profile, trace.meta.model, geometry), GRAPH)
-    settings = PlannerSettings(assignment=FETCHING_RULE)
+    settings = PlannerSettings(
+        assignment=FETCHING_RULE, prediction="foresight", prefetch_count=2,
+        predicting_rows=predicting_rows,
+    )  # fmt: skip
     num_slots = geometry.num_layers * geometry.num_experts // 4
     run = ReplaySettings(
         settings=settings, profile=profile, shape=shape, num_slots=num_slots, batch=batch,

@@ -97,8 +97,8 @@ class OffloadOptions:
     )
     prefetch_count: int | None = option(
         None,
-        help="experts copied ahead per layer, at most (default: 2 where steps are planned, none in "
-        "steps that are one graph)",
+        help="experts copied ahead per layer, at most (default: 2; in steps that are one graph, "
+        "where a trial says that it pays)",
         metavar="N",
     )
     pool: str = option("by-layer", help="how slots are shared over layers", choices=POOLS)

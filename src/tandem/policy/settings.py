@@ -92,12 +92,13 @@ class PlannerSettings:
         return FETCHING_RULE if graph_rows(graph_tokens) in self.fetching_rows else GRAPH_RULE
 
     def graph_rules(self) -> str:
-        """Say in words who computes what in steps that are one graph."""
+        """Say in words who computes what in steps that are one graph, and which copy ahead."""
         names = {rows: self.rule(graph_tokens=rows) for rows in GRAPH_ROWS}
-        if len({*names.values()}) == 1:
-            return names[1]
-        fetching = " or ".join(str(rows) for rows, name in names.items() if name != GRAPH_RULE)
-        return f"{FETCHING_RULE} of {fetching} rows, {GRAPH_RULE} of others"
+        rules, ahead = names[1], " or ".join(map(str, self.predicting_rows))
+        if len({*names.values()}) > 1:
+            fetching = " or ".join(str(rows) for rows, name in names.items() if name != GRAPH_RULE)
+            rules = f"{FETCHING_RULE} of {fetching} rows, {GRAPH_RULE} of others"
+        return f"{rules}, copies ahead of {ahead} rows" if ahead else rules
 
     def why_planned(self) -> str | None:
         """Name the choice that a step in one graph cannot follow; None: it can follow all."""
@@ -114,6 +115,12 @@ class PlannerSettings:
         if self.can_prefetch and self.prefetch == "top-k":
             return f"prefetch {self.prefetch}"
         return None
+
+    @property
+    def may_predict(self) -> bool:
+        """Whether steps in one graph may copy ahead unasked, in slots that are there anyway."""
+        is_asked = self.must_prefetch or self.prediction != GRAPH_PREDICTION
+        return self.can_prefetch and not is_asked and self.copies_prompts
 
     def with_predictions(self, rows: tuple[int, ...]) -> "PlannerSettings":
         """Return settings whose steps in one graph copy ahead as asked for, else of these rows."""

@@ -107,15 +107,16 @@ class ObservedModel:
     def settings(self, machine: Machine, num_slots: int) -> PlannerSettings:
         """Return the planner's settings for a machine and its slots.
 
-        Steps in one graph fetch where a trial says that it pays; nothing that lies on a disk.
+        Steps in one graph fetch and copy ahead where a trial says that it pays; of what lies on a
+        disk they fetch nothing, and copy ahead if that is asked for.
         """
         settings = self.options.planner_settings()
-        if not machine.path.in_graph:
-            return settings
-        if self.host_slots is not None:
-            return settings.with_predictions(())
-        parts = machine.profile, machine.shape, self.geometry, num_slots
-        return settled(settings, *parts, tables=NATIVE_TABLES)
+        if machine.path.in_graph and self.host_slots is None:
+            parts = machine.profile, machine.shape, self.geometry, num_slots
+            return settled(settings, *parts, tables=NATIVE_TABLES)
+        # A GPU's steps are one graph also where the profile does not say what that costs.
+        is_graph = machine.path.in_graph or settings.copies_prompts
+        return settings.with_predictions(()) if is_graph else settings
 
 
 def observe(model: PreTrainedModel, runtime: Runtime) -> ObservedModel:
