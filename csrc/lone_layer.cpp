@@ -77,30 +77,21 @@ void assign(const LoneTerms& terms, const LoneLayer& layer, const Ids& absent, c
   out.spill.assign(resident.begin(), resident.begin() + best_spill);
 }
 
-// How many copies end before the next layer; one if the link has nothing to do.
-std::int64_t idle_copies(const LoneTerms& terms, const LoneLayer& layer, double seconds) {
-  constexpr double kUnlimited = 1 << 30;
-  if (terms.link == 0.0) return static_cast<std::int64_t>(kUnlimited);
-  const double next_plan = layer.now + seconds + layer.dense;
-  const double idle = std::min((next_plan - layer.now - layer.link_busy) / terms.link, kUnlimited);
-  return std::max<std::int64_t>(static_cast<std::int64_t>(idle), layer.link_busy == 0.0);
-}
-
-// The absent experts that ask for a slot, best first: what is fetched, and what the link has time for.
-Ids newcomers(const LoneTerms& terms, const LoneLayer& layer, Ids absent, const LoneDecision& out) {
-  const double seconds = std::max(out.gpu_seconds, out.cpu_seconds);
-  std::int64_t room =
-      idle_copies(terms, layer, seconds) - static_cast<std::int64_t>(out.fetch.size());
-  std::stable_sort(absent.begin(), absent.end(), [&](std::int32_t a, std::int32_t b) {
-    return layer.worth[a] > layer.worth[b];
-  });
-  Ids found;
-  for (const std::int32_t expert : absent)
-    if (contains(out.fetch, expert) || room-- > 0) found.push_back(expert);
-  return found;
-}
-
 }  // namespace
+
+std::int64_t idle_copies(double link, double link_busy, double now, double next_plan) {
+  if (link == 0.0) return static_cast<std::int64_t>(kUnlimitedCopies);
+  const double idle = std::min((next_plan - now - link_busy) / link, kUnlimitedCopies);
+  return std::max<std::int64_t>(static_cast<std::int64_t>(idle), link_busy == 0.0);
+}
+
+Ids newcomers(Ids asking, const std::uint32_t* worth, std::int64_t room, const Ids& first) {
+  std::stable_sort(asking.begin(), asking.end(),
+                   [&](std::int32_t a, std::int32_t b) { return worth[a] > worth[b]; });
+  std::erase_if(asking,
+                [&](std::int32_t expert) { return !contains(first, expert) && room-- <= 0; });
+  return asking;
+}
 
 Admitted admit(const LoneLayer& layer, const Ids& wanted) {
   Admitted found;
@@ -131,7 +122,10 @@ LoneDecision decide(const LoneTerms& terms, const LoneLayer& layer) {
     (layer.states[expert] == kReady ? resident : absent).push_back(expert);
   LoneDecision out{};
   assign(terms, layer, absent, resident, out);
-  out.admitted = admit(layer, newcomers(terms, layer, std::move(absent), out));
+  const double next_plan = layer.now + std::max(out.gpu_seconds, out.cpu_seconds) + layer.dense;
+  const std::int64_t room = idle_copies(terms.link, layer.link_busy, layer.now, next_plan) -
+                            static_cast<std::int64_t>(out.fetch.size());
+  out.admitted = admit(layer, newcomers(std::move(absent), layer.worth, room, out.fetch));
   return out;
 }
 

@@ -49,6 +49,15 @@ struct LoneDecision {
 
 LoneDecision decide(const LoneTerms& terms, const LoneLayer& layer);
 
+constexpr double kUnlimitedCopies = 1 << 30;
+
+// How many copies of `link` seconds end before the next layer; one if the link has nothing to do.
+std::int64_t idle_copies(double link, double link_busy, double now, double next_plan);
+
+// Of the experts that ask for a slot, in ascending order, those that get to ask, best first: all
+// that are in `first`, and others while the link has room for their copies.
+Ids newcomers(Ids asking, const std::uint32_t* worth, std::int64_t room, const Ids& first);
+
 // Pairs experts that ask for a slot, best first, with those that leave, as tandem.policy.admission.
 Admitted admit(const LoneLayer& layer, const Ids& wanted);
 

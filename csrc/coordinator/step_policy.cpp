@@ -7,8 +7,6 @@
 namespace tandem {
 namespace {
 
-constexpr double kUnlimited = 1 << 30;
-
 double of(const std::vector<double>& by_tokens, std::int32_t tokens) {
   if (static_cast<std::size_t>(tokens) >= by_tokens.size())
     throw std::out_of_range("an expert of " + std::to_string(tokens) + " tokens, and costs go to " +
@@ -113,7 +111,7 @@ StepCopies StepPolicy::decide(std::int32_t layer, const Ids& experts, const Ids&
   const std::uint8_t* states = states_of(layer);
   const bool has_misses = std::any_of(experts.begin(), experts.end(),
                                       [&](std::int32_t e) { return states[e] == kEmpty; });
-  if (!has_misses && !predicts_) return {};
+  if (!has_misses && !predicts_ && resident_.ahead.empty()) return {};
   pose(states, experts, tokens, now);
   Scores scores;
   if (fetches()) {
@@ -121,26 +119,28 @@ StepCopies StepPolicy::decide(std::int32_t layer, const Ids& experts, const Ids&
     for (const std::int32_t expert : experts) problem_.scores.push_back(scores[expert]);
   }
   const GraphSplit split = tandem::split(rule_, problem_);
-  Ids fetched;
-  for (const std::int32_t i : split.fetch) fetched.push_back(experts[i]);
+  Ids first;  // who asks for a slot whether or not the link has time
+  for (const std::int32_t i : split.fetch) first.push_back(experts[i]);
   const double next_plan = now + std::max(split.gpu_seconds, split.cpu_seconds) + dense_;
-  if (predicts_) copy_ahead(layer + 1, fetched.size(), now, next_plan);
-  const std::int64_t room =
-      idle_copies(now, next_plan) - static_cast<std::int64_t>(fetched.size() + ahead_.size());
-  const bool asks = std::any_of(experts.begin(), experts.end(),
-                                [&](std::int32_t e) { return is_ahead(layer, e); });
-  if (!asks && (!has_misses || (room <= 0 && fetched.empty()))) {
-    place(layer, split.fetch, experts, now);
-    return {fetches_, ahead_, inserts_, entered_, left_, asked_};
+  if (predicts_) copy_ahead(layer + 1, first.size(), now, next_plan);
+  const std::int64_t room = idle_copies(costs_.link, problem_.link_busy, now, next_plan) -
+                            static_cast<std::int64_t>(first.size() + ahead_.size());
+  Ids asking;
+  for (const std::int32_t expert : experts) {
+    const bool is_there = is_ahead(layer, expert);
+    if (is_there) first.push_back(expert);
+    if (is_there || states[expert] == kEmpty) asking.push_back(expert);
   }
-  if (!fetches()) scores = table.values();
-  const LoneLayer now_here{experts,
-                           states,
-                           scores.data(),
-                           resident_.members[layer],
-                           static_cast<std::int64_t>(resident_.free[layer].size()),
-                           0.0, now, dense_, 0.0};
-  enter(layer, admit(now_here, newcomers(layer, states, experts, scores, room, fetched)));
+  if (!asking.empty() && (room > 0 || !first.empty())) {
+    if (!fetches()) scores = table.values();
+    const LoneLayer now_here{experts,
+                             states,
+                             scores.data(),
+                             resident_.members[layer],
+                             static_cast<std::int64_t>(resident_.free[layer].size()),
+                             0.0, now, dense_, 0.0};
+    enter(layer, admit(now_here, newcomers(std::move(asking), scores.data(), room, first)));
+  }
   place(layer, split.fetch, experts, now);
   return {fetches_, ahead_, inserts_, entered_, left_, asked_};
 }
@@ -192,7 +192,8 @@ void StepPolicy::copy_ahead(std::int32_t layer, std::size_t num_fetched, double 
   const double ready = std::max(link_free_at_, now + costs_.copy_wake) +
                        static_cast<double>(num_fetched) * costs_.link;
   const double idle =
-      costs_.link == 0.0 ? kUnlimited : std::min((next_plan - ready) / costs_.link, kUnlimited);
+      costs_.link == 0.0 ? kUnlimitedCopies
+                         : std::min((next_plan - ready) / costs_.link, kUnlimitedCopies);
   const std::int64_t most =
       std::min({costs_.max_ahead, static_cast<std::int64_t>(resident_.free_ahead.size()),
                 static_cast<std::int64_t>(idle)});
@@ -244,31 +245,6 @@ void StepPolicy::place(std::int32_t layer, const Ids& fetched, const Ids& expert
   }
   for (std::size_t i = 0; i < ahead_.size(); ++i) issue(now + costs_.copy_wake);
   for (std::size_t i = 0; i < inserts_.size(); ++i) issue(now);
-}
-
-// How many copies end before the next layer; one if the link has nothing to do.
-std::int64_t StepPolicy::idle_copies(double now, double next_plan) const {
-  if (costs_.link == 0.0) return static_cast<std::int64_t>(kUnlimited);
-  const double busy = link_free_at_ > now ? link_free_at_ - now : 0.0;
-  const double idle = std::min((next_plan - now - busy) / costs_.link, kUnlimited);
-  return std::max<std::int64_t>(static_cast<std::int64_t>(idle), busy == 0.0);
-}
-
-// Experts that ask for a slot, best first: those that are fetched anyway, or were copied ahead, and
-// others while the link has time for them.
-Ids StepPolicy::newcomers(std::int32_t layer, const std::uint8_t* states, const Ids& experts,
-                          const Scores& scores, std::int64_t room, const Ids& fetched) const {
-  Ids absent;
-  for (const std::int32_t expert : experts)
-    if (states[expert] == kEmpty || is_ahead(layer, expert)) absent.push_back(expert);
-  std::stable_sort(absent.begin(), absent.end(),
-                   [&](std::int32_t a, std::int32_t b) { return scores[a] > scores[b]; });
-  Ids found;
-  for (const std::int32_t expert : absent) {
-    const bool is_fetched = std::find(fetched.begin(), fetched.end(), expert) != fetched.end();
-    if (is_fetched || is_ahead(layer, expert) || room-- > 0) found.push_back(expert);
-  }
-  return found;
 }
 
 FetchCopy StepPolicy::fetch_of(const SlotCopy& copy, bool is_staged, double now,

@@ -109,9 +109,6 @@ class StepPolicy {
   void pose(const std::uint8_t* states, const Ids& experts, const Ids& tokens, double now);
   double issue(double ready);
   FetchCopy fetch_of(const SlotCopy& copy, bool is_staged, double now, double cpu_seconds);
-  std::int64_t idle_copies(double now, double next_plan) const;
-  Ids newcomers(std::int32_t layer, const std::uint8_t* states, const Ids& experts,
-                const Scores& scores, std::int64_t room, const Ids& fetched) const;
   bool is_ahead(std::int32_t layer, std::int32_t expert) const;
   void copy_ahead(std::int32_t layer, std::size_t num_fetched, double now, double next_plan);
   void enter(std::int32_t layer, const Admitted& admitted);
