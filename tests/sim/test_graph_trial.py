@@ -100,7 +100,9 @@ def test_the_choice_is_by_rows_and_said_in_words() -> None:
     assert PlannerSettings().graph_rules() == GRAPH_RULE
     assert PlannerSettings(fetching_rows=GRAPH_ROWS).graph_rules() == FETCHING_RULE
     ahead = dataclasses.replace(some, predicting_rows=(4, 8))
-    assert ahead.graph_rules() == f"{some.graph_rules()}, copies ahead of 4 or 8 rows"
+    assert ahead.graph_rules() == f"{some.graph_rules()}, copies ahead in steps of 4 or 8 rows"
+    alone = PlannerSettings(predicting_rows=(1,))
+    assert alone.graph_rules() == "ready-on-gpu, copies ahead in steps of 1 row"
     asked = dataclasses.replace(some, assignment="dali-in-graph")
     assert {asked.rule(graph_tokens=tokens) for tokens in range(1, 9)} == {"dali-in-graph"}
     assert asked.graph_rules() == "dali-in-graph"

@@ -98,7 +98,8 @@ class PlannerSettings:
         if len({*names.values()}) > 1:
             fetching = " or ".join(str(rows) for rows, name in names.items() if name != GRAPH_RULE)
             rules = f"{FETCHING_RULE} of {fetching} rows, {GRAPH_RULE} of others"
-        return f"{rules}, copies ahead of {ahead} rows" if ahead else rules
+        noun = "row" if ahead == "1" else "rows"
+        return f"{rules}, copies ahead in steps of {ahead} {noun}" if ahead else rules
 
     def why_planned(self) -> str | None:
         """Name the choice that a step in one graph cannot follow; None: it can follow all."""
