@@ -186,7 +186,7 @@ class Buffer {
 
 // `states` is a byte by expert, `worth` an unsigned 32-bit number; `members` are keys, of which
 // `first` is the layer's first. Returns (fetch, spill, GPU seconds, CPU seconds, pairs of keys).
-nb::tuple decide_lone_layer(const LoneTerms& terms, Ids experts, nb::handle states,
+nb::tuple decide_lone_layer(const LoneTerms& terms, const Ids& experts, nb::handle states,
                             nb::handle worth, std::int32_t first, Ids members,
                             std::int64_t free_slots, double all_on_cpu, double now, double dense,
                             double link_busy) {
@@ -198,9 +198,9 @@ nb::tuple decide_lone_layer(const LoneTerms& terms, Ids experts, nb::handle stat
   require_experts(experts, num_experts);
   require_experts(members, num_experts);
   LoneDecision found = decide(
-      terms, {std::move(experts), state_by_expert.data<std::uint8_t>(),
-              worth_by_expert.data<std::uint32_t>(), std::move(members), free_slots, all_on_cpu,
-              now, dense, link_busy});
+      terms, {experts, state_by_expert.data<std::uint8_t>(),
+              worth_by_expert.data<std::uint32_t>(), members, free_slots, all_on_cpu, now, dense,
+              link_busy});
   for (auto& [newcomer, victim] : found.admitted) {
     newcomer += first;
     if (victim != kNobody) victim += first;

@@ -25,11 +25,12 @@ struct LoneTerms {
 };
 
 // A layer whose active experts have one token each. At least one is absent, none is on its way.
+// What it names outlives it.
 struct LoneLayer {
-  Ids experts;                  // ascending
+  const Ids& experts;           // ascending
   const std::uint8_t* states;   // by expert: kEmpty, kCopying, kReady
   const std::uint32_t* worth;   // by expert: what keeping it is worth
-  Ids members;                  // experts with a slot, in the order in which they got it
+  const Ids& members;           // experts with a slot, in the order in which they got it
   std::int64_t free_slots;
   double all_on_cpu;            // seconds of all active experts, without cpu_first
   double now, dense, link_busy;
