@@ -235,7 +235,33 @@ inline void multiply(const Product& call) {
     for (std::int64_t j = 0; j < call.sizes[1]; ++j) multiply_by_columns(call, i, j);
 }
 
-// `kKeys` keys at a time, so that what is loaded of the queries serves all of them.
+// Adds to `totals` what some heads say of some keys (.., dim): registers of heads meet several keys, so that
+// what is loaded of either serves all of the other.
+template <int kKeys, int kVectors>
+inline void score_heads(const KeyScores& call, const float* keys, std::int64_t head,
+                        Vector (&totals)[kKeys]) {
+  Vector sums[kKeys][kVectors] = {};
+  for (std::int64_t d = 0; d < call.dim; ++d) {
+    Vector query[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v)
+      query[v] = load(call.queries + d * call.heads + head + v * TANDEM_LANES);
+#pragma GCC unroll 8
+    for (int k = 0; k < kKeys; ++k) {
+      const float key = keys[k * call.dim + d];
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sums[k][v] += query[v] * key;
+    }
+  }
+  for (int v = 0; v < kVectors; ++v) {
+    const Vector weights = load(call.weights + head + v * TANDEM_LANES);
+    for (int k = 0; k < kKeys; ++k) {
+      const Vector positive = sums[k][v] < 0 ? Vector{} : sums[k][v];  // NaN stays
+      totals[k] += positive * weights;
+    }
+  }
+}
+
 template <int kKeys>
 inline void score_some(const KeyScores& call, std::int64_t first) {
   thread_local std::vector<float> keys;
@@ -243,23 +269,16 @@ inline void score_some(const KeyScores& call, std::int64_t first) {
   load_values(value_at(call.keys, call.type, first * call.dim), call.type, kKeys * call.dim,
               keys.data());
   Vector totals[kKeys]{};
-  for (std::int64_t h = 0; h < call.heads; h += TANDEM_LANES) {
-    Vector sums[kKeys]{};
-    for (std::int64_t d = 0; d < call.dim; ++d) {
-      const Vector query = load(call.queries + d * call.heads + h);
-      for (int k = 0; k < kKeys; ++k) sums[k] += query * keys[k * call.dim + d];
-    }
-    const Vector weights = load(call.weights + h);
-    for (int k = 0; k < kKeys; ++k) {
-      const Vector positive = sums[k] < 0 ? Vector{} : sums[k];  // NaN stays
-      totals[k] += positive * weights;
-    }
-  }
+  std::int64_t head = 0;
+  for (; head + 2 * TANDEM_LANES <= call.heads; head += 2 * TANDEM_LANES)
+    score_heads<kKeys, 2>(call, keys.data(), head, totals);
+  for (; head < call.heads; head += TANDEM_LANES)
+    score_heads<kKeys, 1>(call, keys.data(), head, totals);
   for (int k = 0; k < kKeys; ++k) call.scores[first + k] = sum_of(totals[k]);
 }
 
 inline void score_keys(const KeyScores& call) {
-  constexpr int kKeys = 4;
+  constexpr int kKeys = TANDEM_LANES == 16 ? 8 : 4;  // sums in half of the registers
   std::int64_t first = 0;
   for (; first + kKeys <= call.count; first += kKeys) score_some<kKeys>(call, first);
   for (; first < call.count; ++first) score_some<1>(call, first);
