@@ -87,11 +87,11 @@ WINDOW, RATIO, TOKENS = 6, 4, 2600
 
 
 def attention_of(
-    dim: int, dtype: torch.dtype, sinks: Tensor | None, kv_dtype: str = ""
+    dim: int, dtype: torch.dtype, sinks: Tensor | None, kv_dtype: str = "", heads: int = 5
 ) -> tuple[CachedAttention, CompressedKeys]:
-    """Attention of five heads, with what holds its compressed keys, in three slots."""
+    """Attention of some heads, with what holds its compressed keys, in three slots."""
     form = AttentionForm(
-        num_heads=5, num_kv_heads=1, key_dim=dim, value_dim=dim, scale=dim**-0.5, window=WINDOW
+        num_heads=heads, num_kv_heads=1, key_dim=dim, value_dim=dim, scale=dim**-0.5, window=WINDOW
     )
     attention = CachedAttention(form, kv_dtype or dtype, sinks)
     kept = attention.compress(RATIO)
@@ -148,6 +148,32 @@ def test_a_window_and_compressed_keys(
         some = [] if selected is None else [n for n in selected[token].tolist() if n >= 0]
         wanted = plain(query[:, token], own, all_beside[some] if some else all_beside, sinks)
         torch.testing.assert_close(actual[token].double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("heads", [5, 64])
+def test_a_token_does_not_depend_on_the_others(
+    threads: CpuThreads, kv_dtype: str, heads: int
+) -> None:
+    """Alone, beside its neighbours and beside other slots: around ends of windows and segments."""
+    attention, _ = attention_of(32, torch.float32, draw(heads, seed=4), kv_dtype, heads)
+    keys, beside = (draw(TOKENS, 32, seed=n) for n in (1, 2))
+    places, ones = torch.arange(TOKENS), torch.ones(TOKENS, dtype=torch.int64)
+    for slots in (0 * ones, ones, 2 * ones):
+        attention.append(threads, slots, places, keys[None], keys[None], beside[None], places)
+    at = torch.tensor([*range(1020, 1029), *range(2), *range(2042, 2056), 2590])
+    slots = torch.tensor([0] * 9 + [1] * 2 + [2] * (len(at) - 11))
+    query = draw(heads, len(at), 32, seed=5)
+    chosen = torch.stack([torch.randperm(256)[:9].sort().values for _ in at]).int()
+    chosen[::3] = -1  # sees all
+    for selected in (None, chosen):
+        together = attention.attend(threads, slots, at, query, selected, at)
+        for token in range(len(at)):
+            one = slice(token, token + 1)
+            own = None if selected is None else selected[one]
+            where = threads, slots[one], at[one]
+            alone = attention.attend(*where, query[:, one], own, at[one])
+            assert torch.equal(alone[0], together[token])
 
 
 def test_places_in_a_window_that_slid_are_others(threads: CpuThreads) -> None:
