@@ -29,6 +29,7 @@ WITHOUT_EFFECTS = {GROUPS, ROWS, MIX_IN, MIX_OUT}
 
 
 T = TypeVar("T")
+_LISTS = frozenset((tuple, list, dict))
 
 
 class Interceptor(Protocol):
@@ -95,13 +96,13 @@ def mapped(function: Callable[[object], object], arguments: T) -> T:
     """
     given: object = arguments
     found: object
-    # Exact types, as a named tuple may stand for an argument.
+    # Exact types, as a named tuple may stand for an argument. Most are in no further list.
     if type(given) is tuple:
-        found = tuple([mapped(function, each) for each in given])
+        found = tuple([mapped(function, x) if type(x) in _LISTS else function(x) for x in given])
     elif type(given) is list:
-        found = [mapped(function, each) for each in given]
+        found = [mapped(function, x) if type(x) in _LISTS else function(x) for x in given]
     elif type(given) is dict:
-        found = {name: mapped(function, each) for name, each in given.items()}
+        found = {name: mapped(function, x) for name, x in given.items()}
     else:
         found = function(given)
     return cast("T", found)

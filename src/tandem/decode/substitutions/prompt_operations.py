@@ -6,6 +6,7 @@ theirs, with the same results but for a last bit; the others stay torch's. Decod
 they are recorded (decision 8).
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
@@ -39,6 +40,10 @@ Arguments = tuple[Any, ...]
 Keywords = Mapping[str, Any]
 # Takes the arguments of a torch function and returns its result; None: torch must compute it.
 Native = Callable[["PromptOperations", Arguments, Keywords], object]
+
+
+# Each layer of a prompt asks for the same; to find it takes longer than many an operation.
+_broadcast_shape = functools.lru_cache(maxsize=1024)(torch.broadcast_shapes)
 
 
 class PromptOperations(Meeting, TorchFunctionMode):
@@ -135,7 +140,7 @@ class PromptOperations(Meeting, TorchFunctionMode):
             return None
         if not all(type(x) in (int, float) for x in numbers):
             return None
-        shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+        shape = _broadcast_shape(*(x.shape for x in tensors))
         dtype = tensors[0].dtype if len({x.dtype for x in tensors}) == 1 else torch.float32
         if out is None:
             like = next((x for x in tensors if x.shape == shape), None)

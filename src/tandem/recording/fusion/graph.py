@@ -44,6 +44,11 @@ class Graph:
         self._place = {id(operation): index for index, operation in enumerate(operations)}
         self._replaced: dict[int, Operation | None] = {}
 
+    @property
+    def has_replaced(self) -> bool:
+        """Tell whether a group has been replaced."""
+        return bool(self._replaced)
+
     def made_by(self, ref: object, name: str) -> Operation | None:
         """Return the operation of that name that makes a tensor, if that is who does."""
         operation = self.maker.get(ref) if isinstance(ref, Ref) else None
@@ -119,12 +124,13 @@ def replaced(
     dtypes: Container[torch.dtype],
 ) -> list[Operation]:
     """Return operations with the groups replaced that finders find, one after the other."""
+    graph = Graph(operations, tensors, fixed, dtypes)
     for finder in finders:
-        graph = Graph(operations, tensors, fixed, dtypes)
         for group, fused in finder(graph):
             graph.replace(group, fused)
-        operations = graph.result()
-    return operations
+        if graph.has_replaced:  # else the next one may look at the same graph
+            graph = Graph(graph.result(), tensors, fixed, dtypes)
+    return graph.operations
 
 
 def other(operation: Operation, ref: Ref) -> Any:
