@@ -140,7 +140,8 @@ def test_a_slot_goes_back_and_another_takes_over(mix: str, threads: CpuThreads) 
     close(pool.prefill({0: LONG[50:90]}), logits_of(model, LONG[50:90])[-1:])
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8"])
+@pytest.mark.every_isa(first_of="kv_dtype")
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp32", "bf16"])
 def test_what_is_kept_moves_to_another_slot(kv_dtype: str, threads: CpuThreads) -> None:
     model = model_of("as released")
     first, second = (CpuSlotPool(model, threads, 2, kv_dtype=kv_dtype) for _ in range(2))
