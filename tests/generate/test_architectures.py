@@ -80,11 +80,10 @@ def test_greedy_tokens_equal_those_of_generate(name: str) -> None:
     model.generation_config.eos_token_id = None  # so that every row writes them all
     assert (why_no_cuda_slots(model) is None) == (name not in PADDED_ON_A_GPU)
     generator = Generator(model)
-    for lengths in ([7], [7, 3]):
-        prompts = prompts_of(lengths)
-        batches = [[prompt] for prompt in prompts] if name in READS_PADDING else [prompts]
-        expected = [row for batch in batches for row in greedy_of_transformers(model, batch)]
-        assert greedy_of_tandem(generator, prompts) == expected
+    prompts = prompts_of([7, 3])
+    batches = [[prompt] for prompt in prompts] if name in READS_PADDING else [prompts]
+    expected = [row for batch in batches for row in greedy_of_transformers(model, batch)]
+    assert greedy_of_tandem(generator, prompts) == expected
     assert (generator.why_padded is None) == (name not in ON_THEIR_OWN_CACHES), generator.why_padded
 
 
@@ -94,7 +93,7 @@ def verified(
     """Slots verify four and three tokens, of which one and two are taken back, then one more."""
     expected = [padded.decode(tokens) for tokens in steps]
     first, second = ([tokens[slot] for tokens in steps] for slot in (0, 1))
-    for _ in range(5):  # the last ones from the recorded graph
+    for _ in range(3):  # the last ones from the recorded graph
         for slot in (0, 1):  # each time from the same beginning
             pool.copy(slot, slot + 4, len(pool.held(slot)))
         found = pool.verify({4: [*first, 50], 5: [second[0], 50, 51]}).clone()
