@@ -38,7 +38,7 @@ def dense_answers(cache: Path) -> Answers:
     return answers(dense.model, dense.tokenizer)
 
 
-def answers(model: Any, tokenizer: Any, *, num_prompts: int = 6) -> Answers:
+def answers(model: Any, tokenizer: Any, *, num_prompts: int = 5) -> Answers:
     """Ask a float32 model for greedy tokens on the prompts and perplexity on 512 tokens."""
     return Answers(
         greedy_tokens(model, prompt_ids(tokenizer)[:num_prompts], NUM_NEW_TOKENS),

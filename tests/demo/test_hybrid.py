@@ -36,7 +36,7 @@ from tests.inside import SimulatedConfig, runtime_in
 
 NUM_EXPERTS, TOP_K = 240, 2
 SLOTS = (1, TOP_K, 30, NUM_EXPERTS // 2, NUM_EXPERTS)
-ROWS_IN_CI = 6
+ROWS_IN_CI = 3
 PROMPTS = Path(__file__).parents[1] / "data" / "prompts.json"
 
 

@@ -1,12 +1,9 @@
 """A tiny random Llama through the real recipe; as a program, one build that can be interrupted.
 
-python -m tests.demo.tiny MODELS [--stop-at STAGE] [--file-limit BYTES]
+python -m tests.demo.tiny MODELS [--stop-at STAGE]
 """
 
 import argparse
-import resource
-import signal
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +11,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tandem.core.errors import TandemError
 from tandem.demo.build import build_checkpoint
 from tandem.demo.dense import Dense
 from tandem.demo.recipe import Recipe, ignore_progress
@@ -71,22 +67,13 @@ def build_tiny(models_dir: Path, stop_at: str | None = None, kind: str = "demo-e
     return ensure_built(models_dir, kind=kind, recipe=TINY, build=build, progress=ignore_progress)
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("models", type=Path)
     parser.add_argument("--stop-at")
-    parser.add_argument("--file-limit", type=int)
     args = parser.parse_args()
-    if args.file_limit:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (args.file_limit, args.file_limit))
-    try:
-        build_tiny(args.models, args.stop_at)
-    except TandemError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    build_tiny(args.models, args.stop_at)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
