@@ -29,7 +29,7 @@ hypothesis.settings.load_profile("tandem")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 REPOSITORY = Path(__file__).parent.parent
-# Modules whose tests share nothing, each of another architecture or GPU.
+# Modules whose tests share at most a model, of the architecture or GPU that a test's name says.
 _EACH_ALONE = ("test_architectures", "test_models", "test_triton_launches")
 
 
@@ -117,9 +117,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group("demo"))
         elif isinstance(item, pytest.Function) and "server" in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group("server"))
-        elif item.path.stem not in _EACH_ALONE:
-            item.add_marker(pytest.mark.xdist_group("/".join(item.path.parts[-2:])))
+        else:
+            parts = [*item.path.parts[-2:]]
+            if item.path.stem in _EACH_ALONE:
+                parts.append(_name_of(item))
+            item.add_marker(pytest.mark.xdist_group("/".join(parts)))
     items.sort(key=_turn)
+
+
+def _name_of(item: pytest.Item) -> str:
+    """Return the architecture that a test is of, or else the test's own name."""
+    callspec = getattr(item, "callspec", None)
+    return item.name if callspec is None else str(callspec.params.get("name", item.name))
 
 
 def _repeated(items: list[pytest.Item], best: str) -> list[pytest.Item]:
