@@ -93,19 +93,21 @@ void rotate_heads(const Rotary& call) {
 
 template <ValueType T>
 void rotate_pairs(const RotaryPairs& call) {
-  float* x = scratch_row(0, call.dim);
+  float* x = scratch_row(0, call.turned);
+  const std::int64_t kept = call.dim - call.turned;
   for (std::int64_t t = 0; t < call.num_tokens; ++t) {
     const float* turn = call.turns + t * call.turned;
     for (std::int64_t h = 0; h < call.num_heads; ++h) {
-      load_values(value_at(call.input, T, t * call.token_stride + h * call.head_stride), T,
-                  call.dim, x);
-      float* last = x + call.dim - call.turned;
+      const void* from = value_at(call.input, T, t * call.token_stride + h * call.head_stride);
+      void* to = value_at(call.out, T, (t * call.num_heads + h) * call.dim);
+      std::memcpy(to, from, kept * value_bytes(T));
+      load_values(value_at(from, T, kept), T, call.turned, x);
       for (std::int64_t d = 0; d < call.turned; d += 2) {
-        const float real = last[d], imaginary = last[d + 1];
-        last[d] = real * turn[d] - imaginary * turn[d + 1];
-        last[d + 1] = real * turn[d + 1] + imaginary * turn[d];
+        const float real = x[d], imaginary = x[d + 1];
+        x[d] = real * turn[d] - imaginary * turn[d + 1];
+        x[d + 1] = real * turn[d + 1] + imaginary * turn[d];
       }
-      store_values(x, call.dim, T, value_at(call.out, T, (t * call.num_heads + h) * call.dim));
+      store_values(x, call.turned, T, value_at(to, T, kept));
     }
   }
 }
