@@ -17,10 +17,10 @@ from tests.generate.test_speculation import PROMPTS, RULES, Scripted, speculatin
 from tests.hf.tiny import save_tiny_checkpoint
 
 # Full attention; windows and sinks; latents; an indexer by positions, one by blocks; several
-# windows; the gated delta rule; Kimi's and latents; Mamba 2 and 1; convolutions.
+# windows; the gated delta rule; Kimi's and latents; Mamba 2 and 1; convolutions; compressed keys.
 _NAMES = [
     "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v32", "qwen4_exp", "gemma4", "qwen3_5_moe",
-    "kimi_linear", "nemotron_h", "jamba", "lfm2_moe",
+    "kimi_linear", "nemotron_h", "jamba", "lfm2_moe", "deepseek_v4",
 ]  # fmt: skip
 NAMES = [name for name in _NAMES if name in architectures()]
 NEW_TOKENS = 16

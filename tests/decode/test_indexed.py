@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicIndexedLayer
 
 from tandem.decode.cpu_slots import CpuSlotPool, why_no_cpu_slots
 from tandem.hf.compat import cache_argument
@@ -25,11 +24,6 @@ pytestmark = pytest.mark.every_isa(first_of="name")
 # By positions, and two by blocks; tests/generate compares all.
 _KINDS = ["deepseek_v32", "qwen4_exp", "glm5_next"]
 NAMES = [name for name in _KINDS if name in architectures()]
-
-
-def has_indexer(model: Any) -> bool:
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    return DynamicIndexedLayer in map(type, cache.layers)
 
 
 class Own:

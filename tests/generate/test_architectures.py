@@ -26,7 +26,6 @@ WHY_PADDED = {
     "unlimited_ocr": "decoded tokens slide out of a window, a prompt's never do",
 }
 ON_THEIR_OWN_CACHES = set(WHY_PADDED)
-PADDED_ON_A_GPU = {"deepseek_v4", *WHY_PADDED}
 # Their own code takes what pads a prompt for a part of it: they are compared alone.
 READS_PADDING = {"deepseek_v4"}
 # Transformers' own generate fails on text alone.
@@ -78,7 +77,7 @@ def greedy_of_tandem(generator: Generator, prompts: list[list[int]]) -> list[lis
 def test_greedy_tokens_equal_those_of_generate(name: str) -> None:
     model: Any = build_tiny_model(name)
     model.generation_config.eos_token_id = None  # so that every row writes them all
-    assert (why_no_cuda_slots(model) is None) == (name not in PADDED_ON_A_GPU)
+    assert (why_no_cuda_slots(model) is None) == (name not in ON_THEIR_OWN_CACHES)
     generator = Generator(model)
     prompts = prompts_of([7, 3])
     batches = [[prompt] for prompt in prompts] if name in READS_PADDING else [prompts]

@@ -44,7 +44,6 @@ from tests.generate.test_architectures import (
     NOT_GENERATING_UPSTREAM,
     NOT_TOKEN_BY_TOKEN,
     ON_THEIR_OWN_CACHES,
-    PADDED_ON_A_GPU,
 )
 from tests.hf.tiny import byte_tokenizer, load_packed, save_tiny_checkpoint
 
@@ -246,8 +245,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in args.names:
             for device in args.devices:
-                if device == TWIN and name in PADDED_ON_A_GPU:
-                    continue
                 cells = Cells(name, device, Path(folder))
                 for drafter in drafters_of(name):
                     num_cells += len(BATCHES)

@@ -15,6 +15,7 @@ import torch
 import tandem
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.hf.lookahead.routers import find_routers
+from tandem.kv_cache.base import sees_all
 from tests.architectures import (
     architectures,
     build_tiny_model,
@@ -24,8 +25,7 @@ from tests.architectures import (
     takes_cache,
     tiny_inputs,
 )
-from tests.decode.test_indexed import has_indexer
-from tests.generate.test_architectures import NOT_TOKEN_BY_TOKEN, PADDED_ON_A_GPU, WHY_PADDED
+from tests.generate.test_architectures import NOT_TOKEN_BY_TOKEN, WHY_PADDED
 from tests.hf import models_document
 from tests.hf.models_document import ModelsDocument
 from tests.inside import runtime_in
@@ -112,9 +112,9 @@ def steps_on_gpu(name: str, model: Any) -> str:
     """Say how its decode steps run on a GPU; `tests/generate` asks which have slots there."""
     if name in NOT_TOKEN_BY_TOKEN:
         return "none"
-    if name in PADDED_ON_A_GPU:
+    if name in WHY_PADDED:
         return "padded"
-    return "captured, in slots" + (", torch attends" if has_indexer(model) else "")
+    return "captured, in slots" + ("" if sees_all(model) else ", torch attends")
 
 
 def aligned(model: Any) -> Any:

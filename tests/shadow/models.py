@@ -21,7 +21,7 @@ from tandem.machines import cuda as cuda_machine
 from tests.architectures import result_of, tiny_inputs
 from tests.decode.whole_pool import WholePool, gpu_pool
 from tests.experts.machines import make_machine
-from tests.generate.test_architectures import PADDED_ON_A_GPU
+from tests.generate.test_architectures import ON_THEIR_OWN_CACHES
 from tests.gpu.models import compare_logits
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
@@ -160,7 +160,7 @@ def require_same_without_slots(name: str, directory: Path) -> None:
         inputs = tree_map_only(Tensor, lambda each: each.to(model.device), tiny_inputs(model))
         with torch.no_grad():
             found = [result_of(model(**inputs)).cpu()]
-        if name in PADDED_ON_A_GPU:
+        if name in ON_THEIR_OWN_CACHES:
             rows = PaddedBatch(model, PROMPTS, 0)
             found += [rows.prefill().cpu(), *(rows.decode([t, t + 1]).cpu() for t in TOKENS[:3])]
         return found

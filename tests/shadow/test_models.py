@@ -9,7 +9,7 @@ from tests.architectures import architectures
 from tests.generate.test_architectures import (
     NOT_GENERATING_UPSTREAM,
     NOT_TOKEN_BY_TOKEN,
-    PADDED_ON_A_GPU,
+    ON_THEIR_OWN_CACHES,
 )
 from tests.shadow.models import IS_WHOLE, require_same_on_gpu, require_same_without_slots
 
@@ -25,7 +25,7 @@ KINDS = {
 """With numbers of layers that have all there is between two that hand over."""
 # Text passes experts for images by, or a norm stands behind experts: their layers break the graph.
 NOT_HANDED = {"ernie4_5_vl_moe", "muse_spark"}
-IN_SLOTS = set(architectures()) - NOT_GENERATING_UPSTREAM - NOT_TOKEN_BY_TOKEN - PADDED_ON_A_GPU
+IN_SLOTS = set(architectures()) - NOT_GENERATING_UPSTREAM - NOT_TOKEN_BY_TOKEN - ON_THEIR_OWN_CACHES
 
 
 # In `make test`: one that runs padded, one that writes in blocks, one that has no cache.

@@ -73,6 +73,8 @@ class SlotCache(ABC):
         """How many of them see a window alone."""
         self.windows_by_layer: dict[int, int] = {}
         """What the layers of Transformers' cache keep, where that is a window."""
+        self.has_compressed = False
+        """Whether some of them keep compressed keys beside it."""
         self.states_asked_for: StateHandle | None = None
         """The states of the layer that the model asked for last."""
         self._awaited: int | None = None
@@ -336,6 +338,7 @@ def transformers_cache(model: PreTrainedModel, cache: SlotCache) -> DynamicCache
         for number, layer in enumerate(shell.layers)
         if type(layer) in _SLIDING or compresses_windows(layer)
     }
+    cache.has_compressed = any(map(compresses_windows, shell.layers))
     cache.num_sliding_layers = len(cache.windows_by_layer)
     full = sum(kind in _FULL for kind in kinds)
     cache.num_layers = max(1, full + cache.num_sliding_layers)
@@ -349,10 +352,13 @@ def transformers_cache(model: PreTrainedModel, cache: SlotCache) -> DynamicCache
     return shell
 
 
-def has_indexers(model: PreTrainedModel) -> bool:
-    """Tell whether layers of a model select the positions that their attention sees."""
+def sees_all(model: PreTrainedModel) -> bool:
+    """Tell whether attention sees all positions before a token, of its window if a layer has one.
+
+    Not where an indexer selects some, or keys of many tokens stand beside a window.
+    """
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    return any(type(layer) is DynamicIndexedLayer for layer in layers)
+    return not any(type(x) is DynamicIndexedLayer or compresses_windows(x) for x in layers)
 
 
 def _stand_in(cache: SlotCache, number: int, layer: Any) -> Any:

@@ -36,7 +36,7 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.hf.steps import MAX_STEP_TOKENS
 from tandem.kernels.attention import Segment
 from tandem.kernels.opaque_calls import intercepted
-from tandem.kv_cache.base import has_indexers
+from tandem.kv_cache.base import sees_all
 from tandem.kv_cache.cuda.cache import StaticKvCache
 from tandem.kv_cache.cuda.layers import DecodeKernels, on_its_way
 from tandem.recording.replay import ReplayedStep
@@ -77,7 +77,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         """
         # Kernels attend to all positions, and torch to those that an indexer has selected.
         found = find_kernels(model.device)
-        self._kernels = None if has_indexers(model) else found
+        self._kernels = found if sees_all(model) else None
         self._layers = layers
         cache = StaticKvCache(
             num_slots, max(1, capacity), model.device, self._make_room,
@@ -366,7 +366,9 @@ def slot_bytes(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -
     except NOT_IN_SLOTS:
         return None
     cache = pool.cache
-    return cache.kv_bytes // cache.capacity * num_tokens + cache.states.step_bytes
+    of_any_length = cache.windows.ring_bytes + cache.states.step_bytes
+    of_tokens = cache.kv_bytes - cache.windows.ring_bytes
+    return of_tokens // cache.capacity * num_tokens + of_any_length
 
 
 def _num_rows(num_tokens: int) -> int:

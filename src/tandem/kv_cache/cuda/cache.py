@@ -29,6 +29,7 @@ from tandem.kv_cache.cuda.layers import (
     stored_dtype,
 )
 from tandem.kv_cache.cuda.states import DeviceStates
+from tandem.kv_cache.cuda.windows import DeviceWindows
 from tandem.kv_cache.index_keys import NewIndexKeys
 from tandem.kv_cache.latents import Expansion
 from tandem.kv_cache.states import StateKey
@@ -76,6 +77,8 @@ class StaticKvCache(SlotCache):
         self.index_keys = DeviceIndexKeys(num_slots, self._zeros)
         self.index_keys.reserve(self.capacity, 0)
         self.states = DeviceStates(num_slots, state_kernels or TorchStates(), zeros, device)
+        self.windows = DeviceWindows(num_slots, self._zeros, kv_dtype)
+        self.windows.reserve(self.capacity, 0)
 
     @property
     def num_bytes(self) -> int:
@@ -84,8 +87,9 @@ class StaticKvCache(SlotCache):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values, index keys among them."""
-        return self.index_keys.num_bytes + sum(x.num_bytes for x in self._layers.values())
+        """Bytes of keys and values, index keys and compressed ones among them."""
+        kept = sum(layer.num_bytes for layer in self._layers.values()) + self.windows.num_bytes
+        return kept + self.index_keys.num_bytes
 
     def begin(self, segment: Segment) -> None:
         """Announce a prompt's next tokens, of one slot."""
@@ -94,6 +98,7 @@ class StaticKvCache(SlotCache):
         self.slots = torch.full((segment.num_tokens,), segment.slot, device="cpu")
         end = segment.first_position + segment.num_tokens
         self.reserve(end)
+        self.windows.note_written(segment.slot, end)
         self.states.begin_prompt(segment)
 
     def places(self, num_rows: int) -> StepPlaces:
@@ -124,7 +129,9 @@ class StaticKvCache(SlotCache):
         slots, positions = zip(*rows, *[(idle, end)] * (num_rows - len(rows)), strict=True)
         self.slots = torch.tensor(slots, device="cpu")
         self._step = self.places(num_rows)
-        runs = self.states.begin_decode(segments, self._step.runs)
+        for slot, position in zip(slots, positions, strict=True):
+            self.windows.note_written(slot, position + 1)
+        runs = self.states.begin_decode(segments, self._step)
         self._step.bring(slots, positions, runs)
         if self._kernels is not None:
             return
@@ -134,6 +141,20 @@ class StaticKvCache(SlotCache):
     def _copy_layers(self, source: int, target: int, length: int) -> None:
         for layer in self._layers.values():
             layer.copy_prefix(source, target, length)
+        self.windows.copy_prefix(source, target, length)
+
+    def usable(self, slot: int, length: int) -> int:
+        """Return with how many of its first `length` tokens a slot can go on.
+
+        None where a ring no longer has what the next token sees.
+        """
+        length = super().usable(slot, length)
+        return length if self.windows.reaches(slot, length) else 0
+
+    def _forget(self, slot: int, length: int) -> None:
+        super()._forget(slot, length)
+        if length == 0:
+            self.windows.begin_anew(slot)
 
     def advance(
         self, key: StateKey, operation: Callable[[], StateOperation], *inputs: Tensor
@@ -144,6 +165,7 @@ class StaticKvCache(SlotCache):
     def _invent(self, length: int) -> None:
         for layer in self._layers.values():
             layer.invent(length)
+        self.windows.invent(length)
 
     def select(
         self, new: NewIndexKeys, key: Tensor, query: Tensor, weights: Tensor | None
@@ -161,12 +183,24 @@ class StaticKvCache(SlotCache):
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Append the new keys and values of the expected layer; attend: (n_tokens, heads, dim)."""
+        if self.has_compressed:
+            return self._attend_in_windows(call)
         call = _with_mask(call)
         if self.is_decoding:
             return self._decode(call, self._layer(call))
         keys, values = self._appended(call)
         prefill = self._prefill_latents if call.value.shape[2] == 0 else self._prefill
         return prefill(call, keys, values)
+
+    def _attend_in_windows(self, call: AttentionCall) -> Tensor:
+        """Attend as of `attend` in a model some of whose layers have compressed keys."""
+        number = self._expected_layer()
+        if not call.form.window or call.form.num_kv_heads > 1 or self._kernels is not None:
+            raise NotInSlotsError("compressed keys stand beside no window of one head's keys")
+        if not self.is_decoding:
+            return self.windows.of_prompt(number, self._segments[0], call)
+        read, length = self._read_slots(), self.attended_length
+        return self.windows.of_step(number, self._step, read, length, call)
 
     def absorbs(self, kept: AttentionForm, expanded: AttentionForm) -> bool:
         """Tell whether the step's tokens attend to latents as they are kept.
@@ -289,6 +323,7 @@ class StaticKvCache(SlotCache):
             for layer in self._layers.values():
                 layer.grow(capacity, used)
             self.index_keys.reserve(capacity, used)
+            self.windows.reserve(capacity, used)
         self.capacity = capacity  # only now: without memory for all layers the old one holds
 
     def _read_slots(self) -> slice | Tensor:

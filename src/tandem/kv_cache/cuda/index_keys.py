@@ -1,7 +1,7 @@
 """Index keys on a GPU, at addresses that stay: which positions a layer's tokens see.
 
 As `IndexStore`. What comes out is a mask, whose size depends on the step's alone: so a step can be
-captured.
+captured. Where keys are selected in place of positions, a step has their numbers.
 """
 
 import torch
@@ -35,12 +35,12 @@ class DeviceIndexKeys(KeptIndexKeys):
         """Keep a prompt's new keys (n_tokens, any); return what its tokens see.
 
         `query` is (n_tokens, heads, dim), `weights` (n_tokens, heads); the result (n_tokens,
-        positions up to the last token's).
+        positions up to the last token's), or keys.
         """
         (slot, first, count), selection = segment, new.selection
-        end, block = first + count, selection.block
-        keys = self._kept(new.layer, 1, key.shape[1])
-        keys[slot, first:end] = key.float()
+        end, block, of_key = first + count, selection.block, selection.key_block
+        keys = self._kept(new.layer, of_key, key.shape[1])
+        keys[slot, first // of_key : end // of_key] = last_of_blocks(key, first, of_key).float()
         if new.pool is not None:
             begin, num_blocks = first // block, end // block  # that are whole now
             whole = keys[slot, begin * block : num_blocks * block]
@@ -49,7 +49,7 @@ class DeviceIndexKeys(KeptIndexKeys):
             keys[slot, begin:num_blocks] = pooled.float()
         places = torch.arange(first, end, device=key.device)
         if end <= selection.most:
-            return _visible(places, end)
+            return _visible(places, selection, end)
         scored = keys[slot, : end // block]
         at_once = max(1, _MOST_SCORES // (len(scored) * query.shape[1]))
         pieces = []
@@ -72,12 +72,13 @@ class DeviceIndexKeys(KeptIndexKeys):
     ) -> Tensor:
         """Keep the new keys of a step; return what its tokens see of `length` positions.
 
-        `read` chooses whose keys each row scores, as of `StaticKvCache`.
+        `read` chooses whose keys each row scores, as of `StaticKvCache`. Of keys it returns the
+        numbers (n_tokens, most), -1 where there are fewer.
         """
         slots, positions = places.slots, places.positions
         selection, block = new.selection, new.selection.block
-        keys = self._kept(new.layer, 1, key.shape[1])
-        keys[slots, positions] = key.float()
+        keys = self._kept(new.layer, selection.key_block, key.shape[1])
+        keys[slots, number_of_key(positions, selection.key_block, keys.shape[1])] = key.float()
         if new.pool is not None:  # of the last block, whole or not: no token sees it before it is
             last = positions // block
             of_block = last[:, None] * block + torch.arange(block, device=key.device)
@@ -85,25 +86,63 @@ class DeviceIndexKeys(KeptIndexKeys):
             keys = self._kept(new.layer, block, pooled.shape[1])
             keys[slots, last] = pooled.float()
         if length <= selection.most:
-            return _visible(positions, length)
-        scores = scores_of(keys[read, : length // block], selection.scale, query, weights)
-        return _seen(scores, positions, selection, length)
+            seen = _visible(positions, selection, length)
+        else:
+            scores = scores_of(keys[read, : length // block], selection.scale, query, weights)
+            seen = _seen(scores, positions, selection, length)
+        if not selection.are_keys:
+            return seen
+        is_seen, numbers = seen.byte().topk(min(selection.most_blocks, seen.shape[1]))
+        return torch.where(is_seen > 0, numbers, -1)
+
+    def _room(self, block: int, dim: int) -> Tensor:
+        num_keys = -(-self._capacity // block) + (block > 1)  # see `number_of_key`
+        return self._zeros((self._num_slots, num_keys, dim), torch.float32)
 
 
-def _visible(places: Tensor, length: int) -> Tensor:
+def last_of_blocks(tokens: Tensor, first: int, block: int) -> Tensor:
+    """Return those of a slot's tokens (n_tokens, ...) from position `first` on that end blocks."""
+    return tokens[block - 1 - first % block :: block]
+
+
+def number_of_key(positions: Tensor, block: int, room: int) -> Tensor:
+    """Return the numbers of keys that tokens of a step bring, one for each block of tokens.
+
+    The last one that there is room for has those of tokens that end no block.
+    """
+    if block == 1:
+        return positions
+    return torch.where((positions + 1) % block == 0, positions // block, room - 1)
+
+
+def num_keys(length: int, block: int) -> int:
+    """Return how many keys are read of so many positions: one at least, which may not be there."""
+    return max(1, length // block)
+
+
+def are_whole(places: Tensor, block: int, length: int) -> Tensor:
+    """Tell which of the keys of `length` positions tokens see, if all before them."""
+    numbers = torch.arange(num_keys(length, block), device=places.device)
+    return numbers < ((places + 1) // block)[:, None]
+
+
+def _visible(places: Tensor, selection: Selection, length: int) -> Tensor:
+    if selection.are_keys:
+        return are_whole(places, selection.block, length)
     return torch.arange(length, device=places.device) <= places[:, None]
 
 
 def _seen(scores: Tensor, places: Tensor, selection: Selection, length: int) -> Tensor:
     """Tell which of `length` positions tokens see, by scores of blocks (n_tokens, n_blocks).
 
-    The greatest of those before them, and the tail behind whole blocks.
+    The greatest of those before them, and the tail behind whole blocks. Or which keys.
     """
     num_blocks, block = scores.shape[1], selection.block
     num_whole = (places + 1) // block
-    most = min(num_blocks, (selection.most + 1) // block - 1)
-    is_selected = greatest(scores, num_whole, most)
+    is_selected = greatest(scores, num_whole, min(num_blocks, selection.most_blocks))
+    if selection.are_keys:
+        return is_selected & are_whole(places, block, length)
     of_position = torch.arange(length, device=places.device) // block
     is_tail = of_position >= num_whole[:, None]
     is_seen = is_selected[:, of_position.clamp(max=num_blocks - 1)] | is_tail
-    return _visible(places, length) & (is_seen | (places < selection.most)[:, None])
+    return _visible(places, selection, length) & (is_seen | (places < selection.most)[:, None])

@@ -116,6 +116,11 @@ class LayerMemory:
         return KINDS[self.dtype]
 
     @property
+    def capacity(self) -> int:
+        """Positions that a slot has room for."""
+        return self._tensors[0].shape[2]
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of keys, values and scales."""
         return sum(tensor.nbytes for tensor in self._tensors)
@@ -124,11 +129,23 @@ class LayerMemory:
         """Write keys and values of the positions `at` of some slots, in the order of indexing."""
         for number, new in zip(range(self._num_lines), (key, value), strict=False):
             if self.dtype == torch.int8:
-                scale = new.float().abs().amax(-1) / _LARGEST
-                codes = (new.float() / scale.clamp_min(1e-32)[..., None] + 0.5).floor()
+                new, scale = _codes(new)
                 self._tensors[number + self._num_lines][slots, :, at] = scale
-                new = codes.to(torch.int8)
             self._tensors[number][slots, :, at] = new.to(self.dtype)
+
+    def as_kept(self, key: Tensor) -> Tensor:
+        """Return keys as they are read after they were stored."""
+        if self.dtype == torch.int8:
+            codes, scale = _codes(key)
+            return (codes * scale[..., None]).to(key.dtype)
+        return key.to(self.dtype).to(key.dtype)
+
+    def keys_at(self, slots: int | Tensor, at: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the keys of the positions `at` of some slots, in the order of indexing."""
+        keys = self._tensors[0][slots, :, at]
+        if self.dtype == torch.int8:
+            keys = keys * self._tensors[self._num_lines][slots, :, at][..., None]
+        return keys.to(dtype)
 
     def read(
         self, slots: int | slice | Tensor, end: int, dtype: torch.dtype
@@ -175,3 +192,10 @@ class LayerMemory:
         found = [x.data_ptr() for x in (lines[0], lines[-1], scales[0], scales[-1])]
         host = torch.tensor([*found, lines[0].shape[2]], device="cpu")
         self.where.copy_(host)
+
+
+def _codes(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (..., dim) in int8, and a scale for each dim."""
+    scale = numbers.float().abs().amax(-1) / _LARGEST
+    codes = (numbers.float() / scale.clamp_min(1e-32)[..., None] + 0.5).floor()
+    return codes.to(torch.int8), scale

@@ -5,11 +5,13 @@ Rows of a decode step that have no token are idle runs.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tandem.kernels.attention import Segment
+from tandem.kernels.device_compression import compress_prompt, compress_step, ring_shape
 from tandem.kernels.device_states import (
     Run,
     SlotTokens,
@@ -24,8 +26,7 @@ from tandem.kernels.recurrent import (
     Recurrence,
     StateOperation,
 )
-from tandem.kv_cache.base import NotInSlotsError
-from tandem.kv_cache.cuda.layers import on_its_way
+from tandem.kv_cache.cuda.layers import StepPlaces, on_its_way
 from tandem.kv_cache.index_keys import Zeros
 from tandem.kv_cache.states import KeptStates, StateKey
 
@@ -34,13 +35,21 @@ from tandem.kv_cache.states import KeptStates, StateKey
 class DeviceLayer:
     """An operation whose numbers lie as `StateKernels` reads them, with its states."""
 
-    operation: Convolution | Recurrence
+    operation: StateOperation
     memory: StateMemory
 
     @property
     def states(self) -> Tensor:
         """(slots, ...) fp32"""
         return self.memory.states
+
+
+class _Part(NamedTuple):
+    """Tokens that operations do together."""
+
+    tokens: SlotTokens
+    places: StepPlaces | Segment
+    """Of a step, or of a prompt."""
 
 
 class DeviceStates(KeptStates[DeviceLayer]):
@@ -53,7 +62,7 @@ class DeviceStates(KeptStates[DeviceLayer]):
         super().__init__(num_slots)
         self._kernels, self._zeros, self._device = kernels, zeros, device
         self._half = [0] * num_slots  # of a slot's log, that is read next
-        self._parts: list[SlotTokens] = []
+        self._parts: list[_Part] = []
         self.have_log = True
         """Whether drafted tokens are kept or done again in the step that is announced."""
 
@@ -70,15 +79,18 @@ class DeviceStates(KeptStates[DeviceLayer]):
             part = run._replace(num_tokens=end - first, num_certain=end - first)
             part = part if first == 0 else part._replace(num_again=0)
             runs = on_its_way([part], self._device).to(self._device, non_blocking=True)
-            self._parts.append(SlotTokens(runs, part.num_tokens, part.num_again > 0))
+            tokens = SlotTokens(runs, part.num_tokens, part.num_again > 0)
+            place = Segment(segment.slot, segment.first_position + first, part.num_tokens)
+            self._parts.append(_Part(tokens, place))
             first = end
 
-    def begin_decode(self, segments: Sequence[Segment], runs: Tensor) -> list[Run]:
+    def begin_decode(self, segments: Sequence[Segment], places: StepPlaces) -> list[Run]:
         """Announce a step's tokens, slot by slot; rows behind them are idle.
 
-        Return what the caller copies to `runs` (n_rows, 6), which a captured step refers to. All
+        Return what the caller brings to the runs of `places`, which a captured step refers to. All
         but the first token of a slot may be taken back.
         """
+        runs = places.runs
         found, row = [], 0
         for segment in segments:
             if segment.num_tokens > 1 + MOST_DRAFTED:
@@ -90,7 +102,7 @@ class DeviceStates(KeptStates[DeviceLayer]):
         self.have_log = most > 1 or any(run.num_again > 0 for run in found)
         self.have_log |= self._kernels.loops_on_device
         most = min(len(runs), 1 + MOST_DRAFTED) if self.have_log else 1
-        self._parts = [SlotTokens(runs, most, self.have_log)]
+        self._parts = [_Part(SlotTokens(runs, most, self.have_log), places)]
         idle = found[0]._replace(num_tokens=1, num_certain=0, num_again=-1)
         found += [idle._replace(first=at) for at in range(row, len(runs))]
         return found + [idle._replace(num_tokens=0)] * (len(runs) - len(found))
@@ -134,8 +146,14 @@ class DeviceStates(KeptStates[DeviceLayer]):
         super()._copy(source, target)
         self._half[target] = self._half[source]
 
-    def _compute(self, layer: DeviceLayer, tokens: SlotTokens, inputs: Sequence[Tensor]) -> Tensor:
-        operation, memory = layer.operation, layer.memory
+    def _compute(self, layer: DeviceLayer, part: _Part, inputs: Sequence[Tensor]) -> Tensor:
+        operation, memory, (tokens, places) = layer.operation, layer.memory, part
+        if isinstance(operation, Compression):
+            if isinstance(places, Segment):
+                ring = memory.states[places.slot]
+                return compress_prompt(operation, ring, places.first_position, *inputs)
+            where = (places.slots, places.positions)
+            return compress_step(operation, memory.states, *where, *inputs)
         if isinstance(operation, Convolution):
             return self._kernels.convolve(operation, memory, tokens, *inputs)
         return self._kernels.recur(operation, memory, tokens, *inputs)
@@ -149,14 +167,11 @@ class DeviceStates(KeptStates[DeviceLayer]):
         if isinstance(operation, Convolution):
             weight, bias, has_silu = operation
             channels, width = weight.shape
-            ready: Convolution | Recurrence = Convolution(
-                _transposed(weight), _fp32(bias), has_silu
-            )
+            ready: StateOperation = Convolution(_transposed(weight), _fp32(bias), has_silu)
             shape: tuple[int, ...] = (width - 1, channels)
         elif isinstance(operation, Compression):
-            raise NotInSlotsError(
-                "windows of tokens are compressed, which slots on a GPU do not do"
-            )
+            ready = operation._replace(bias=operation.bias.detach().float().contiguous())
+            shape = ring_shape(operation)
         else:
             form, factor, skip = operation
             turned = None if factor is None else _transposed(factor)

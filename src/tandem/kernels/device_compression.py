@@ -1,0 +1,80 @@
+"""Compressed windows of tokens on a device that computes in torch (`csrc/compression.hpp` on CPUs).
+
+Tokens lie by their positions in a ring of each slot, gates with their bias. A ring has room for
+drafted tokens and an idle row's beyond the windows that the next key is made of, so that taking
+tokens back changes nothing. Nothing here waits for the device, so that steps can be captured.
+"""
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.recurrent import Compression
+
+
+def ring_shape(operation: Compression) -> tuple[int, ...]:
+    """Return what is kept of a slot: tokens, values and gates, their width."""
+    num_tokens, *rest = operation.state_shape
+    return num_tokens + 1, *rest  # an idle row stands behind the drafted ones
+
+
+def compress_prompt(
+    operation: Compression, ring: Tensor, first: int, values: Tensor, gates: Tensor
+) -> Tensor:
+    """Return the keys (n_tokens, dim) of a slot's tokens from position `first` on.
+
+    `ring` is the slot's. Those of tokens that end no window are zeros.
+    """
+    ratio, span, kept, count = *_sizes(operation), len(ring), len(values)
+    positions = torch.arange(first + 1 - span, first + count, device=values.device)
+    new = _with_bias(operation, positions[span - 1 :], values, gates)
+    tokens = torch.cat([ring[positions[: span - 1] % kept], new])
+    last = positions[-min(kept, count) :]
+    ring[last % kept] = new[-len(last) :]
+    begin = ratio - 1 - first % ratio
+    ends = torch.arange(begin, max(begin, count), ratio, device=values.device)
+    of_windows = ends[:, None] + torch.arange(span, device=values.device)
+    keys = values.new_zeros(count, values.shape[1] // operation.num_series)
+    found = _keys(operation, tokens[of_windows], positions[of_windows] >= 0)
+    keys[begin::ratio] = found.to(keys.dtype)
+    return keys
+
+
+def compress_step(
+    operation: Compression,
+    rings: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    values: Tensor,
+    gates: Tensor,
+) -> Tensor:
+    """Return the keys (n_tokens, dim) of tokens that stand in slots at positions (n_tokens,)."""
+    ratio, span, kept = *_sizes(operation), rings.shape[1]
+    rings[slots, positions % kept] = _with_bias(operation, positions, values, gates)
+    at = positions[:, None] + torch.arange(1 - span, 1, device=values.device)
+    keys = _keys(operation, rings[slots[:, None], at % kept], at >= 0)
+    ends_window = (positions + 1) % ratio == 0
+    return torch.where(ends_window[:, None], keys, 0.0).to(values.dtype)
+
+
+def _sizes(operation: Compression) -> tuple[int, int]:
+    """Return the tokens of a window, and those that a key is made of."""
+    ratio = len(operation.bias)
+    return ratio, ratio * operation.num_series
+
+
+def _with_bias(operation: Compression, positions: Tensor, values: Tensor, gates: Tensor) -> Tensor:
+    """Return tokens as they are kept: (n_tokens, 2, width)."""
+    bias = operation.bias[positions % len(operation.bias)]
+    return torch.stack([values.float(), gates.float() + bias], 1)
+
+
+def _keys(operation: Compression, tokens: Tensor, are_there: Tensor) -> Tensor:
+    """Return the keys (n, dim) of (n, tokens of a key, 2, width), of which some are there."""
+    bias, num_series = operation
+    if num_series > 1:  # of the window before the first series, of the own one the second
+        before, own = tokens.split(len(bias), 1)
+        dim = tokens.shape[3] // num_series
+        tokens = torch.cat([before[..., :dim], own[..., dim:]], 1)
+    values, gates = tokens.unbind(2)
+    weights = gates.masked_fill(~are_there[..., None], float("-inf")).softmax(1)
+    return (weights * values.masked_fill(~are_there[..., None], 0.0)).sum(1)

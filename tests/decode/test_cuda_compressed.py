@@ -1,0 +1,151 @@
+"""DeepSeek-V4 in slots on a GPU, on the CPU twin: what its own code gives, over all boundaries."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.decode.cuda.slots import CudaSlotPool, slot_bytes, why_no_cuda_slots
+from tandem.kv_cache.cuda.index_keys import number_of_key
+from tests.decode.test_compressed import LONG, MIXES, logits_of, model_of
+from tests.decode.twin_capture import TwinCapture
+from tests.decode.whole_pool import close
+
+SOME = ["as released", "no multiples"]
+
+
+def pool_of(mix: str, num_slots: int, **options: Any) -> CudaSlotPool:
+    return CudaSlotPool(model_of(mix), num_slots, make_capture=TwinCapture, **options)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_prompt_whole_and_in_parts(mix: str) -> None:
+    pool, expected = pool_of(mix, 2), logits_of(model_of(mix), LONG)
+    close(pool.prefill_with_logits(0, LONG), expected)
+    ends = [1, 2, 7, 8, 20, 100, 129, 256, 257, len(LONG)]
+    for first, end in zip([0, *ends], ends, strict=False):
+        close(pool.prefill_with_logits(1, LONG[first:end]), expected[first:end])
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_steps_over_every_boundary(mix: str) -> None:
+    """Of windows and ratios; as released, of the positions that a captured step reads, too."""
+    pool, end = pool_of(mix, 1), 266 if mix == "as released" else 90
+    expected = logits_of(model_of(mix), LONG[:end])
+    pool.prefill({0: LONG[:3]})
+    for i in range(3, end):
+        close(pool.decode({0: LONG[i]}), expected[i : i + 1])
+    assert pool.step.is_replaying, pool.step.why_not
+
+
+@pytest.mark.parametrize("mix", SOME)
+def test_slots_of_other_lengths_share_steps(mix: str) -> None:
+    model, pool = model_of(mix), pool_of(mix, 3)
+    texts = {0: LONG[:200], 1: LONG[40:110], 2: LONG[90:160]}
+    expected = {slot: logits_of(model, text) for slot, text in texts.items()}
+    lengths = {0: 131, 2: 22}
+    for slot, length in lengths.items():
+        close(pool.prefill({slot: texts[slot][:length]}), expected[slot][length - 1 : length])
+    for step in range(40):
+        if step == 13:  # three in steps of four: one row is idle
+            close(pool.prefill({1: texts[1][:2]}), expected[1][1:2])
+            lengths = {1: 2} | lengths  # in another order, too
+        found = pool.decode({slot: texts[slot][n] for slot, n in lengths.items()})
+        close(found, torch.stack([expected[slot][n] for slot, n in lengths.items()]))
+        lengths = {slot: n + 1 for slot, n in lengths.items()}
+    assert pool.step.is_replaying, pool.step.why_not
+
+
+@pytest.mark.parametrize("mix", [*SOME, "small"])
+def test_drafts_are_taken_back_at_every_place_of_a_window(mix: str) -> None:
+    model, pool = model_of(mix), pool_of(mix, 2)
+    expected = logits_of(model, LONG)
+    pool.prefill({0: LONG[:100]})
+    pool.prefill({1: LONG[:3]})
+    at, kept = {0: 100, 1: 3}, 1
+    while at[0] < 180:
+        steps = {slot: [*LONG[n : n + kept], *[50] * (5 - kept)] for slot, n in at.items()}
+        logits = pool.verify(steps)  # ten rows, and six that are idle
+        for i, (slot, n) in enumerate(at.items()):
+            close(logits[5 * i : 5 * i + kept], expected[n : n + kept])
+            pool.keep(slot, n + kept)
+            at[slot] = n + kept
+        kept = kept % 4 + 1
+    assert pool.step.is_replaying, pool.step.why_not
+    close(pool.prefill({0: LONG[at[0] : 300]}), expected[299:300])
+
+
+@pytest.mark.parametrize("mix", SOME)
+def test_a_slot_goes_back_and_another_takes_over(mix: str) -> None:
+    model, pool = model_of(mix), pool_of(mix, 2)
+    pool.prefill({0: LONG[:200]})
+    pool.decode({0: 60})
+    assert [pool.usable(0, n) for n in (201, 200, 191, 71)] == [201, 192, 72, 0]
+    pool.copy(0, 1, 192)
+    other = [*LONG[:192], 50, 51, 52]
+    close(pool.prefill({1: other[192:]}), logits_of(model, other)[-1:])
+    pool.keep(0, 72)
+    other = [*LONG[:72], *LONG[9:90]]
+    close(pool.prefill_with_logits(0, other[72:]), logits_of(model, other)[72:])
+    close(pool.decode({0: 40}), logits_of(model, [*other, 40])[-1:])
+    pool.keep(0, 0)  # nothing of what was there is read
+    close(pool.prefill({0: LONG[50:90]}), logits_of(model, LONG[50:90])[-1:])
+
+
+def test_no_two_tokens_of_a_step_write_one_key() -> None:
+    """On a GPU nothing says which of them would be last; but for the place that is not read."""
+    written = number_of_key(torch.arange(9, 17), 4, 8)
+    assert written.tolist() == [7, 7, 2, 7, 7, 7, 3, 7]
+
+
+def test_a_ring_goes_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot goes on from where its ring still has the window; from nowhere else."""
+    monkeypatch.setattr("tandem.hf.kv_sizes.MARGIN_TOKENS", 80)
+    monkeypatch.setattr("tandem.hf.kv_sizes.GRANULE_TOKENS", 1)
+    model, pool = model_of("no multiples"), pool_of("no multiples", 2)
+    expected = logits_of(model, LONG)
+    pool.prefill({0: LONG[:150]})  # 95 positions are kept
+    close(pool.prefill_with_logits(0, LONG[150:290]), expected[150:290])
+    assert [pool.usable(0, n) for n in (290, 289, 281)] == [290, 282, 0]  # one is there at 162
+    pool.copy(0, 1, 282)
+    for i in range(290, 310):
+        close(pool.decode({0: LONG[i]}), expected[i : i + 1])
+    close(pool.prefill({1: LONG[282:]}), expected[-1:])
+    pool.keep(1, 0)
+    close(pool.prefill({1: LONG[:200]}), expected[199:200])
+    assert pool.usable(1, 195) == 192
+
+
+@pytest.mark.parametrize(("kv_dtype", "most"), [("bf16", 1e-2), ("int8", 2e-2)])
+def test_keys_in_fewer_bits(kv_dtype: str, most: float) -> None:
+    pool = pool_of("as released", 2, kv_dtype=kv_dtype)
+    expected = logits_of(model_of("as released"), LONG)
+    whole = pool.prefill_with_logits(0, LONG[:150])
+    close(whole, expected[:150], most)
+    pool.prefill({1: LONG[:70]})
+    close(pool.prefill({1: LONG[70:150]}), whole[-1:])  # also its own keys are read as kept
+    close(pool.decode({0: LONG[150]}), expected[150:151], most)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_model_is_tried_in_slots(dtype: torch.dtype) -> None:
+    model = copy.deepcopy(model_of("small")).to(dtype)
+    assert why_no_cuda_slots(model) is None
+
+
+def test_the_memory_of_a_slot_is_what_its_ratios_say() -> None:
+    model, pool = model_of("as released"), pool_of("as released", 2)
+    pool.prefill({0: LONG[:3]})
+    before, cache = pool.cache.kv_bytes, pool.cache
+    rings = 4 * 2 * 1280 * 16 * 4  # layers, slots, positions, values of a key, bytes
+    assert cache.windows.ring_bytes == rings
+    more = 128 * 256
+    cache.reserve(256 + more)
+    of_token = (2 * (16 + 16) / 4 + 16 / 128) * 4
+    assert cache.kv_bytes - before == 2 * more * of_token
+    assert cache.windows.ring_bytes == rings
+    one, two = (slot_bytes(model, LONG[:3], n) for n in (4096, 8192))
+    assert one is not None
+    assert two is not None
+    assert of_token <= (two - one) / 4096 <= of_token * 1.02  # a place for what is not kept
