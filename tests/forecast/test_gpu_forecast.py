@@ -159,7 +159,7 @@ def test_layers_without_keys_take_nothing_for_tokens(name: str, num_bytes: int) 
 def test_a_gpu_keeps_latents_expanded() -> None:
     sizes = sizes_of("deepseek-v2-lite")
     assert sizes.kv.token_bytes == 27 * (2 * 512 + 64) * 2
-    assert sizes.device_kv_bytes_per_token == 27 * (512 + 64) * 2
+    assert sizes.device_kv.device_bytes_of(1000) == 1000 * 27 * (512 + 64) * 2
 
 
 def test_what_windows_keep_is_counted_by_layer() -> None:

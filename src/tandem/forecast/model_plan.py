@@ -114,7 +114,7 @@ def plan_slots(
     if kind_of(device).holds_dense_parts:
         parts |= {
             "dense": sizes.device_bytes,
-            "kv_cache": context_tokens * sizes.device_kv_bytes_per_token + sizes.state_bytes,
+            "kv_cache": sizes.device_kv.device_bytes_of(context_tokens) + sizes.state_bytes,
             "workspace": workspace_bytes(sizes, context_tokens),
         }
     slots = count_slots(

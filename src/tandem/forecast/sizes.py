@@ -71,7 +71,7 @@ class ModelSizes:
     """Linear layers that are quantised in the checkpoint and are dequantised."""
     kv: KvSizes
     """Of keys and values on the CPU."""
-    device_kv_bytes_per_token: int
+    device_kv: KvSizes
     """Of keys and values on a GPU, where a latent is kept once."""
     state_bytes: int
     """Of the states that one sequence has beside keys and values, whatever its length."""
@@ -202,7 +202,7 @@ def config_sizes(
         dense_layers_with_codes=sum(fmt is not None for fmt in codes.values()),
         dense_layers_without=sum(fmt is None for fmt in codes.values()),
         kv=kv_sizes_of(text, kv_dtype or dtype),
-        device_kv_bytes_per_token=kv_sizes_of(text, kv_dtype or dtype, latents=1).token_bytes,
+        device_kv=kv_sizes_of(text, kv_dtype or dtype, latents=1),
         state_bytes=state_bytes_of(model),
     )
 

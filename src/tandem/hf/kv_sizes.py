@@ -8,12 +8,14 @@ from tandem.checkpoint.config_values import value_of
 from tandem.foreign_types import PreTrainedConfig
 from tandem.hf.steps import MAX_STEP_TOKENS
 from tandem.kernels.attention import CHUNK_TOKENS
+from tandem.kernels.recurrent import MOST_DRAFTED
 
 USUAL_CONTEXT = 4096  # tokens of a conversation
 # Layers of these kinds, as Transformers calls them, keep a state of one size, or nothing.
 _WITHOUT_KEYS = ("linear_attention", "conv", "moe", "mlp")
 _INDEXED = "compressed_sparse_attention"  # an indexer selects of its compressed keys
 _SLIDING = "sliding_attention"
+_GPU_INDEX_BYTES = 4  # a GPU's kernels read index keys in fp32; it alone keeps one copy of keys
 # Kept before a window, so that slots can go back: a conversation's next turn often writes the end
 # of the last one differently, and requests may begin with the same instructions.
 MARGIN_TOKENS = 1024
@@ -31,6 +33,8 @@ class KvSizes(NamedTuple):
     """Each layer's kind, and a token's bytes in it; one with compressed keys is there twice."""
     window: int
     """Positions that layers with a window see; 0: there are none."""
+    has_compressed: bool = False
+    """Whether some layers have compressed keys beside it."""
 
     @property
     def token_bytes(self) -> int:
@@ -40,7 +44,19 @@ class KvSizes(NamedTuple):
     def bytes_of(self, num_tokens: int) -> int:
         """Return what so many tokens of one sequence take at most."""
         kept = min(num_tokens, most_kept(self.window, MAX_STEP_TOKENS))
-        return sum(n * (kept if kind == _SLIDING else num_tokens) for kind, n in self.layers)
+        return self._bytes_of(num_tokens, kept)
+
+    def device_bytes_of(self, num_tokens: int) -> int:
+        """Return the same on a GPU, which keeps a window in a ring if there are compressed keys.
+
+        Of other models it keeps all positions.
+        """
+        return self._bytes_of(
+            num_tokens, ring_size(self.window) if self.has_compressed else num_tokens
+        )
+
+    def _bytes_of(self, num_tokens: int, of_window: int) -> int:
+        return sum(n * (of_window if kind == _SLIDING else num_tokens) for kind, n in self.layers)
 
 
 def kv_sizes_of(config: PreTrainedConfig, dtype: torch.dtype, *, latents: int = 2) -> KvSizes:
@@ -54,12 +70,17 @@ def kv_sizes_of(config: PreTrainedConfig, dtype: torch.dtype, *, latents: int = 
         for kind, layer in zip(kinds, layers, strict=True)
         for part in _parts_of(kind, layer, dtype, latents)
     )
-    return KvSizes(tuple(each), window)
+    return KvSizes(tuple(each), window, bool(value_of(config, "compress_rates")))
 
 
 def most_kept(window: int, step_tokens: int) -> int:
     """Return the positions that a slot has room for at most, in steps of up to `step_tokens`."""
     return room_for(window + MARGIN_TOKENS + CHUNK_TOKENS + step_tokens, window)
+
+
+def ring_size(window: int) -> int:
+    """Return the positions of a ring on a GPU, with room for drafted tokens and an idle row."""
+    return whole_granules(window + MARGIN_TOKENS + MOST_DRAFTED + 1)
 
 
 def room_for(num_tokens: int, window: int) -> int:
@@ -81,13 +102,15 @@ def _parts_of(
     """
     if kind in _WITHOUT_KEYS:
         return [(kind, 0)]
-    ratio = (value_of(config, "compress_rates") or {}).get(kind)
-    if ratio is None:
+    ratios = value_of(config, "compress_rates")
+    if not ratios:
         return [(kind, _kv_bytes(config, dtype, copies))]
-    key = int(config.head_dim)  # which is the value, too
-    values = key + (int(config.index_head_dim) if kind == _INDEXED else 0)
-    num_bytes = -(-values * dtype.itemsize // int(ratio))
-    return [(kind, num_bytes), (_SLIDING, copies * key * dtype.itemsize)]
+    key = int(config.head_dim) * dtype.itemsize  # which is the value, too
+    if kind not in ratios:
+        return [(kind, copies * key)]
+    index_bytes = dtype.itemsize if copies > 1 else _GPU_INDEX_BYTES
+    index = int(config.index_head_dim) * index_bytes if kind == _INDEXED else 0
+    return [(kind, -(-(key + index) // int(ratios[kind]))), (_SLIDING, copies * key)]
 
 
 def _kv_bytes(config: PreTrainedConfig, dtype: torch.dtype, latents: int) -> int:

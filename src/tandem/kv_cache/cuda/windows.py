@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.hf import kv_sizes
+from tandem.hf.kv_sizes import ring_size
 from tandem.kernels.attention import AttentionForm, Segment
-from tandem.kernels.recurrent import MOST_DRAFTED
 from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.cuda.attention import attention, attention_in_pieces, visible
 from tandem.kv_cache.cuda.index_keys import are_whole, last_of_blocks, num_keys, number_of_key
@@ -57,7 +56,7 @@ class DeviceWindows:
     def reaches(self, slot: int, length: int) -> bool:
         """Tell whether a slot still has what the token after its first `length` sees."""
         return all(
-            self._ends[slot] - _ring_size(window) <= max(0, length + 1 - window)
+            self._ends[slot] - ring_size(window) <= max(0, length + 1 - window)
             for window in {layer.window for layer in self._layers.values()}
         )
 
@@ -75,7 +74,7 @@ class DeviceWindows:
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Let a slot begin with the first `length` tokens of another one."""
         for layer in self._layers.values():
-            layer.ring.copy_prefix(source, target, _ring_size(layer.window))
+            layer.ring.copy_prefix(source, target, ring_size(layer.window))
             if layer.keys is not None:
                 layer.keys.copy_prefix(source, target, length // layer.ratio)
         self._ends[target] = self._ends[source]
@@ -83,7 +82,7 @@ class DeviceWindows:
     def invent(self, length: int) -> None:
         """Fill what all slots have of their first tokens with invented numbers."""
         for layer in self._layers.values():
-            layer.ring.invent(_ring_size(layer.window))
+            layer.ring.invent(ring_size(layer.window))
             if layer.keys is not None:
                 layer.keys.invent(length // layer.ratio)
         self._ends = [length] * self._num_slots
@@ -92,7 +91,7 @@ class DeviceWindows:
         """Append a prompt's tokens of one slot to a layer; attend: (n_tokens, heads, dim)."""
         form, query, key, _, sinks, selected, new = call
         layer, (slot, first, count) = self._layer(number, call), segment
-        size, end = _ring_size(form.window), first + count
+        size, end = ring_size(form.window), first + count
         at = torch.arange(max(0, first + 1 - form.window), end, device=key.device)
         before, own = at[: len(at) - count], at[len(at) - count :]
         old = layer.ring.keys_at(slot, before % size, key.dtype)
@@ -125,7 +124,7 @@ class DeviceWindows:
         """
         form, query, key, _, sinks, selected, new = call
         layer, slots, positions = self._layer(number, call), places.slots, places.positions
-        size, tokens = _ring_size(form.window), key.transpose(0, 1)
+        size, tokens = ring_size(form.window), key.transpose(0, 1)
         layer.ring.store(slots, positions % size, tokens, tokens)
         at = positions[:, None] + torch.arange(1 - form.window, 1, device=key.device)
         keys, mask = layer.ring.keys_at(slots[:, None], at % size, key.dtype)[:, :, 0], at >= 0
@@ -154,19 +153,13 @@ class DeviceWindows:
             ratio = 0 if new is None else new.ratio
             dtype = stored_dtype(self._kv_dtype, call.key.dtype)
             with torch.inference_mode(False):
-                ring = self._memory(form, _ring_size(form.window), dtype)
+                ring = self._memory(form, ring_size(form.window), dtype)
                 keys = self._memory(form, _room(self._capacity, ratio), dtype) if ratio else None
             self._layers[number] = _Layer(form.window, ring, keys, ratio)
         return self._layers[number]
 
     def _memory(self, form: AttentionForm, capacity: int, dtype: torch.dtype) -> LayerMemory:
         return LayerMemory(form, self._num_slots, capacity, dtype, self._zeros, has_values=False)
-
-
-def _ring_size(window: int) -> int:
-    """Return how many positions a ring has, with room for those that are taken back, and idle."""
-    most = window + kv_sizes.MARGIN_TOKENS + MOST_DRAFTED + 1
-    return kv_sizes.whole_granules(most)
 
 
 def _room(capacity: int, ratio: int) -> int:
