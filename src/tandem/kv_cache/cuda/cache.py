@@ -199,8 +199,7 @@ class StaticKvCache(SlotCache):
             raise NotInSlotsError("compressed keys stand beside no window of one head's keys")
         if not self.is_decoding:
             return self.windows.of_prompt(number, self._segments[0], call)
-        read, length = self._read_slots(), self.attended_length
-        return self.windows.of_step(number, self._step, read, length, call)
+        return self.windows.of_step(number, self._step, self.attended_length, call)
 
     def absorbs(self, kept: AttentionForm, expanded: AttentionForm) -> bool:
         """Tell whether the step's tokens attend to latents as they are kept.

@@ -120,6 +120,12 @@ def num_keys(length: int, block: int) -> int:
     return max(1, length // block)
 
 
+def whole_keys(places: Tensor, block: int, length: int) -> Tensor:
+    """Return the numbers of the keys that tokens see, if all before them; -1 for the others."""
+    seen = are_whole(places, block, length)
+    return torch.where(seen, torch.arange(seen.shape[1], device=places.device), -1)
+
+
 def are_whole(places: Tensor, block: int, length: int) -> Tensor:
     """Tell which of the keys of `length` positions tokens see, if all before them."""
     numbers = torch.arange(num_keys(length, block), device=places.device)

@@ -1,9 +1,10 @@
 """Windows of models with compressed keys, on a GPU: rings of the last positions, and keys beside.
 
 A key is its value, too, and all heads have it. A ring keeps a position at its remainder by the
-ring's size, with a margin for slots that go back, so that its memory does not grow with a text. A
-step attends to a copy of what each of its tokens sees: its window, and the keys that are selected.
-Its shapes depend on the step's alone, so it can be captured.
+ring's size, with a margin for slots that go back, so that its memory does not grow with a text;
+compressed keys lie behind it. A step attends to the places of what each of its tokens sees: its
+window, and the keys that are selected. Its shapes depend on the step's size alone, so that it can
+be captured.
 """
 
 from typing import NamedTuple
@@ -12,20 +13,34 @@ import torch
 from torch import Tensor
 
 from tandem.hf.kv_sizes import ring_size
-from tandem.kernels.attention import AttentionForm, Segment
+from tandem.kernels.attention import Segment
 from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.cuda.attention import attention, attention_in_pieces, visible
-from tandem.kv_cache.cuda.index_keys import are_whole, last_of_blocks, num_keys, number_of_key
+from tandem.kv_cache.cuda.index_keys import (
+    are_whole,
+    last_of_blocks,
+    num_keys,
+    number_of_key,
+    whole_keys,
+)
 from tandem.kv_cache.cuda.layers import LayerMemory, StepPlaces, stored_dtype
 from tandem.kv_cache.index_keys import Zeros
 
 
 class _Layer(NamedTuple):
+    memory: LayerMemory
     window: int
-    ring: LayerMemory
-    keys: LayerMemory | None
-    """Of every `ratio` tokens one; None: the layer has its window alone."""
     ratio: int
+    """Tokens that have a compressed key together; 0: the layer has its window alone."""
+
+    @property
+    def ring(self) -> int:
+        """Places before those of compressed keys."""
+        return ring_size(self.window)
+
+    def num_places(self, num_tokens: int) -> int:
+        """Return how many places of a slot of so many tokens may be read."""
+        return self.ring + (num_tokens // self.ratio if self.ratio else 0)
 
 
 class DeviceWindows:
@@ -41,13 +56,13 @@ class DeviceWindows:
     @property
     def ring_bytes(self) -> int:
         """Bytes of the rings, however long texts are."""
-        return sum(layer.ring.num_bytes for layer in self._layers.values())
+        layers = self._layers.values()
+        return sum(x.memory.num_bytes * x.ring // x.memory.capacity for x in layers)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of rings and compressed keys."""
-        keys = (layer.keys for layer in self._layers.values())
-        return self.ring_bytes + sum(x.num_bytes for x in keys if x is not None)
+        return sum(layer.memory.num_bytes for layer in self._layers.values())
 
     def note_written(self, slot: int, end: int) -> None:
         """Note that a step writes positions of a slot up to an end, an idle row's among them."""
@@ -68,100 +83,89 @@ class DeviceWindows:
         """Make room for the keys of `capacity` tokens in each slot, of which `used` are kept."""
         self._capacity = capacity
         for layer in self._layers.values():
-            if layer.keys is not None:
-                layer.keys.grow(_room(capacity, layer.ratio), used // layer.ratio)
+            if layer.ratio:
+                room = _room(layer.window, layer.ratio, capacity)
+                layer.memory.grow(room, layer.num_places(used))
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Let a slot begin with the first `length` tokens of another one."""
         for layer in self._layers.values():
-            layer.ring.copy_prefix(source, target, ring_size(layer.window))
-            if layer.keys is not None:
-                layer.keys.copy_prefix(source, target, length // layer.ratio)
+            layer.memory.copy_prefix(source, target, layer.num_places(length))
         self._ends[target] = self._ends[source]
 
     def invent(self, length: int) -> None:
         """Fill what all slots have of their first tokens with invented numbers."""
         for layer in self._layers.values():
-            layer.ring.invent(ring_size(layer.window))
-            if layer.keys is not None:
-                layer.keys.invent(length // layer.ratio)
+            layer.memory.invent(layer.num_places(length))
         self._ends = [length] * self._num_slots
 
     def of_prompt(self, number: int, segment: Segment, call: AttentionCall) -> Tensor:
         """Append a prompt's tokens of one slot to a layer; attend: (n_tokens, heads, dim)."""
         form, query, key, _, sinks, selected, new = call
         layer, (slot, first, count) = self._layer(number, call), segment
-        size, end = ring_size(form.window), first + count
-        at = torch.arange(max(0, first + 1 - form.window), end, device=key.device)
-        before, own = at[: len(at) - count], at[len(at) - count :]
-        old = layer.ring.keys_at(slot, before % size, key.dtype)
-        keys = torch.cat([old, layer.ring.as_kept(key)], 1)  # (1, positions, dim)
-        layer.ring.store(slot, own[-size:] % size, key[:, -size:], key[:, -size:])
-        mask = visible(own[:, None], at, form.window)
-        if layer.keys is not None and new is not None:
-            ratio = layer.ratio
+        memory, ring, ratio, end = layer.memory, layer.ring, layer.ratio, first + count
+        own = torch.arange(first, end, device=key.device)
+        before = torch.arange(max(0, first + 1 - form.window), first, device=key.device)
+        places, seen = [before % ring], [visible(own[:, None], before, form.window)]
+        if new is not None:
             ends = last_of_blocks(new.key[0], first, ratio)[None]
-            layer.keys.store(slot, slice(first // ratio, end // ratio), ends, ends)
-            more, _ = layer.keys.read(slot, num_keys(end, ratio), key.dtype)
-            seen = are_whole(own, ratio, end) if selected is None else selected
-            keys, mask = torch.cat([keys, more], 1), torch.cat([mask, seen], 1)
+            memory.store(slot, slice(ring + first // ratio, ring + end // ratio), ends, ends)
+            places.append(ring + torch.arange(num_keys(end, ratio), device=key.device))
+            seen.append(are_whole(own, ratio, end) if selected is None else selected)
+        old = memory.keys_at(slot, torch.cat(places), key.dtype)
+        keys = torch.cat([old, memory.as_kept(key)], 1)[None]  # (1, 1, places and tokens, dim)
+        memory.store(slot, own[-ring:] % ring, key[:, -ring:], key[:, -ring:])
+        mask = torch.cat([*seen, visible(own[:, None], own, form.window)], 1)[:, None]
         of_tokens = query.transpose(0, 1)[None]  # (1, n_tokens, heads, dim)
         heads = None if sinks is None else sinks.reshape(-1, 1)
-        return attention_in_pieces(form, of_tokens, keys[None], keys[None], mask[:, None], heads)[0]
+        return attention_in_pieces(form, of_tokens, keys, keys, mask, heads)[0]
 
-    def of_step(
-        self,
-        number: int,
-        places: StepPlaces,
-        read: slice | Tensor,
-        length: int,
-        call: AttentionCall,
-    ) -> Tensor:
+    def of_step(self, number: int, rows: StepPlaces, length: int, call: AttentionCall) -> Tensor:
         """Append a step's tokens to a layer; attend as of `of_prompt`.
 
-        What is not selected they see of the first `length` positions; `read` chooses whose keys
-        each row reads, as of `StaticKvCache`.
+        Where keys are not selected, tokens see those of the first `length` positions.
         """
-        form, query, key, _, sinks, selected, new = call
-        layer, slots, positions = self._layer(number, call), places.slots, places.positions
-        size, tokens = ring_size(form.window), key.transpose(0, 1)
-        layer.ring.store(slots, positions % size, tokens, tokens)
-        at = positions[:, None] + torch.arange(1 - form.window, 1, device=key.device)
-        keys, mask = layer.ring.keys_at(slots[:, None], at % size, key.dtype)[:, :, 0], at >= 0
-        if layer.keys is not None and new is not None:
-            numbers = number_of_key(positions, layer.ratio, layer.keys.capacity)
+        window, key, selected, new = call.form.window, call.key, call.selected, call.compressed
+        layer, slots, positions = self._layer(number, call), rows.slots, rows.positions
+        memory, ring, tokens = layer.memory, layer.ring, key.transpose(0, 1)
+        memory.store(slots, positions % ring, tokens, tokens)
+        at = positions[:, None] + torch.arange(1 - window, 1, device=key.device)
+        places = [torch.where(at >= 0, at % ring, -1)]
+        if new is not None:
             tokens = new.key.transpose(0, 1)
-            layer.keys.store(slots, numbers, tokens, tokens)
-            if selected is None:
-                more = layer.keys.read(read, num_keys(length, layer.ratio), key.dtype)[0][:, 0]
-                seen = are_whole(positions, layer.ratio, length)
-            else:
-                chosen = selected.clamp(min=0)
-                more = layer.keys.keys_at(slots[:, None], chosen, key.dtype)[:, :, 0]
-                seen = selected >= 0
-            keys = torch.cat([keys, more.expand(len(slots), -1, -1)], 1)
-            mask = torch.cat([mask, seen], 1)
-        of_rows = query.transpose(0, 1)[:, None]  # (n_rows, 1, heads, dim)
+            ended = number_of_key(positions, layer.ratio, memory.capacity - ring)
+            memory.store(slots, ring + ended, tokens, tokens)
+            keys = whole_keys(positions, layer.ratio, length) if selected is None else selected
+            places.append(torch.where(keys >= 0, ring + keys, -1))
+        return self._attend(memory, slots, torch.cat(places, 1), call)
+
+    def _attend(
+        self, memory: LayerMemory, slots: Tensor, places: Tensor, call: AttentionCall
+    ) -> Tensor:
+        """Attend to some places (n_tokens, most) of slots, -1 where there are fewer."""
+        query, sinks = call.query, call.sinks
+        keys = memory.keys_at(slots[:, None], places.clamp(min=0), query.dtype)
+        keys = keys.transpose(1, 2)  # (n_tokens, 1, most, dim)
+        of_tokens = query.transpose(0, 1)[:, None]  # (n_tokens, 1, heads, dim)
         heads = None if sinks is None else sinks.reshape(1, -1, 1)
-        own = keys[:, None]
-        return attention(form, of_rows, own, own, mask[:, None, None], heads)[:, 0]
+        mask = (places >= 0)[:, None, None]
+        return attention(call.form, of_tokens, keys, keys, mask, heads)[:, 0]
 
     def _layer(self, number: int, call: AttentionCall) -> _Layer:
         """Return a layer, which is made on first use."""
         if number not in self._layers:
             form, new = call.form, call.compressed
-            ratio = 0 if new is None else new.ratio
             dtype = stored_dtype(self._kv_dtype, call.key.dtype)
+            ratio = 0 if new is None else new.ratio
+            num_places = _room(form.window, ratio, self._capacity)
             with torch.inference_mode(False):
-                ring = self._memory(form, ring_size(form.window), dtype)
-                keys = self._memory(form, _room(self._capacity, ratio), dtype) if ratio else None
-            self._layers[number] = _Layer(form.window, ring, keys, ratio)
+                memory = LayerMemory(
+                    form, self._num_slots, num_places, dtype, self._zeros, has_values=False
+                )
+            self._layers[number] = _Layer(memory, form.window, ratio)
         return self._layers[number]
 
-    def _memory(self, form: AttentionForm, capacity: int, dtype: torch.dtype) -> LayerMemory:
-        return LayerMemory(form, self._num_slots, capacity, dtype, self._zeros, has_values=False)
 
-
-def _room(capacity: int, ratio: int) -> int:
-    """Return for how many keys a slot has room: one more, see `number_of_key`."""
-    return -(-capacity // ratio) + 1
+def _room(window: int, ratio: int, num_tokens: int) -> int:
+    """Return for how many places a slot has room: one more, see `number_of_key`."""
+    return ring_size(window) + (-(-num_tokens // ratio) + 1 if ratio else 0)
