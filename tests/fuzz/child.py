@@ -5,9 +5,7 @@ says which. Where atheris has no wheel, files are changed blindly instead, with 
 """
 
 import contextlib
-import os
 import random
-import resource
 import signal
 import sys
 import tempfile
@@ -19,6 +17,8 @@ from hashlib import sha256
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from typing import Any
+
+from tests.fuzz.memory import limit_memory
 
 try:
     import atheris
@@ -49,7 +49,6 @@ if atheris is not None:
 with atheris.instrument_imports(["tandem"]) if atheris else contextlib.nullcontext():
     from tests.fuzz.kinds import kinds
 
-_MEMORY_BYTES = 4 << 30  # of one input
 _PROCESSOR_SECONDS = 20  # of one input; then a signal ends the process
 _MUTATED_BLINDLY = 0.1
 
@@ -103,15 +102,6 @@ def main(kind: str, out: Path, options: list[str]) -> None:
         one, custom_mutator=mutate,
     )  # fmt: skip
     atheris.Fuzz()
-
-
-def limit_memory() -> None:
-    """Let the process take so much memory beside what it has: more is a find, not a full machine.
-
-    For each input anew: what the modules and torch keep of the ones before is not this one's.
-    """
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, resource.RLIM_INFINITY))
 
 
 def _fuzz_blindly(

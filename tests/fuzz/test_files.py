@@ -44,7 +44,7 @@ def test_the_fuzzer_sees_which_branches_a_file_reaches(tmp_path: Path) -> None:
 
 _INPUTS = """
 import torch
-from tests.fuzz.child import limit_memory
+from tests.fuzz.memory import limit_memory
 kept = []
 for _ in range(4):  # 6 GiB in all
     limit_memory()
