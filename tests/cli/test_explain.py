@@ -100,8 +100,8 @@ def test_the_table_sums_over_layers() -> None:
 
 @pytest.fixture(scope="module")
 def trace() -> RoutingTrace:
-    trace = read_trace(TRACE).sequences(0, 2)
-    trace.meta.more["prompt_tokens"] = [16, 16]
+    trace = read_trace(TRACE).sequences(0, 1)
+    trace.meta.more["prompt_tokens"] = [16]
     return trace
 
 

@@ -140,7 +140,10 @@ def test_other_weights_find_nothing(model: Any, written: Path) -> None:
     assert ask(scheduler_of(other, written), PROMPT)[-1].reused_tokens == 0
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_moe", "lfm2_moe", "nemotron_h", "deepseek_v4"])
+WITH_STATES = ("qwen3_5_moe", "lfm2_moe", "nemotron_h", "deepseek_v4")
+
+
+@pytest.fixture(scope="module", params=WITH_STATES)
 def model_with_states(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
@@ -177,7 +180,14 @@ def test_states_are_found_again_where_they_were_kept(
     assert tokens(found) == tokens(other)
 
 
-@pytest.mark.parametrize("lost", ["states", "segment"])
+@pytest.mark.parametrize(
+    ("model_with_states", "lost"),
+    [
+        *((name, "states") for name in WITH_STATES),
+        (WITH_STATES[0], "segment"),  # segments are looked for alike, whatever the states are
+    ],
+    indirect=["model_with_states"],
+)
 def test_lost_states_are_computed_again(model_with_states: Any, lost: str, tmp_path: Path) -> None:
     model = model_with_states
     expected = tokens(ask(tandem.Generator(model).scheduler(2), PROMPT))
