@@ -95,9 +95,9 @@ class DeviceIndexKeys(KeptIndexKeys):
         is_seen, numbers = seen.byte().topk(min(selection.most_blocks, seen.shape[1]))
         return torch.where(is_seen > 0, numbers, -1)
 
-    def _room(self, block: int, dim: int) -> Tensor:
+    def _room(self, block: int, dim: int, dtype: torch.dtype) -> Tensor:
         num_keys = -(-self._capacity // block) + (block > 1)  # see `number_of_key`
-        return self._zeros((self._num_slots, num_keys, dim), torch.float32)
+        return self._zeros((self._num_slots, num_keys, dim), dtype)
 
 
 def last_of_blocks(tokens: Tensor, first: int, block: int) -> Tensor:
