@@ -117,8 +117,6 @@ def test_the_profile_is_measured_once_and_memory_is_shared_out(
         ({"assignment": "dali"}, "assignment dali"),
         ({"eviction": "lru"}, "eviction lru"),
         ({"pool": "shared"}, "pool shared"),
-        ({"prefetch_count": 1}, "prediction foresight with prefetch_count 1"),
-        ({"prediction": "foresight"}, "prediction foresight with prefetch_count 2"),
         ({"look_ahead": True}, "look-ahead"),
     ],
 )
@@ -130,6 +128,15 @@ def test_an_option_that_one_graph_cannot_follow_is_followed_in_segments_by_name(
     with pytest.warns(TandemWarning, match=f"one graph cannot follow {reason}$"):
         parts = device_parts(asked, streams=streams, device_kernels=TorchKernels())
     assert parts.captured(no_cache) is None  # without a look at it
+
+
+@pytest.mark.parametrize("options", [{"prefetch_count": 1}, {"prediction": "foresight"}])
+def test_what_is_copied_ahead_as_asked_needs_no_segments(
+    observed: ObservedModel, options: dict[str, Any], recwarn: pytest.WarningsRecorder
+) -> None:
+    asked = dataclasses.replace(observed, options=dataclasses.replace(observed.options, **options))
+    device_parts(asked, streams=LazyStreams(is_eager=True), device_kernels=TorchKernels())
+    assert not [each for each in recwarn if issubclass(each.category, TandemWarning)]
 
 
 class Failing(LazyStreams):
