@@ -105,15 +105,15 @@ def test_slots_of_other_lengths_share_steps(mix: str, threads: CpuThreads) -> No
         lengths = {slot: n + 1 for slot, n in lengths.items()}
 
 
-@pytest.mark.parametrize("mix", ["as released", "small", "no multiples"])
-def test_drafts_are_taken_back_at_every_place_of_a_window(mix: str, threads: CpuThreads) -> None:
-    model, pool = model_of(mix), CpuSlotPool(model_of(mix), threads, 2)
+def take_drafts_back(model: Any, pool: Any) -> None:
+    """Draft five tokens in both slots of a pool, of which one to four are kept, again and again."""
     expected = logits_of(model, LONG)
-    pool.prefill({0: LONG[:100], 1: LONG[:3]})
+    pool.prefill({0: LONG[:100]})
+    pool.prefill({1: LONG[:3]})
     at, kept = {0: 100, 1: 3}, 1
     while at[0] < 180:
         steps = {slot: [*LONG[n : n + kept], *[50] * (5 - kept)] for slot, n in at.items()}
-        logits = pool.verify(steps)
+        logits = pool.verify(steps)  # on a GPU ten rows, and six that are idle
         for i, (slot, n) in enumerate(at.items()):
             close(logits[5 * i : 5 * i + kept], expected[n : n + kept])
             pool.keep(slot, n + kept)
@@ -123,9 +123,8 @@ def test_drafts_are_taken_back_at_every_place_of_a_window(mix: str, threads: Cpu
     close(pool.prefill({0: LONG[at[0] : 300]}), expected[299:300])
 
 
-@pytest.mark.parametrize("mix", ["as released", "no multiples"])
-def test_a_slot_goes_back_and_another_takes_over(mix: str, threads: CpuThreads) -> None:
-    model, pool = model_of(mix), CpuSlotPool(model_of(mix), threads, 2)
+def go_back_and_take_over(model: Any, pool: Any) -> None:
+    """Let one slot of a pool begin as another one did, and that one go back and on."""
     pool.prefill({0: LONG[:200]})
     pool.decode({0: 60})
     assert [pool.usable(0, n) for n in (201, 200, 191, 71)] == [201, 192, 72, 0]
@@ -138,6 +137,16 @@ def test_a_slot_goes_back_and_another_takes_over(mix: str, threads: CpuThreads) 
     close(pool.decode({0: 40}), logits_of(model, [*other, 40])[-1:])
     pool.keep(0, 0)  # nothing of what was there is read
     close(pool.prefill({0: LONG[50:90]}), logits_of(model, LONG[50:90])[-1:])
+
+
+@pytest.mark.parametrize("mix", ["as released", "small", "no multiples"])
+def test_drafts_are_taken_back_at_every_place_of_a_window(mix: str, threads: CpuThreads) -> None:
+    take_drafts_back(model_of(mix), CpuSlotPool(model_of(mix), threads, 2))
+
+
+@pytest.mark.parametrize("mix", ["as released", "no multiples"])
+def test_a_slot_goes_back_and_another_takes_over(mix: str, threads: CpuThreads) -> None:
+    go_back_and_take_over(model_of(mix), CpuSlotPool(model_of(mix), threads, 2))
 
 
 @pytest.mark.every_isa(first_of="kv_dtype")

@@ -9,7 +9,14 @@ import torch
 from tandem.decode.cuda.slots import CudaSlotPool, slot_bytes, why_no_cuda_slots
 from tandem.hf.kv_sizes import kv_sizes_of
 from tandem.kv_cache.cuda.index_keys import number_of_key
-from tests.decode.test_compressed import LONG, MIXES, logits_of, model_of
+from tests.decode.test_compressed import (
+    LONG,
+    MIXES,
+    go_back_and_take_over,
+    logits_of,
+    model_of,
+    take_drafts_back,
+)
 from tests.decode.twin_capture import TwinCapture
 from tests.decode.whole_pool import close
 
@@ -60,38 +67,12 @@ def test_slots_of_other_lengths_share_steps(mix: str) -> None:
 
 @pytest.mark.parametrize("mix", [*SOME, "small"])
 def test_drafts_are_taken_back_at_every_place_of_a_window(mix: str) -> None:
-    model, pool = model_of(mix), pool_of(mix, 2)
-    expected = logits_of(model, LONG)
-    pool.prefill({0: LONG[:100]})
-    pool.prefill({1: LONG[:3]})
-    at, kept = {0: 100, 1: 3}, 1
-    while at[0] < 180:
-        steps = {slot: [*LONG[n : n + kept], *[50] * (5 - kept)] for slot, n in at.items()}
-        logits = pool.verify(steps)  # ten rows, and six that are idle
-        for i, (slot, n) in enumerate(at.items()):
-            close(logits[5 * i : 5 * i + kept], expected[n : n + kept])
-            pool.keep(slot, n + kept)
-            at[slot] = n + kept
-        kept = kept % 4 + 1
-    assert pool.step.is_replaying, pool.step.why_not
-    close(pool.prefill({0: LONG[at[0] : 300]}), expected[299:300])
+    take_drafts_back(model_of(mix), pool_of(mix, 2))
 
 
 @pytest.mark.parametrize("mix", SOME)
 def test_a_slot_goes_back_and_another_takes_over(mix: str) -> None:
-    model, pool = model_of(mix), pool_of(mix, 2)
-    pool.prefill({0: LONG[:200]})
-    pool.decode({0: 60})
-    assert [pool.usable(0, n) for n in (201, 200, 191, 71)] == [201, 192, 72, 0]
-    pool.copy(0, 1, 192)
-    other = [*LONG[:192], 50, 51, 52]
-    close(pool.prefill({1: other[192:]}), logits_of(model, other)[-1:])
-    pool.keep(0, 72)
-    other = [*LONG[:72], *LONG[9:90]]
-    close(pool.prefill_with_logits(0, other[72:]), logits_of(model, other)[72:])
-    close(pool.decode({0: 40}), logits_of(model, [*other, 40])[-1:])
-    pool.keep(0, 0)  # nothing of what was there is read
-    close(pool.prefill({0: LONG[50:90]}), logits_of(model, LONG[50:90])[-1:])
+    go_back_and_take_over(model_of(mix), pool_of(mix, 2))
 
 
 def test_no_two_tokens_of_a_step_write_one_key() -> None:

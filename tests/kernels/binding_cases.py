@@ -250,8 +250,8 @@ def coordinator_cases() -> dict[str, Case]:
     }
 
 
-def program_cases() -> dict[str, Case]:
-    """Return the operations of programs, each in one of its own."""
+def _operations() -> dict[str, tuple[Any, ...]]:
+    """Return arguments of each operation of a program."""
     x, heads, out = _floats(TOKENS, DIM), _floats(TOKENS, HEADS, DIM), _floats(TOKENS, DIM)
     where, weight = (_ints(TOKENS), torch.arange(TOKENS)), _weight()
     attention, head = _compressed_attention(), _floats(1, TOKENS, DIM)
@@ -271,7 +271,7 @@ def program_cases() -> dict[str, Case]:
     logits, chosen = _floats(TOKENS, EXPERTS), (_floats(TOKENS, TOP_K), _ints(TOKENS, TOP_K))
     one_head, rate = _floats(TOKENS, 1, DIM), _floats(TOKENS, HEADS)
     streams, of_streams = _floats(TOKENS, 2, DIM), _floats(TOKENS, 2 + 2 * 2)
-    operations: dict[str, tuple[Any, ...]] = {
+    return {
         "norm": (1e-6, True, x, _floats(DIM), 1, x, out),
         "rotary": (heads, x, x, _floats(TOKENS, HEADS, DIM)),
         "rotary_pairs": (heads, x, _floats(TOKENS, HEADS, DIM)),
@@ -301,6 +301,10 @@ def program_cases() -> dict[str, Case]:
         "mix_out": (x, of_streams, streams, streams.clone()),
         "experts": (_routed(), *_routing()),
     }  # fmt: skip
+
+
+def program_cases() -> dict[str, Case]:
+    """Return the operations of programs, each in one of its own."""
     strides = {
         "elementwise": [0, 1, 2], "reduction": [0], "softmax": [0], "layer_norm": [0],
         "greatest": [0], "lookup": [0, 1], "scatter": [0, 1, 2], "product": [0, 1, 2],
@@ -309,7 +313,7 @@ def program_cases() -> dict[str, Case]:
     sizes = {"lookup": [0], "scatter": [2]}  # places to choose from
     numbers = {"elementwise": [1, 2], "scatter": [0]}  # that may stand for a tensor
     found = dict[str, Case]()
-    for name, args in operations.items():
+    for name, args in _operations().items():
         program, size, stride = _threads().program(), sizes.get(name, ()), strides.get(name, ())
         found[f"Program.add_{name}"] = Case(
             getattr(program, f"add_{name}"), args, any_size=size, any_stride=stride,
