@@ -31,7 +31,7 @@ void StepDecisions::note(const LayerRecord& record) {
   if (!std::exchange(is_decided_, false)) {
     decide(record.layer, record.choice, record.answered);
     for (const FetchWord& word : copying_.fetch(copies_.fetch, copies_.ahead))
-      word.claim();  // nobody waits for it any more
+      word.claim();  // no step waits for it any more
   }
   copying_.submit(copies_.insert, false);
   policy_->learn(static_cast<std::int32_t>(record.layer));
