@@ -125,8 +125,8 @@ void add_groups(Program& program, const std::vector<const DenseMatrix*>& matrice
                              product.group_stride, product.out_stride});
 }
 
-void add_rows(Program& program, const DenseMatrix& matrix, const Tensor& numbers,
-              const Tensor& out) {
+void add_table_rows(Program& program, const DenseMatrix& matrix, const Tensor& numbers,
+                    const Tensor& out) {
   program.add(rows_call(matrix, numbers, out));
 }
 
@@ -374,7 +374,7 @@ void bind_program(nb::module_& m) {
       .def("add_ranked_choice", &add_ranked_choice)
       .def("add_dense", &add_dense)
       .def("add_groups", &add_groups)
-      .def("add_rows", &add_rows, nb::keep_alive<1, 2>())
+      .def("add_rows", &add_table_rows, nb::keep_alive<1, 2>())
       .def("add_convolution", &add_convolution)
       .def("add_recurrence", &add_recurrence)
       .def("add_compression", &add_compression, nb::keep_alive<1, 2>())

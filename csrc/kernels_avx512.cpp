@@ -46,9 +46,12 @@ void matmul_format(const PackedMatrix& m, std::int64_t begin, std::int64_t end,
 
 void matmul(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const Activations& x,
             std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t stride) {
+  if (!has_vector_kernels(m.format))
+    return portable_kernels().matmul(m, begin, end, x, num_tokens, num_rows, out, stride);
   each<kNumFormats>([&](auto number) {
     constexpr Format F = static_cast<Format>(decltype(number)::value);
-    if (m.format == F) matmul_format<F>(m, begin, end, x, num_tokens, num_rows, out, stride);
+    if constexpr (has_vector_kernels(F))
+      if (m.format == F) matmul_format<F>(m, begin, end, x, num_tokens, num_rows, out, stride);
   });
 }
 

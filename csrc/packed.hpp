@@ -96,6 +96,18 @@ constexpr int kNumFormats = sizeof kEncodings / sizeof kEncodings[0];
 
 constexpr const Encoding& encoding(Format format) { return kEncodings[static_cast<int>(format)]; }
 
+// Whether AVX2's and AVX-512's kernels are compiled for a format. A build that is made to find
+// mistakes in memory leaves out those whose planes, tables and scales others have; the portable
+// kernels have them all.
+constexpr bool has_vector_kernels([[maybe_unused]] Format format) {
+#if defined(TANDEM_FORMATS_OF_EACH_KIND)
+  for (const Format alike : {Format::kQ5K, Format::kQ3K, Format::kIq4Nl, Format::kIq3Xxs,
+                             Format::kIq3S, Format::kIq2Xs, Format::kInt5})
+    if (format == alike) return false;
+#endif
+  return true;
+}
+
 constexpr std::int64_t kBlockRows = 16;
 constexpr std::int64_t kSuperCols = 256;  // that share a scale of their groups' scales
 constexpr std::int64_t kStripCols = 32;   // whose planes of bits follow each other

@@ -12,11 +12,12 @@ compiler=$(wheels/compiler.sh "$python" x86_64-linux-gnu.2.28 "$tools")
 wheels/install.sh "$tools" "nanobind>=2.4"
 
 # CMake's rules write empty objects, libraries and programs: a second run looks at changed files only.
-# -E keeps zig from waiting for an object. Python's headers define what newer glibc defines too.
+# -E keeps zig from waiting for an object, and -c from linking what CMake asks compilers for, before
+# which it would compile the C++ library. Python's headers define what newer glibc defines too.
 empty="<CMAKE_COMMAND> -E touch"
 cmake -S . -B build/clang -DTANDEM_CHECKS=ON -DTANDEM_WARNINGS_ARE_ERRORS=ON \
   -DCMAKE_CXX_COMPILER="$compiler" -DPython_EXECUTABLE="$PWD/$tools/bin/python" \
-  -DCMAKE_TRY_COMPILE_TARGET_TYPE=STATIC_LIBRARY -DCMAKE_CXX_FLAGS=-Wno-macro-redefined \
+  -DCMAKE_TRY_COMPILE_TARGET_TYPE=STATIC_LIBRARY -DCMAKE_CXX_FLAGS='-Wno-macro-redefined -c' \
   -DCMAKE_CXX_COMPILE_OBJECT="<CMAKE_CXX_COMPILER> <DEFINES> <INCLUDES> <FLAGS> -E -Xclang -fsyntax-only -o <OBJECT> <SOURCE>;$empty <OBJECT>" \
   -DCMAKE_CXX_CREATE_STATIC_LIBRARY="$empty <TARGET>" -DCMAKE_CXX_LINK_EXECUTABLE="$empty <TARGET>" \
   -DCMAKE_CXX_CREATE_SHARED_MODULE="$empty <TARGET>" >/dev/null

@@ -228,10 +228,12 @@ template <class Dot>
 bool multiply_integers(const Product& p, std::int64_t begin, std::int64_t end,
                        std::int64_t num_tokens) {
   end = last_block(end, p.num_rows);
-  bool is_done = false;
+  bool is_done = !has_vector_kernels(p.m.format);
+  if (is_done)
+    portable_kernels().matmul(p.m, begin, end, p.x, num_tokens, p.num_rows, p.out, p.stride);
   each<kNumFormats>([&](auto number) TANDEM_INLINED {
     constexpr Format F = static_cast<Format>(decltype(number)::value);
-    if constexpr (is_integer(F))
+    if constexpr (is_integer(F) && has_vector_kernels(F))
       if (p.m.format == F) {
         multiply_integer<Dot, F>(p, begin, end, num_tokens);
         is_done = true;

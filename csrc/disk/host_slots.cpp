@@ -9,13 +9,6 @@
 #include "memory.hpp"
 
 namespace tandem {
-namespace {
-
-constexpr std::int64_t whole_pages(std::int64_t bytes) {
-  return (bytes + kDiskPage - 1) / kDiskPage * kDiskPage;
-}
-
-}  // namespace
 
 std::int64_t HostSlots::Layer::slot_bytes() const {
   const bool is_aligned = first % kDiskPage == 0 && stride % kDiskPage == 0;

@@ -20,6 +20,10 @@ namespace tandem {
 
 constexpr std::int64_t kDiskPage = 4096;  // what unbuffered reads begin at and are multiples of
 
+constexpr std::int64_t whole_pages(std::int64_t bytes) {
+  return (bytes + kDiskPage - 1) / kDiskPage * kDiskPage;
+}
+
 // A file that stays open. Throws std::runtime_error that says which and why.
 class ExpertFile {
  public:

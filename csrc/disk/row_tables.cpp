@@ -18,10 +18,6 @@ namespace {
 // Rows that are under way at once: enough to fill a disk's queue while some of them are copied.
 constexpr std::size_t kRowsAtOnce = 64;
 
-constexpr std::int64_t whole_pages(std::int64_t bytes) {
-  return (bytes + kDiskPage - 1) / kDiskPage * kDiskPage;
-}
-
 // What a row takes wherever it begins.
 std::int64_t most_bytes(const std::vector<RowTables::Table>& tables) {
   std::int64_t most = 0;

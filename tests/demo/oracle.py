@@ -1,23 +1,33 @@
 """The dense SmolLM2 as an oracle: what `demo-equal` must say, however it is loaded.
 
-Used with plain Transformers here and through Tandem's seam elsewhere.
+Transformers reads the dense model's GGUF for half a minute, so what it says is kept in
+tests/data/dense_answers.json, which this module writes anew:
+
+    python -m tests.demo.oracle
 """
 
-import functools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from tandem.demo.dense import Dense, load_dense
+from tandem.cli.keeping import cache_dir
+from tandem.demo.dense import load_dense
 from tandem.demo.fetch import GGUF
 from tests.demo.evidence import greedy_tokens, perplexity
 
 DATA = Path(__file__).parent.parent / "data"
 NUM_NEW_TOKENS = 8
 WINDOW_TOKENS = 512
+_KEPT = DATA / "dense_answers.json"
 NUM_WINDOWS = 1  # of eight; docs/demo.md has the figures of all
+
+
+ODD_TEXT = (
+    "In 2024  5 apples cost $12.50,\n  3 pears\t10 <|im_start|>user\ndef f(x):\n    return x9"
+)
+"""Its digits and spaces are cut otherwise where a tokenizer lost a step."""
 
 
 class Answers(NamedTuple):
@@ -27,15 +37,24 @@ class Answers(NamedTuple):
     perplexity: float
 
 
-@functools.cache
-def dense_model(cache: Path) -> Dense:
-    return load_dense(cache / "models" / GGUF.name)
+class DenseAnswers(NamedTuple):
+    """What the dense model says, and how its tokenizer cuts the odd text."""
+
+    tokens: list[list[int]]
+    perplexity: float
+    odd_ids: list[int]
 
 
-@functools.cache
-def dense_answers(cache: Path) -> Answers:
-    dense = dense_model(cache)
-    return answers(dense.model, dense.tokenizer)
+def dense_answers() -> DenseAnswers:
+    """Return what was kept."""
+    return DenseAnswers(**json.loads(_KEPT.read_text(encoding="utf-8")))
+
+
+def write_dense_answers(cache: Path) -> None:
+    """Ask the dense model that the demo models are made of."""
+    model, tokenizer = load_dense(cache / "models" / GGUF.name)
+    found = DenseAnswers(*answers(model, tokenizer), tokenizer(ODD_TEXT).input_ids)
+    _KEPT.write_text(json.dumps(found._asdict()) + "\n", encoding="utf-8")
 
 
 def answers(model: Any, tokenizer: Any, *, num_prompts: int = 5) -> Answers:
@@ -72,3 +91,7 @@ def text_windows(tokenizer: Any) -> torch.Tensor:
     """Return the first 4,096 tokens of WikiText-2's validation text as (8, 512) ids."""
     text = (DATA / "wikitext_4096.txt").read_text(encoding="utf-8")
     return torch.tensor(tokenizer(text).input_ids[:4096]).view(-1, WINDOW_TOKENS)
+
+
+if __name__ == "__main__":
+    write_dense_answers(cache_dir())

@@ -13,8 +13,8 @@ from tandem.demo import verify_demo_model
 from tests.demo.evidence import greedy_tokens, perplexity, routing, routing_table
 from tests.demo.oracle import (
     NUM_WINDOWS,
+    ODD_TEXT,
     dense_answers,
-    dense_model,
     prompt_ids,
     text_windows,
 )
@@ -32,7 +32,7 @@ def test_demo_is_near_the_dense_model_and_not_equal(demo_cache: Path) -> None:
     directory = demo_cache / "models" / "demo"
     windows = text_windows(AutoTokenizer.from_pretrained(directory))[:NUM_WINDOWS]
     ours = perplexity(tandem.load(directory, dtype="fp32"), windows)
-    ratio = ours / dense_answers(demo_cache).perplexity
+    ratio = ours / dense_answers().perplexity
     print(f"perplexity of demo over dense: {ratio:.4f}")
     assert 1.01 < ratio < 1.09  # 1.068; over all windows 1.049
 
@@ -58,12 +58,9 @@ def test_tokens_route_by_meaning(demo: tuple[Any, Any]) -> None:
     assert all(0.55 < layer.top_weights[2] < 0.75 for layer in layers)
 
 
-def test_checkpoint_tokenizer_is_the_dense_one(demo_cache: Path, demo: tuple[Any, Any]) -> None:
-    text = (
-        "In 2024  5 apples cost $12.50,\n  3 pears\t10 <|im_start|>user\ndef f(x):\n    return x9"
-    )
-    assert demo[1](text).input_ids == dense_model(demo_cache).tokenizer(text).input_ids
-    assert demo[1].decode(demo[1](text).input_ids) == text
+def test_checkpoint_tokenizer_is_the_dense_one(demo: tuple[Any, Any]) -> None:
+    assert demo[1](ODD_TEXT).input_ids == dense_answers().odd_ids
+    assert demo[1].decode(dense_answers().odd_ids) == ODD_TEXT
     assert demo[1].tokenize("  5") == ["ĠĠ", "5"]
 
 

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.demo, pytest.mark.slow, pytest.mark.usefixtures("all_t
 def test_demo_equal_through_tandem_says_what_the_dense_model_says(demo_cache: Path) -> None:
     directory = demo_cache / "models" / "demo-equal"
     model = tandem.load(directory, dtype="fp32", expert_dtype="fp32")
-    expected = dense_answers(demo_cache)
+    expected = dense_answers()
     actual = answers(model, AutoTokenizer.from_pretrained(directory))
     assert actual.tokens == expected.tokens
     assert actual.perplexity == pytest.approx(expected.perplexity, rel=1e-3)
