@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import tandem
 from tandem.core.errors import UnsupportedModelError
 from tandem.decode.cpu_slots import CpuSlotPool
+from tandem.decode.cuda.slots import CudaSlotPool
 from tandem.decode.mtp.loading import load_mtp
 from tandem.decode.mtp.names import mtp_names
 from tandem.generate.generator import Generator
@@ -20,6 +21,7 @@ from tandem.generate.speculation.drafters import DRAFTERS, DraftParts
 from tandem.generate.speculation.mtp import MtpDrafter
 from tandem.hf.dense import packed_layers
 from tests.conftest import two_threads
+from tests.decode.twin_capture import TwinCapture
 from tests.inside import relative_error
 from tests.loading.deepseek_v4 import (
     CONFIG,
@@ -137,18 +139,27 @@ def test_the_layer_gives_what_torch_gives(kind: str, tmp_path: Path) -> None:
     assert relative_error(torch.cat(found), expected) < 1e-5
 
 
-def test_it_drafts_what_torch_drafts(tmp_path: Path) -> None:
+def cpu_pool(model: Any) -> CpuSlotPool:
+    return CpuSlotPool(model, two_threads(), 1, notes_hidden=True)
+
+
+def twin_pool(model: Any) -> CudaSlotPool:
+    return CudaSlotPool(model, 1, make_capture=TwinCapture, notes_hidden=True)
+
+
+@pytest.mark.parametrize("new_pool", [cpu_pool, twin_pool])
+def test_it_drafts_what_torch_drafts(new_pool: Any, tmp_path: Path) -> None:
     """Also further tokens, each from the streams that the layer itself has made last."""
     _, decoded = write(tmp_path)
     reference = Reference(decoded)
     model = tandem.load(decoded, dtype="float32", threads=1)
     drafter = DRAFTERS.factory("mtp")(DraftParts(model=model, threads=two_threads()))
     assert isinstance(drafter, MtpDrafter)
-    pool = CpuSlotPool(model, two_threads(), 1, notes_hidden=True)
+    pool = new_pool(model)
     drafter.follow(pool)
     pool.prefill({0: IDS})
     text = list(IDS)
-    for kept in (1, 0, 2):
+    for kept in (1, 0, 2, 1, 3):
         text.append(44 + kept)
         expected, ids, streams = [], text[1:], reference.streams(text[:-1])
         for _ in range(3):
@@ -160,6 +171,7 @@ def test_it_drafts_what_torch_drafts(tmp_path: Path) -> None:
         pool.verify({0: [text[-1], *found]})
         pool.keep(0, len(text) + kept)
         text = [*pool.held(0)]
+    assert pool.step.is_replaying, pool.step.why_not
 
 
 def test_answers_of_the_release_are_those_without(

@@ -23,6 +23,7 @@ from tandem.generate.token_output import TokenOutput
 from tandem.hf import assembly
 from tandem.hf.dense_place import move_dense_parts
 from tests.decode.test_mtp import WithMtp
+from tests.decode.test_mtp_streams import write as write_with_streams
 from tests.decode.whole_pool import gpu_pool
 from tests.disk.loading import memory_for, slots_of
 from tests.generate.test_speculation import Scripted, speculating
@@ -173,13 +174,26 @@ def test_a_long_prompt_fetches_experts_and_drafts_share_a_graph(tmp_path: Path) 
         assert {"graph", "publish", "combine"} <= set(gpu.launched)
 
 
-def test_an_mtp_layer_drafts_from_what_a_step_tells(tmp_path: Path) -> None:
-    WithMtp(tmp_path / "mtp", "deepseek_v3", is_right=True)
-    alone = tandem.load(tmp_path / "mtp", dtype="float32", threads=1)
+def with_one_state(directory: Path) -> Path:
+    return WithMtp(directory / "mtp", "deepseek_v3", is_right=True).directory
+
+
+def with_streams(directory: Path) -> Path:
+    return write_with_streams(directory)[0]  # as released, in FP8 and e2m1
+
+
+@pytest.mark.parametrize("make", [with_one_state, pytest.param(with_streams, marks=in_dry_gpu)])
+def test_an_mtp_layer_drafts_from_what_a_step_tells(
+    make: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    checkpoint = make(tmp_path)
+    alone = tandem.load(checkpoint, dtype="float32", threads=1)
     expected = Generator(endless(alone), speculate="none").generate(PROMPTS[:1], **GREEDY)
-    with shadow_gpu(kernels="none"), quick_loads(), loaded(tmp_path / "mtp", tmp_path) as model:
+    with shadow_gpu(kernels="none"), quick_loads(), loaded(checkpoint, tmp_path) as model:
         generator = Generator(endless(model), speculate="mtp")
         answers = generator.generate(PROMPTS[:1], **GREEDY)
+        assert generator.why_padded is None
+        assert not generator.why_slower, generator.why_slower
     assert ids_of(answers) == ids_of(expected)
     assert answers[0].drafted_tokens > 0
 
