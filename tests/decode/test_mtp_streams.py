@@ -95,14 +95,19 @@ class Reference:
         """Return the logits of a layer's streams."""
         scale, base = self.parts["hc_head_scale"], self.parts["hc_head_base"]
         flat = made.flatten(1)
-        flat = flat * flat.square().mean(-1, keepdim=True).add(CONFIG["rms_norm_eps"]).rsqrt()
-        share = torch.sigmoid(flat @ self.parts["hc_head_fn"].T * scale + base) + CONFIG["hc_eps"]
+        flat = (
+            flat * flat.square().mean(-1, keepdim=True).add(self.model.config.rms_norm_eps).rsqrt()
+        )
+        share = (
+            torch.sigmoid(flat @ self.parts["hc_head_fn"].T * scale + base)
+            + self.model.config.hc_eps
+        )
         mixed = (share[..., None] * made).sum(1)
         logits: Tensor = self.model.lm_head(self._normed(mixed, "norm"))
         return logits
 
     def _normed(self, x: Tensor, name: str) -> Tensor:
-        scale = x.square().mean(-1, keepdim=True).add(CONFIG["rms_norm_eps"]).rsqrt()
+        scale = x.square().mean(-1, keepdim=True).add(self.model.config.rms_norm_eps).rsqrt()
         return x * scale * self.parts[f"{name}.weight"]
 
     def _matrix(self, name: str) -> Tensor:

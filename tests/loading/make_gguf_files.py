@@ -11,9 +11,11 @@ import argparse
 import importlib
 import json
 import lzma
+import math
 import re
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.architectures import build_tiny_model
-from tests.loading.deepseek_v4 import as_released, quantised
+from tests.decode.test_mtp_streams import Reference
+from tests.loading.deepseek_v4 import NUM_LAYERS, as_released, quantised, released_tensors
 
 DATA = Path(__file__).parent / "data" / "gguf"
 EXPECTED = DATA / "expected.safetensors"
@@ -30,6 +33,7 @@ TOKENS = [[5, 40, 17, 99, 64, 23, 88, 31, 7, 54]]
 # A multiple of 127, so that a scale of Q8_0 is it exactly.
 WEIGHT = 127 * 2.0**-10
 MXFP4_WEIGHT = 2.0**-3
+MTP = "deepseek4 mtp"  # the layer of the tiny model for MTP, in a file of its own
 
 
 def _half_turned(theta: float) -> dict[str, Any]:
@@ -137,11 +141,11 @@ def _as_released(config: dict[str, Any]) -> dict[str, Any]:
     }.get(config["model_type"], {})  # fmt: skip
 
 
-def tiny_model(name: str) -> Any:
+def tiny_model(name: str, **more: object) -> Any:
     """Return a file's model as Transformers has it, with weights that its types have exactly."""
     architecture, values = MODELS[name]
     weight = MXFP4_WEIGHT if architecture == "deepseek_v4" else WEIGHT
-    model: Any = build_tiny_model(architecture, values=values)
+    model: Any = build_tiny_model(architecture, values=values | more)
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -174,8 +178,42 @@ def _vocabulary(self: Any) -> None:
     writer.add_pad_token_id(0)
 
 
-def convert(model: Any, file: Path, source: Path) -> None:
-    """Let llama.cpp's converter write a model as Q8_0; experts of DeepSeek-V4 it has as MXFP4."""
+def tiny_mtp(directory: Path) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the MTP layer of the tiny DeepSeek-V4 as released, and its logits of `TOKENS`.
+
+    Its values, with the model's, come to lie in a directory.
+    """
+    values = MODELS["deepseek4"][1]
+    kinds = {
+        "layer_types": [*values["layer_types"], "sliding_attention"],
+        "mlp_layer_types": [*values["mlp_layer_types"], "moe"],
+    }
+    model = tiny_model("deepseek4")
+    longer = tiny_model("deepseek4", num_hidden_layers=NUM_LAYERS + 1, **kinds)
+    for part in ("get_input_embeddings", "get_output_embeddings"):
+        getattr(longer, part)().load_state_dict(getattr(model, part)().state_dict())
+    tensors = released_tensors(directory, longer)
+    for name in ("e_proj.weight", "h_proj.weight"):
+        tensors[f"mtp.0.{name}"] = WEIGHT * tensors[f"mtp.0.{name}"].sign()
+    for name in ("enorm.weight", "hnorm.weight", "norm.weight"):
+        tensors[f"mtp.0.{name}"] = tensors[f"mtp.0.{name}"].bfloat16().float()
+    save_file(tensors, directory / "model.safetensors")
+    reference = Reference(directory)
+    logits = reference.logits(reference.made(TOKENS[0], mtp_streams(model.config)))
+    return {name: x for name, x in tensors.items() if name.startswith("mtp.")}, logits
+
+
+def mtp_streams(config: Any) -> Tensor:
+    """Return what the MTP layer is given of the tokens before `TOKENS`."""
+    shape = len(TOKENS[0]), config.hc_mult, config.hidden_size
+    return torch.arange(math.prod(shape)).float().sin().view(shape)
+
+
+def convert(model: Any, file: Path, source: Path, mtp: Mapping[str, Tensor] | None = None) -> None:
+    """Let llama.cpp's converter write a model as Q8_0; experts of DeepSeek-V4 it has as MXFP4.
+
+    With an MTP layer, that one alone.
+    """
     sys.path[:0] = [str(source / "gguf-py"), str(source)]
     gguf = importlib.import_module("gguf")
     conversion = importlib.import_module("conversion")
@@ -186,43 +224,50 @@ def convert(model: Any, file: Path, source: Path) -> None:
             '{"model": {"vocab": {' + ",".join(f'"{i}": {i}' for i in range(128)) + "}},"
             ' "added_tokens": []}'
         )
-        _write_as_released(Path(directory))
+        _write_as_released(Path(directory), mtp or {})
         values = base.ModelBase.load_hparams(Path(directory), False)
         kind = conversion.get_model_class(base.get_model_architecture(values, base.ModelType.TEXT))
         kind.set_vocab = _vocabulary
-        kind.no_mtp = True
+        kind.no_mtp, kind.mtp_only = mtp is None, mtp is not None
         kind(Path(directory), gguf.LlamaFileType.MOSTLY_Q8_0, file, eager=True).write()
 
 
-def _write_as_released(directory: Path) -> None:
+def _write_as_released(directory: Path, mtp: Mapping[str, Tensor]) -> None:
     file = directory / "config.json"
     config = json.loads(file.read_text())
-    file.write_text(json.dumps(config | _as_released(config)))
+    released = config | _as_released(config)
+    if mtp:
+        released["num_nextn_predict_layers"] = 1
+        released["compress_ratios"].append(0)
+    file.write_text(json.dumps(released))
     # Transformers writes Kimi's dense layers under the name of those with experts.
     weights = load_file(directory / "model.safetensors")
     pattern = re.compile(r"block_sparse_moe\.(gate|up|down)_proj")
     renamed = {pattern.sub(r"mlp.\1_proj", name): weight for name, weight in weights.items()}
     if config["model_type"] == "deepseek_v4":
-        renamed = quantised(as_released(renamed), is_all=False)
+        renamed = quantised({**as_released(renamed), **mtp}, is_all=False)
     save_file(renamed, directory / "model.safetensors")
 
 
 def main() -> None:
     """Write the files that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=list(MODELS))
+    parser.add_argument("names", nargs="*", default=[*MODELS, MTP])
     parser.add_argument("--source", type=Path, required=True)
     arguments = parser.parse_args()
     DATA.mkdir(exist_ok=True)
     expected = load_file(EXPECTED) if EXPECTED.exists() else {}
     for name in arguments.names:
-        model = tiny_model(name)
+        mtp, model = None, tiny_model("deepseek4" if name == MTP else name)
         with tempfile.TemporaryDirectory() as directory:
+            if name == MTP:
+                mtp, expected[name] = tiny_mtp(Path(directory) / "longer")
+            else:
+                expected[name] = answers(model)
             file = Path(directory) / "model.gguf"
-            convert(model, file, arguments.source)
+            convert(model, file, arguments.source, mtp)
             packed = lzma.compress(file.read_bytes(), preset=9 | lzma.PRESET_EXTREME)
         (DATA / f"{name}.gguf.xz").write_bytes(packed)
-        expected[name] = answers(model)
         print(f"{name}: {len(packed)} bytes")
     save_file(dict(sorted(expected.items())), EXPECTED)
 

@@ -1,8 +1,10 @@
 """DeepSeek-V4 in GGUF in the types in which it is published: the converter's file in other types.
 
 That names and metadata are llama.cpp's is what `test_gguf_models` shows of the converter's file.
+Its MTP layer is in a file of its own, as the converter writes it.
 """
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,17 +15,24 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize
+from safetensors.torch import load_file
 from torch import Tensor
 
 import tandem
+from tandem.checkpoint.sources.gguf import config_of
 from tandem.checkpoint.sources.gguf_header import read_header
 from tandem.checkpoint.sources.gguf_models import ARCHITECTURES
-from tandem.core.errors import ModelError, UnsupportedModelError
+from tandem.checkpoint.sources.gguf_mtp import find_mtp, mtp_source
+from tandem.core.errors import ModelError, TandemWarning, UnsupportedModelError
+from tandem.decode.cpu_slots import CpuSlotPool
+from tandem.decode.mtp.loading import load_mtp
+from tandem.generate.generator import Generator
 from tandem.hf.dense import packed_layers
 from tests.architectures import build_tiny_model
-from tests.inside import runtime_in
+from tests.conftest import two_threads
+from tests.inside import relative_error, runtime_in
 from tests.loading.gguf_files import quantised_blocks
-from tests.loading.make_gguf_files import MODELS, answers
+from tests.loading.make_gguf_files import EXPECTED, MODELS, MTP, TOKENS, answers, mtp_streams
 from tests.loading.test_gguf_models import unpacked
 
 # By the names of tensors: the converter's, of FP8; small experts beside 16 bits; llama-quantize's.
@@ -132,3 +141,63 @@ def test_metadata_that_make_no_model(
     file = write(tmp_path / "model.gguf", like, wide, KINDS["MXFP4_MOE"], **changes)
     with pytest.raises(error, match=sentence):
         tandem.load(file)
+
+
+def with_mtp(directory: Path) -> Path:
+    """Put the converter's file of the MTP layer beside that of the model, which is returned."""
+    unpacked(MTP, directory).rename(directory / "mtp-model.gguf")
+    return unpacked("deepseek4", directory)
+
+
+def test_its_mtp_layer_beside_the_model_gives_what_torch_gave(tmp_path: Path) -> None:
+    model = tandem.load(with_mtp(tmp_path), dtype="fp32", expert_dtype="fp32", threads=1)
+    ((head, embedding),) = load_mtp(model)
+    pool = CpuSlotPool(head, two_threads(), 1, notes_hidden=True, inputs=embedding.fixed)
+    embedding.give(mtp_streams(model.config).flatten(1))
+    found = pool.prefill_with_logits(0, TOKENS[0])
+    assert relative_error(found, load_file(EXPECTED)[MTP]) < 1e-5
+
+
+def test_answers_with_drafts_are_those_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.policy.speculation.paid_drafts._TRIALS", 10**6)  # each step drafts
+    model = tandem.load(with_mtp(tmp_path), dense_dtype="auto", threads=1)
+    model.generation_config.eos_token_id = None
+    options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0}
+    expected = Generator(model, speculate="none").generate([TOKENS[0]], **options)
+    answers = Generator(model, speculate="mtp").generate([TOKENS[0]], **options)
+    assert [a.token_ids for a in answers] == [e.token_ids for e in expected]
+    assert answers[0].drafted_tokens > 0
+    ((head, _),) = load_mtp(model)
+    assert {layer.layout.format_name for layer in runtime_in(head).store} == {"mxfp4"}
+
+
+def test_what_has_no_mtp_layer_says_so(tmp_path: Path) -> None:
+    file = with_mtp(tmp_path)
+    model = tandem.load(file, threads=1)
+    beside = tmp_path / "mtp-model.gguf"
+    with pytest.raises(UnsupportedModelError, match=r"drafts for a model .* give the .gguf file"):
+        tandem.load(beside)
+    assert len(load_mtp(model, beside)) == 1  # named itself
+    with pytest.raises(UnsupportedModelError, match="converter leaves it out; put the file"):
+        find_mtp(file, 128)  # of a wider model
+    other = unpacked("deepseek32", tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"'deepseek32'; of GGUF files .* safetensors"):
+        load_mtp(model, other)
+    beside.unlink()
+    with pytest.warns(TandemWarning, match="nothing is drafted by mtp: .* converter leaves it out"):
+        Generator(model, speculate="mtp")
+
+
+@pytest.mark.parametrize("shape", [None, (63,)])
+def test_a_damaged_mtp_layer_is_one_sentence(shape: Any, tmp_path: Path) -> None:
+    file = with_mtp(tmp_path)
+    (layer,) = find_mtp(file, 64)
+    name = "blk.0.nextn.hnorm.weight"
+    tensors = {key: tensor for key, tensor in layer.tensors.items() if key != name}
+    if shape is not None:
+        tensors[name] = dataclasses.replace(layer.tensors[name], shape=shape)
+    config = config_of(read_header(file))
+    with pytest.raises(ModelError, match=r"nextn.hnorm.weight of its MTP layer, expected \(64,\)"):
+        mtp_source(dataclasses.replace(layer, tensors=tensors), {}, config)

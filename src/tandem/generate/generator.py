@@ -84,7 +84,7 @@ class Generator:
         `has_replay` is false.
         `speculate` is what drafts tokens that are verified together: "auto", "lookup" (what
         followed the latest tokens where they stood before), "mtp" (the model's own MTP layer too,
-        from the checkpoint in the directory `mtp_from`, or the model's) or "none"; `draft` is a
+        from the checkpoint `mtp_from`, or the model's) or "none"; `draft` is a
         small model with the same tokens, which writes ahead. Answers are the same. Unless
         `shares_answers`, nothing is drafted from answers to other prompts.
         Raises `UnsupportedModelError` for models that do not write token by token.

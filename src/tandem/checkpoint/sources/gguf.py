@@ -46,6 +46,11 @@ def read_gguf_header(file: Path) -> GgufHeader:
             f"{', '.join(ARCHITECTURES)}: use the model's safetensors instead"
         )
     _require_counts(header)
+    if not any(name.startswith("blk.0.") for name in header.tensors):
+        raise UnsupportedModelError(
+            f"{file} has none of a model's first layer: it drafts for a model (MTP) and is none "
+            "itself; give the .gguf file beside it, with --speculate mtp"
+        )
     return header
 
 
@@ -69,7 +74,7 @@ def open_gguf(
     with counted_build(str(file), values, header.held):
         model = model_of(config)
     shapes = {name: value.shape for name, value in model.state_dict().items()}
-    return config, _source(header, shapes, config)
+    return config, gguf_source(header, shapes, config)
 
 
 def config_of(header: GgufHeader) -> PreTrainedConfig:
@@ -122,10 +127,10 @@ def _dense_dtype(header: GgufHeader) -> torch.dtype:
     return torch.float16 if "F16" in kinds and kinds <= {"F16", "F32"} else torch.bfloat16
 
 
-def _source(
+def gguf_source(
     header: GgufHeader, shapes: Mapping[str, torch.Size], config: PreTrainedConfig
 ) -> Source:
-    """Return the file's tensors by Transformers' names."""
+    """Return the file's tensors by the names of `config`'s parameters, which have these shapes."""
     architecture = ARCHITECTURES[header.architecture]
     recipes = {
         name: recipe

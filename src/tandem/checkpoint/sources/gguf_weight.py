@@ -143,7 +143,7 @@ class PlainTensor:
 
     def __getitem__(self, index: Index) -> Tensor:
         weight = self.weight
-        parts = [_values_of(*pair) for pair in zip_longest(weight.tensors, weight.factors)]
+        parts = [tensor_values(*pair) for pair in zip_longest(weight.tensors, weight.factors)]
         if self._made is not None:
             return self._chosen(self._made(parts), index)
         axis = 1 if len(parts) > 1 and _EXPERTS in weight.tensors[0].name else 0
@@ -178,7 +178,8 @@ def _factor(factor: GgufTensor, expert: int | None) -> Tensor:
     return torch.tensor(float(np.array(factor.data)[expert or 0]), device="cpu")
 
 
-def _values_of(tensor: GgufTensor, factor: GgufTensor | None) -> Tensor:
+def tensor_values(tensor: GgufTensor, factor: GgufTensor | None = None) -> Tensor:
+    """Return the numbers of a tensor that is no layer's experts, times what `factor` holds."""
     if tensor.tensor_type.name in PLAIN_DTYPES:
         return _plain_values(tensor)
     values = _dequantised(tensor, None)

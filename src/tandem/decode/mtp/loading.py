@@ -7,7 +7,8 @@ others, and which shares the embedding and the head with the model that it predi
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from tandem.checkpoint.config_values import foreign_errors, value_of
+from tandem.checkpoint.hub import is_gguf
+from tandem.checkpoint.sources.gguf_header import GgufHeader
 from tandem.checkpoint.sources.source import Source, SourceTensor
 from tandem.checkpoint.weight_report import require_own_weights
 from tandem.core.config import from_mapping
@@ -41,17 +44,33 @@ _DRAFTED_TOKENS = 1 << 15  # of the vocabulary; the whole head would be read for
 _TOKENS = 1  # of the vocabulary that is loaded: the model's own stands in its place
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _StoredLayer:
+    """An MTP layer in files, unread."""
+
+    path: Path
+    names: Iterable[str]
+    """Of its tensors there."""
+    tensors: Callable[[PreTrainedConfig, LoadJob], dict[str, object]]
+    """Returns them by the names of a model of one layer, as Transformers takes them."""
+
+
 def load_mtp(
-    model: PreTrainedModel, checkpoint_directory: Path | None = None
+    model: PreTrainedModel, checkpoint: Path | None = None
 ) -> list[tuple[PreTrainedModel, MtpEmbedding]]:
     """Return each of a model's MTP layers as a model, and what that reads, the first one first.
 
-    Their threads are the model's. They are in a directory, or where the model was loaded from.
-    Raises `UnsupportedModelError` where its checkpoint has none, or none that is known.
+    Their threads are the model's. They are in a directory or a GGUF file, or where the model was
+    loaded from. Raises `UnsupportedModelError` where that has none, or none that is known.
     """
-    path = checkpoint_directory or Path(model.name_or_path)
+    path = checkpoint or Path(model.name_or_path)
+    layers = (_in_gguf if is_gguf(path) else _in_directory)(model, path)
+    return [_load_layer(model, layer, depth) for depth, layer in enumerate(layers)]
+
+
+def _in_directory(model: PreTrainedModel, path: Path) -> list[_StoredLayer]:
     if not (path / "config.json").exists():
-        raise UnsupportedModelError(f"{path} is no directory of safetensors")
+        raise UnsupportedModelError(f"{path} is no directory of safetensors, and no GGUF file")
     # Code runs again for a model whose own code the user has let run.
     brings_code = type(model).__module__.startswith("transformers_modules")
     checkpoint = open_checkpoint(path, may_run_code=brings_code)
@@ -59,18 +78,30 @@ def load_mtp(
     layers = mtp_names(checkpoint.files.entries, count)
     if not layers:
         raise UnsupportedModelError(f"{path} {why_unknown(checkpoint.files.entries, count)}")
-    return [_load_layer(model, checkpoint, names, depth) for depth, names in enumerate(layers)]
+    return [_StoredLayer(path, names, partial(_tensors, checkpoint, names)) for names in layers]
+
+
+def _in_gguf(model: PreTrainedModel, path: Path) -> list[_StoredLayer]:
+    from tandem.checkpoint.sources.gguf_mtp import find_mtp, mtp_source  # most loads do without
+
+    def tensors(header: GgufHeader, config: PreTrainedConfig, job: LoadJob) -> dict[str, object]:
+        shapes = {name: x.shape for name, x in empty_model(config).state_dict().items()}
+        job.source = mtp_source(header, shapes, config)
+        return job.source.state_dict()
+
+    found = find_mtp(path, model.config.get_text_config().hidden_size)
+    return [_StoredLayer(one.file, one.tensors, partial(tensors, one)) for one in found]
 
 
 def _load_layer(
-    model: PreTrainedModel, checkpoint: Checkpoint, names: Mapping[str, str], depth: int
+    model: PreTrainedModel, stored: _StoredLayer, depth: int
 ) -> tuple[PreTrainedModel, MtpEmbedding]:
-    """Load the MTP layer of some depth, whose tensors have these names."""
+    """Load the MTP layer of some depth."""
     runtime = require_runtime(model)
     options = dataclasses.asdict(runtime.options)
     offload = from_mapping(OffloadConfig, {name: options[name] for name in _SAME}, where="load_mtp")
-    config = _config(model, depth, names)
-    head, beside = _loaded(checkpoint, config, names, offload, model.dtype)
+    config = _config(model, depth, stored.names)
+    head, beside = _loaded(stored, config, offload, model.dtype)
     own = runtime_of(head)
     if own is not None:  # it has experts
         own.share(runtime.threads)
@@ -132,7 +163,7 @@ def first_rows(head: nn.Module, most: int = _DRAFTED_TOKENS) -> nn.Module:
     return PackedLinear(weight, head.threads, head.dtype, head.input_order)
 
 
-def _config(model: PreTrainedModel, depth: int, names: Mapping[str, str]) -> PreTrainedConfig:
+def _config(model: PreTrainedModel, depth: int, names: Iterable[str]) -> PreTrainedConfig:
     """Return the config of a model of one MTP layer alone, whose tensors have these names."""
     text = model.config.get_text_config(decoder=True)
     config = _stated_config(text, depth) or _usual_config(text)
@@ -172,9 +203,9 @@ def _usual_config(text: PreTrainedConfig) -> PreTrainedConfig:
 
 def _compression(names: Iterable[str]) -> str:
     """Return what kind of attention a layer of DeepSeek-V4 has, by its tensors."""
-    if any(".indexer." in name for name in names):
+    if any("indexer" in name for name in names):
         return "compressed_sparse_attention"
-    has_compressor = any(".compressor." in name for name in names)
+    has_compressor = any("compressor" in name for name in names)
     return "heavily_compressed_attention" if has_compressor else "sliding_attention"
 
 
@@ -193,34 +224,32 @@ _OTHERWISE: dict[str, dict[str, object]] = {
 
 
 def _loaded(
-    checkpoint: Checkpoint,
-    config: PreTrainedConfig,
-    names: Mapping[str, str],
-    offload: OffloadConfig,
-    dtype: torch.dtype,
+    stored: _StoredLayer, config: PreTrainedConfig, offload: OffloadConfig, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """Let Transformers load the layer; return it and the tensors beside it, by their new names."""
     job = LoadJob(options=offload)
-    state = _tensors(checkpoint, names, job)
+    state = stored.tensors(config, job)
     has_experts = any(is_experts_module(module) for module in empty_model(config).modules())
     if has_experts:
         mine = {"quantization_config": offload}
     else:
-        mine, state = {}, {name: _values(stored) for name, stored in state.items()}
+        mine, state = {}, {name: _values(unread) for name, unread in state.items()}
     beside = {n: _values(state.pop(n)) for n in list(state) if n.startswith(JOINING)}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         state[name] = torch.zeros(_TOKENS, config.hidden_size, dtype=dtype, device="cpu")
-    what = f"Transformers cannot load the MTP layer of {checkpoint.path}"
+    what = f"Transformers cannot load the MTP layer of {stored.path}"
     with foreign_errors(what), job.under_way():
         head, report = class_of(config).from_pretrained(
             None, config=config, state_dict=state, dtype=dtype,
             output_loading_info=True, ignore_mismatched_sizes=True, **mine,
         )  # fmt: skip
-    require_own_weights(checkpoint.path, head, report, is_whole=False)
+    require_own_weights(stored.path, head, report, is_whole=False)
     return head, beside
 
 
-def _tensors(checkpoint: Checkpoint, names: Mapping[str, str], job: LoadJob) -> dict[str, object]:
+def _tensors(
+    checkpoint: Checkpoint, names: Mapping[str, str], config: PreTrainedConfig, job: LoadJob
+) -> dict[str, object]:
     """Return the layer's tensors by their new names, as Transformers takes them."""
     if checkpoint.quantization is None:
         return {new: checkpoint.files.slice_of(old) for old, new in names.items()}
