@@ -13,6 +13,7 @@ from tandem.generate.generator import Generator
 from tandem.hf.config import parse_dense_dtype
 from tandem.hf.dense import PackedLinear, pack_as_loaded, pack_dense_layers, packed_layers
 from tandem.hf.dense_bytes import dense_bytes_with, packed_dense_bytes
+from tandem.hf.dense_files import stored_tensors
 from tandem.kernels.dense import CpuThreads, DenseWeight, multiply, pack_dense
 from tandem.kernels.formats.weight_format import find_format
 from tests.architectures import build_tiny_model
@@ -175,6 +176,13 @@ def test_a_saved_model_keeps_its_packed_layers(
         torch.testing.assert_close(logits_of(again), logits_of(model), rtol=0, atol=0)
     with pytest.raises(ConfigError, match=r"is packed with dense_dtype .* original"):
         tandem.load(directory, dense_dtype="int8-g64")
+
+
+def test_packed_layers_are_written_from_where_they_lie(checkpoint: Path) -> None:
+    """A copy of all of them at once would take gigabytes."""
+    model = tandem.load(checkpoint, expert_dtype="int8", dense_dtype="int8", threads=1)
+    lie = {layer.packed.matrix.data.data_ptr() for _, layer in packed_layers(model)}
+    assert {parts[0].data_ptr() for parts in stored_tensors(model).values()} == lie
 
 
 def test_a_head_that_is_tied_to_the_embeddings_is_packed_alone(tmp_path: Path) -> None:

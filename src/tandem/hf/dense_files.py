@@ -75,12 +75,12 @@ def take_stored_layers(model: nn.Module, place: Place) -> None:
                 setattr(parent, name, child.packed(place))
 
 
-def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of all packed layers for a file."""
+def stored_tensors(model: nn.Module) -> dict[str, list[Tensor]]:
+    """Return the tensors of all packed layers for a file, in parts as they lie in memory."""
     return {
-        f"{path}.{TENSOR_NAME}": torch.cat(
-            [part.view(torch.uint8) for part in _parts(stored.matrix, stored.bias)]
-        )
+        f"{path}.{TENSOR_NAME}": [
+            part.view(torch.uint8) for part in _parts(stored.matrix, stored.bias)
+        ]
         for path, layer in _packed_anywhere(model)
         if (stored := _stored(layer))
     }

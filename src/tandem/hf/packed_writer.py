@@ -184,12 +184,12 @@ def _layer_tensors(layer: HostLayer) -> dict[str, Tensor]:
     return {f"{name}.{packed_name(part)}": tensor for part, tensor in layer.stored().items()}
 
 
-def _dense_tensors(model: PreTrainedModel, tables: Collection[str]) -> dict[str, Tensor]:
+def _dense_tensors(model: PreTrainedModel, tables: Collection[str]) -> dict[str, Parts]:
     """Return the state dict without experts and tables.
 
     Of tied tensors only the first: loading ties again.
     """
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Parts] = {}
     seen: set[tuple[int, torch.Size]] = set()
     packed = [path for path, _ in packed_layers(model)]
     experts = {
