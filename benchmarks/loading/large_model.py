@@ -4,9 +4,10 @@
     python -m benchmarks.loading.large_model write FILE.gguf [--quantisation Q4_K_M]
     python -m benchmarks.loading.large_model load DIR|FILE.gguf [--cold] [--tokens N]
 
-`write` makes the files layer by layer, in little memory. `load` measures the time and the memory of
-its own that the process takes meanwhile, which mapped pages of files are no part of. `load --cold`
-first drops the files from the page cache and times a plain read of all, then drops them again.
+`write` packs the weights of one layer for all, in little memory. `load` measures the time and the
+memory of its own that the process takes meanwhile, which mapped pages of files are no part of.
+`load --cold` first drops the files from the page cache and times a plain read of all, then drops
+them again.
 What a prompt and tokens take is measured as `tandem plan` does for its forecast; with `--tokens 0`
 it is not. The last line is JSON.
 """
@@ -25,73 +26,31 @@ from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `import tandem` sets it, here too late
 
-import torch
 from benchmarks.generation.gguf_file import write_random_gguf
-from torch import Tensor
 
 import tandem
 from tandem.bench.generation import WARM_UP_STEPS, Workload, measure
 from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape, find_shape
-from tandem.bench.random_model import drop_experts, empty_model_of
-from tandem.bench.random_weights import random_experts
-from tandem.checkpoint.file_writer import FileSums, write_tensors
+from tandem.bench.random_model import build_random_model
 from tandem.checkpoint.mapped_files import let_go, read_ahead
-from tandem.checkpoint.packed import DENSE_FILE, experts_file, packed_name
-from tandem.checkpoint.packed_files import write_index
-from tandem.checkpoint.sources.safetensors_header import read_header
 from tandem.core.units import format_bytes
 from tandem.experts.store.host_memory import process_bytes
-from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
 from tandem.forecast.speed_forecast import PROMPT_TOKENS
 from tandem.generate.generator import Generator
-from tandem.hf.config import PACKED_FORMAT_VERSION, OffloadConfig
+from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import PackedModule
-from tandem.hf.quantizer import OffloadQuantizer
 from tandem.hf.runtime import require_runtime
 
-_STD = 0.02
 _ROUNDS = 3  # of a prompt and tokens; the first one also tells how the first tokens come
 
 
-def write(directory: Path, shape: ModelShape, expert_dtype: str) -> None:
+def write(directory: Path, shape: ModelShape, expert_dtype: str, dense_dtype: str = "none") -> None:
     """Write a shape's packed checkpoint."""
-    model = empty_model_of(shape)
-    config = model.config
     offload = OffloadConfig(expert_dtype=expert_dtype)
-    quantizer = OffloadQuantizer(offload)
-    quantizer.announce_layers(model)
-    directory.mkdir(parents=True)
-    sums: dict[str, FileSums] = {}
-    first = next(iter(quantizer.runtime.store))
-    assert isinstance(first, PackedLayer)
-    experts = random_experts(first.layout, first.arrivals.num_experts)
-    for layer in quantizer.runtime.store:
-        name = experts_file(layer.layer)
-        tensor = f"{layer.arrivals.name}.{packed_name(STORED_NAME)}"
-        sums[name] = write_tensors(directory, name, {tensor: experts}, experts=tensor)
-    drop_experts(model)
-    random = torch.empty(1 << 20, dtype=torch.bfloat16).normal_(std=_STD)
-    dense = {n: _filled(t, random) for n, t in model.state_dict().items() if t.numel()}
-    sums[DENSE_FILE] = write_tensors(directory, DENSE_FILE, dense)
-    files = {
-        name: {n: entry.num_bytes for n, entry in read_header(directory / name).items()}
-        for name in sums
-    }
-    write_index(directory, files, sums)
-    config.architectures = [type(model).__name__]
-    config.dtype = torch.bfloat16
-    config.quantization_config = OffloadConfig(
-        expert_dtype=first.layout.format.name, packed_format=PACKED_FORMAT_VERSION
-    )
-    config.save_pretrained(directory)
-    print(f"{format_bytes(sum(sum(sizes.values()) for sizes in files.values()))} in {directory}")
-
-
-def _filled(like: Tensor, random: Tensor) -> Tensor:
-    if like.dim() < 2:
-        return torch.ones(like.shape, dtype=like.dtype)
-    count = -(-like.numel() // len(random))
-    return random.repeat(count)[: like.numel()].view(like.shape)
+    model = build_random_model(shape, offload, dense_dtype=dense_dtype, is_shared=True)
+    tandem.save(model, directory)
+    num_bytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    print(f"{format_bytes(num_bytes)} in {directory}")
 
 
 def load(flags: argparse.Namespace) -> None:

@@ -1,5 +1,6 @@
 """Models with random weights: every shape runs, and what a step touches is counted."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ from transformers import (
     Qwen3_5MoeForConditionalGeneration,
 )
 
+import tandem
 from tandem.bench.generation import WARM_UP_STEPS, Measured, Workload, dense_bytes, measure
 from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape
 from tandem.bench.random_model import build_random_model
 from tandem.generate.generator import Generator
 from tandem.hf.config import OffloadConfig
-from tandem.hf.dense import PackedLinear
+from tandem.hf.dense import PackedLinear, packed_layers
 from tests.architectures import SIZES
 from tests.inside import runtime_in
 
@@ -59,6 +61,20 @@ def test_a_head_that_is_tied_to_the_embeddings(dense_dtype: str) -> None:
     assert isinstance(head, PackedLinear) == (dense_dtype == "int8")
     assert (head.weight is embeddings.weight) == (dense_dtype == "none")
     assert measured(model).step_bytes > 0
+
+
+def test_layers_that_share_their_memory_say_what_is_saved_of_them(tmp_path: Path) -> None:
+    offload = OffloadConfig(expert_dtype="int4", threads=1)
+    model: Any = build_random_model(
+        tiny("deepseek-v4-flash"), offload, dense_dtype="fp8", num_layers=4, vocabulary=VOCABULARY,
+        is_shared=True,
+    )  # fmt: skip
+    assert len({layer.buffers.data_ptr() for layer in runtime_in(model).store}) == 1
+    weights = {layer.packed.matrix.data.data_ptr() for _, layer in packed_layers(model)}
+    assert len(weights) < len([*packed_layers(model)]) / 2
+    loaded = tandem.load(tandem.save(model, tmp_path / "packed"), dense_dtype="fp8", threads=1)
+    ids = torch.tensor([[40, 41, 50]])
+    assert torch.equal(model(ids).logits, loaded(ids).logits)
 
 
 def test_a_step_reads_and_writes_each_row_s_states() -> None:

@@ -4,10 +4,12 @@ Nothing is ever whole in bf16: the model is built without memory; experts and li
 packed buffers, and only what is left is allocated. Random codes cost the kernels what real ones do.
 """
 
+from collections.abc import Callable
+from functools import cache, partial
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.bench.model_shapes import ModelShape
@@ -22,8 +24,13 @@ from tandem.hf.dense import PackedLinear, give_fp32_logits, packable_layers, unt
 from tandem.hf.experts import is_experts_module
 from tandem.hf.quantizer import OffloadQuantizer
 from tandem.kernels.dense import CpuThreads, DenseWeight
+from tandem.kernels.formats.expert import ExpertLayout
+from tandem.kernels.formats.packed import PackedMatrix
 from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.kernels.grouped import cut_like
+
+_DrawExperts = Callable[[ExpertLayout, int], Tensor]
+_DrawMatrix = Callable[[int, int, WeightFormat], PackedMatrix]
 
 
 def build_random_model(
@@ -35,29 +42,33 @@ def build_random_model(
     vocabulary: int | None = None,
     device: str = "cpu",
     has_huge_pages: bool = True,
+    is_shared: bool = False,
 ) -> PreTrainedModel:
     """Build a shape as if it had been loaded; `num_layers` and `vocabulary` make it smaller.
 
     Without huge pages experts lie as those of a mapped file do. Dense parts are on `device`; on a
-    GPU `offload` says how they are packed, and `dense_dtype` is "none".
+    GPU `offload` says how they are packed, and `dense_dtype` is "none". With `is_shared` what is
+    packed in one size lies in memory once, for all layers, so that a model of any size is saved.
     """
     if num_layers is not None:
         shape = shape.sample(num_layers)
     model = empty_model_of(shape, vocabulary)
     quantizer = OffloadQuantizer(offload)
     quantizer._process_model_before_weight_loading(model)
+    draw_experts: _DrawExperts = partial(random_experts, has_huge_pages=has_huge_pages)
+    draw_matrix: _DrawMatrix = random_matrix
+    if is_shared:
+        draw_experts, draw_matrix = cache(draw_experts), cache(draw_matrix)
     for layer in quantizer.runtime.store:
         if not isinstance(layer, PackedLayer):
             raise ConfigError(
                 f"expert_dtype is {offload.expert_dtype!r}; random experts are packed, so choose "
                 "int4, int8, mxfp4 or another packed format"
             )
-        experts = random_experts(
-            layer.layout, layer.arrivals.num_experts, has_huge_pages=has_huge_pages
-        )
-        layer.adopt(STORED_NAME, experts)
+        layer.adopt(STORED_NAME, draw_experts(layer.layout, layer.arrivals.num_experts))
     drop_experts(model)
-    _pack_linear_layers(model, parse_dense_dtype(dense_dtype), quantizer.runtime.threads)
+    fmt = parse_dense_dtype(dense_dtype)
+    _pack_linear_layers(model, fmt, quantizer.runtime.threads, draw_matrix)
     _widen(model)
     model.to_empty(device=device)
     quantizer.runtime.device = torch.device(device)
@@ -107,13 +118,13 @@ def drop_experts(model: nn.Module) -> None:
 
 
 def _pack_linear_layers(
-    model: PreTrainedModel, fmt: WeightFormat | None, threads: CpuThreads
+    model: PreTrainedModel, fmt: WeightFormat | None, threads: CpuThreads, draw: _DrawMatrix
 ) -> None:
     if fmt is None:
         return
     for _, parent, name, linear in list(packable_layers(model)):
         rows, cols = linear.weight.shape
-        weight = DenseWeight(random_matrix(rows, cols, fmt), None)
+        weight = DenseWeight(draw(rows, cols, fmt), None)
         setattr(parent, name, cut_like(linear, PackedLinear(weight, threads, torch.bfloat16)))
     untie(model, PackedLinear)
     give_fp32_logits(model)
