@@ -2,6 +2,8 @@
 
     python -m benchmarks.disk [--shape qwen3-30b-a3b] [--layers N] [--limits 12 8.5] [--json]
     python -m benchmarks.disk --routing data/traces/gpt-oss-20b.npz      # recorded, rearranged
+    python -m benchmarks.disk --shape deepseek-v4-flash --experts 28 --expert-dtype mxfp4 \
+        --dense-dtype fp8 --pack-dense                                   # cut to a size of a disk
     python -m benchmarks.disk --gguf MODEL.gguf --systems own-slots llama.cpp \
         --rival "ik_llama.cpp=/opt/ik/bin/llama-bench"
 
@@ -20,6 +22,7 @@ Systems go forwards and backwards (ABBA) `--rounds` times; what is printed are m
 The routing of the others is forced (`benchmarks.disk.routing`). The disk's own rate is the best of
 unbuffered reads of an expert's size at depth 1, 4 and 16, between the decode steps. The bound of a
 step is the sum over layers of max(absent bytes / rate, residents' computing), and its dense parts.
+Experts of layers that are routed by token are read ahead, and count as hits if they are on the way.
 """
 
 import argparse
@@ -27,6 +30,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import mkdtemp
@@ -44,16 +48,20 @@ from tandem.kernels.cpu import detect_cpu
 SYSTEMS = ("slots", "mapped", "own-slots", "llama.cpp", "fit")
 
 
-def read_options() -> argparse.Namespace:
-    """Return what the command line asks for."""
+def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return what the command line asks for, or some words as such."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=sorted(MODEL_SHAPES))
     parser.add_argument("--layers", type=int, help="default: the shape's own")
+    parser.add_argument("--experts", type=int, help="of a layer; default: the shape's own")
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--expert-dtype", default="int4")
     parser.add_argument("--dense-dtype", default="int8")
+    parser.add_argument(
+        "--pack-dense", action="store_true", help="in the folder too, not only when it is loaded"
+    )
     parser.add_argument("--folder", type=Path, help="of the packed model; kept")
     parser.add_argument("--limits", type=float, nargs="+", default=[12.0, 8.5], help="GB")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["slots", "mapped", "fit"])
@@ -71,7 +79,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--rival", type=parse_rival, action="append", default=[])
     parser.add_argument("--rival-steps", type=int, default=8)
     parser.add_argument("--json", action="store_true", help="last line: one JSON document")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def jobs_of(options: argparse.Namespace, folder: Path, shape: ModelShape) -> dict[str, Job]:
@@ -80,7 +88,7 @@ def jobs_of(options: argparse.Namespace, folder: Path, shape: ModelShape) -> dic
     job = Job(
         system="slots", folder=folder, num_layers=values["num_hidden_layers"],
         moe_layers=values["num_hidden_layers"] - values.get("first_k_dense_replace", 0),
-        num_experts=values.get("num_experts") or values["n_routed_experts"],
+        num_experts=values[_experts_key(shape)], top_k=values["num_experts_per_tok"],
         routing=options.routing, steps=options.steps, warm_up=options.warm_up,
         prompt=options.prompt, cold_prompt=options.cold_prompt, dense_dtype=options.dense_dtype,
         eviction=options.eviction, threads=options.threads, fit_layers=options.fit_layers,
@@ -95,6 +103,22 @@ def jobs_of(options: argparse.Namespace, folder: Path, shape: ModelShape) -> dic
     if options.gguf is None and ("llama.cpp" in jobs or rivals):
         raise SystemExit("other programs read a GGUF file: name one with --gguf")
     return {name: jobs[name] for name in options.systems} | rivals
+
+
+def _experts_key(shape: ModelShape) -> str:
+    """Return what a shape's configuration calls the number of its experts."""
+    keys = ("num_experts", "n_routed_experts", "num_local_experts")
+    return next(key for key in keys if key in shape.values)
+
+
+def cut_shape(options: argparse.Namespace) -> ModelShape:
+    """Return the shape that is asked for, with fewer layers, experts and tokens."""
+    shape = find_shape(options.shape)
+    shape = shape.sample(options.layers) if options.layers else shape
+    values = shape.values | {"vocab_size": options.vocabulary}
+    if options.experts:
+        values[_experts_key(shape)] = options.experts
+    return ModelShape(shape.model_type, values)
 
 
 def run(job: Job, limit_bytes: int | None) -> dict[str, Any]:
@@ -126,10 +150,16 @@ def warm_up_memory(num_bytes: int) -> None:
 def packed_model(options: argparse.Namespace, shape: ModelShape) -> Path:
     """Return the folder of the packed model, which is written if it is not there."""
     folder: Path = options.folder or Path(mkdtemp(prefix="tandem-disk-"))
-    layers = shape.values["num_hidden_layers"]
-    packed = folder / f"{options.shape}-{layers}-{options.vocabulary}-{options.expert_dtype}"
+    layers, dense = shape.values["num_hidden_layers"], "none"
+    name = f"{options.shape}-{layers}-{options.vocabulary}-{options.expert_dtype}"
+    if options.experts:
+        name += f"-{options.experts}-experts"
+    if options.pack_dense:
+        dense = options.dense_dtype
+        name += f"-{dense}"
+    packed = folder / name
     if not (packed / "config.json").exists():
-        write(packed, shape, options.expert_dtype)
+        write(packed, shape, options.expert_dtype, dense)
     return packed
 
 
@@ -138,9 +168,7 @@ def main() -> None:
     options = read_options()
     if os.geteuid() != 0:
         raise SystemExit("a control group with a memory limit is made by root; run this as root")
-    shape = find_shape(options.shape)
-    shape = shape.sample(options.layers) if options.layers else shape
-    shape = ModelShape(shape.model_type, shape.values | {"vocab_size": options.vocabulary})
+    shape = cut_shape(options)
     jobs = jobs_of(options, packed_model(options, shape), shape)
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     if (fit := jobs.pop("fit", None)) is not None:

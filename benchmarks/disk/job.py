@@ -15,6 +15,7 @@ class Job:
     num_layers: int
     moe_layers: int
     num_experts: int
+    top_k: int
     routing: str = "own"
     """As of `benchmarks.disk.routing`, or "own": what random weights choose."""
     steps: int

@@ -163,14 +163,10 @@ def measure_prompts(running: RunningModel, watch: Watch, job: Job) -> list[Sampl
     return samples
 
 
-def watch_of(model: Any, trace: RoutingTrace | None, folder: Path) -> Watch:
+def watch_of(running: RunningModel, trace: RoutingTrace | None, folder: Path) -> Watch:
     """Force a trace's routing upon a model, and return what watches its steps."""
-    runtime = require_runtime(model)
-    routing = None
-    if trace is not None:
-        routing = NotedRouting(runtime.executor, trace)
-        runtime.use(routing)
-    slots = runtime.host_slots
+    routing = None if trace is None else running.force(trace)
+    slots = require_runtime(running.model).host_slots
     has_lru = slots is not None and trace is not None
     lru = [LruSlots(n) for n in slots.num_slots] if slots is not None and has_lru else []
     experts = None if trace is None else trace.experts.astype(np.int64)

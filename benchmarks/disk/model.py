@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from benchmarks.disk.job import Job
 
 import tandem
+from tandem.decode.token_routed import tables_by_token
 from tandem.experts.execution.executor import Executor
 from tandem.experts.execution.forced_routing import ForcedRouting
 from tandem.generate.generator import Generator
@@ -16,6 +18,7 @@ from tandem.hf.checkpoint import Checkpoint, open_model
 from tandem.hf.config import OffloadConfig
 from tandem.hf.disk_tier import slots_over
 from tandem.hf.load import load_checkpoint
+from tandem.hf.runtime import require_runtime
 from tandem.trace import RoutingTrace
 
 
@@ -65,25 +68,50 @@ class NotedRouting(ForcedRouting):
 
 
 class RunningModel:
-    """One sequence of a model: prompts and decode steps."""
+    """One sequence of a model: prompts and decode steps, of all tokens in a random order.
+
+    The likeliest one after each would repeat itself, and its experts with it.
+    """
 
     def __init__(self, model: Any, room: int) -> None:
         """Make slots for the sequence, with room for so many tokens."""
         self.model = model
         self.pool = Generator(model, speculate="none").slot_pool(1, capacity=room)
-        self._random = torch.Generator().manual_seed(0)
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        random = torch.Generator().manual_seed(0)
+        self._ids = torch.randperm(vocabulary, generator=random, device="cpu")
+        self._at = 0
+
+    def force(self, trace: RoutingTrace) -> NotedRouting:
+        """Route all tokens from now on as a trace's.
+
+        Where a table routes by token it is made to say the same: a disk reads by it ahead.
+        """
+        runtime = require_runtime(self.model)
+        routing = NotedRouting(runtime.executor, trace)
+        runtime.use(routing)
+        ids = self._ids.roll(-self._at)
+        chosen = trace.experts[np.arange(len(ids)) % trace.num_tokens].astype(np.int64)
+        for layer, table in tables_by_token(self.model):
+            if table.shape[1] != routing.top_k:
+                raise SystemExit(
+                    f"the routing is of {routing.top_k} experts a token, and a table of the shape "
+                    f"has {table.shape[1]}; name a trace of as many, or --routing synthetic"
+                )
+            table[ids] = torch.from_numpy(chosen[:, layer.layer])
+        return routing
 
     def prompt(self, num_tokens: int) -> None:
-        """Begin again with a prompt of random tokens."""
+        """Begin again with a prompt."""
         self.pool.keep(0, 0)
         self.pool.prefill({0: self._tokens(num_tokens)})
 
     def step(self) -> None:
-        """Append a random token: the likeliest one repeats itself, and its experts with it."""
+        """Append a token."""
         self.pool.decode({0: self._tokens(1)[0]})
 
     def _tokens(self, count: int) -> list[int]:
-        vocabulary = self.model.get_input_embeddings().weight.shape[0]
-        ids = torch.randint(vocabulary, (count,), generator=self._random, device="cpu")
-        found: list[int] = ids.tolist()
+        places = torch.arange(self._at, self._at + count, device="cpu") % len(self._ids)
+        self._at += count
+        found: list[int] = self._ids[places].tolist()
         return found

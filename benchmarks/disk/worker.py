@@ -56,14 +56,14 @@ def measure_tier(job: Job) -> dict[str, Any]:
     trace = again = None
     if job.routing != "own":
         num_tokens = job.cold_prompt + job.warm_up + job.steps + _MORE_TOKENS
-        trace = forced_trace(job.routing, job.moe_layers, job.num_experts, num_tokens)
+        trace = forced_trace(job.routing, job.moe_layers, job.num_experts, num_tokens, job.top_k)
         trace, again = planned_trace(trace, job)
     begin, device = time.perf_counter(), DeviceBytes(job.folder)
     before = device.read()
     model = load_model(job)
     report: dict[str, Any] = {"load_seconds": time.perf_counter() - begin}
     running = RunningModel(model, job.prompt + job.steps + 64)
-    watch = watch_of(model, trace, job.folder)
+    watch = watch_of(running, trace, job.folder)
     watch.time(lambda: running.prompt(job.cold_prompt), job.cold_prompt)
     report |= {
         "first_token_seconds": time.perf_counter() - begin,
@@ -120,12 +120,12 @@ def measure_fit(job: Job) -> dict[str, Any]:
     """Measure some layers that fit, in slots and mapped in memory, ABBA in one process."""
     trace = None
     if job.routing != "own":
-        trace = forced_trace(job.routing, job.fit_layers, job.num_experts, _MORE_TOKENS)
+        trace = forced_trace(job.routing, job.fit_layers, job.num_experts, _MORE_TOKENS, job.top_k)
     running = {}
     for name in ("slots", "mapped"):
         model = load_first_layers(job, has_slots=name == "slots")
         running[name] = RunningModel(model, job.prompt + _FIRST_STEPS + 64)
-        watch_of(model, trace, job.folder)
+        watch_of(running[name], trace, job.folder)
         for _ in range(2):
             running[name].prompt(job.prompt)
         for _ in range(_FIRST_STEPS):

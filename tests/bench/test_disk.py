@@ -8,18 +8,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.disk.__main__ import cut_shape, jobs_of, packed_model, read_options
 from benchmarks.disk.bound import Costs, LruSlots, step_bound
 from benchmarks.disk.device import DEPTHS, DiskProbe
 from benchmarks.disk.memory_group import ROOT, limited
+from benchmarks.disk.model import RunningModel
 from benchmarks.disk.report import lines
 from benchmarks.disk.routing import forced_trace
 
+import tandem
 from tandem.hardware.page_cache import how_reads_go
+from tandem.hf.dense_files import packed_formats
+from tests.architectures import TOP_K
+from tests.bench.test_random_model import tiny
 from tests.conftest import REPOSITORY
+from tests.disk.loading import slots_of, with_share
 
 COSTS = Costs(dense_seconds=0.010, expert_seconds=0.001, expert_bytes=2_000_000, disk_rate=1e9)
 GPT_OSS = str(REPOSITORY / "data" / "traces" / "gpt-oss-20b.npz")
 KEPT_BYTES = 64 << 20
+PAGE = 4096
+EXPERTS = 16
 
 
 def test_a_layer_takes_the_longer_of_its_reads_and_its_residents() -> None:
@@ -50,6 +59,49 @@ def test_a_trace_of_a_quarter_of_the_experts_is_merged_and_repeated() -> None:
     assert not np.array_equal(trace.experts[:, 0], trace.experts[:, 6])
     with pytest.raises(SystemExit, match="is of 32 experts, the shape has 256"):
         forced_trace(GPT_OSS, 20, 256, 0)
+
+
+def test_synthetic_routing_of_fewer_experts() -> None:
+    trace = forced_trace("synthetic", 43, 28, 30, 6)
+    assert trace.experts.shape == (30, 43, 6)
+    assert trace.experts.max() == 27
+    assert all(len(set(token)) == 6 for token in trace.experts[:, 0].tolist())
+    with pytest.raises(SystemExit, match="of 48 layers of 128 experts, the shape has 43 of 256"):
+        forced_trace("synthetic", 43, 256, 30, 6)
+
+
+def test_a_shape_is_cut_and_packed_whole(tmp_path: Path) -> None:
+    """DeepSeek-V4's, tiny: two of its layers are routed by token, and dense parts lie packed."""
+    words = ["--shape", "deepseek-v4-flash", "--experts", str(EXPERTS), "--layers", "4"]
+    words += ["--expert-dtype", "mxfp4", "--dense-dtype", "fp8", "--pack-dense"]
+    options = read_options([*words, "--vocabulary", "512", "--folder", str(tmp_path)])
+    cut = cut_shape(options)
+    assert (cut.values["n_routed_experts"], cut.values["vocab_size"]) == (EXPERTS, 512)
+    shape = tiny("deepseek-v4-flash", n_routed_experts=EXPERTS, vocab_size=512).sample(4)
+    folder = packed_model(options, shape)
+    assert folder.name == f"deepseek-v4-flash-4-512-mxfp4-{EXPERTS}-experts-fp8"
+    job = jobs_of(options, folder, shape)["slots"]
+    assert (job.moe_layers, job.num_experts, job.top_k) == (4, EXPERTS, TOP_K)
+    files = packed_formats(tandem.load(folder, dense_dtype="fp8", threads=1))
+    assert set(files.values()) == {"fp8"}
+    reads_what_is_forced(folder)
+
+
+def reads_what_is_forced(folder: Path) -> None:
+    """Layers that are routed by token read ahead what the trace says, and nothing else."""
+    model = with_share(folder, 0.3, dense_dtype="fp8", threads=1)
+    trace = forced_trace("synthetic", 4, EXPERTS, 60, TOP_K)
+    running, slots = RunningModel(model, 64), slots_of(model)
+    routing = running.force(trace)
+    running.prompt(9)
+    for _ in range(20):
+        read, chosen = slots.statistics().read_bytes, trace.experts[routing.at].tolist()
+        absent = (set(c).difference(slots.native.resident(n)) for n, c in enumerate(chosen))
+        expected = PAGE * sum(map(len, absent))  # an expert is less than a page
+        running.step()
+        assert slots.statistics().read_bytes - read == expected
+    with pytest.raises(SystemExit, match=r"routing is of 3 experts a token, and a table .* has 2"):
+        running.force(forced_trace("synthetic", 4, EXPERTS, 60, 3))
 
 
 def test_the_probe_reads_at_each_depth(tmp_path: Path) -> None:

@@ -9,12 +9,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.runtime import runtime_of
 
 TABLE = "tid2eid"
 """Of a router, as Transformers calls it: (vocabulary, experts of a token)."""
+
+
+def tables_by_token(model: PreTrainedModel) -> list[tuple[HostLayer, Tensor]]:
+    """Return the layers that are routed by token, each with its table."""
+    runtime = runtime_of(model)
+    if runtime is None:
+        return []
+    found: list[tuple[HostLayer, Tensor]] = []
+    layers = dict(runtime.bound)
+    for block in model.modules():
+        children = list(block.children())
+        tables = [one.get_buffer(TABLE) for one in children if hasattr(one, TABLE)]
+        experts = [runtime.store[layers[one]] for one in children if one in layers]
+        found += zip(experts, tables, strict=False)
+    return found
 
 
 class TokenRouted:
@@ -25,16 +41,10 @@ class TokenRouted:
         runtime = runtime_of(model)
         self._native = None if runtime is None else runtime.store.slots
         self._tables: dict[int, Tensor] = {}
-        if runtime is None or self._native is None:
-            return
-        layers = dict(runtime.bound)
-        for block in model.modules():
-            children = list(block.children())
-            routers = [one for one in children if hasattr(one, TABLE)]
-            experts = [runtime.store[layers[one]] for one in children if one in layers]
-            for router, layer in zip(routers, experts, strict=False):
+        if self._native is not None:
+            for layer, table in tables_by_token(model):
                 if isinstance(layer, PackedLayer) and layer.slots is not None:
-                    self._tables[layer.slots.number] = router.get_buffer(TABLE)
+                    self._tables[layer.slots.number] = table
 
     @torch.inference_mode()
     def expect(self, token_ids: Sequence[int]) -> None:
