@@ -128,7 +128,7 @@ demo-cut: setup  ## A cut of the demo model in build/demo-cut, under 40 MB: for 
 
 dry-gpu: setup  ## The GPU's tests and benchmark on their CPU twins, all architectures on the shadow device
 	TANDEM_DRY_GPU=1 $(BIN)/pytest tests/gpu --deselect tests/gpu/test_kernels.py
-	TANDEM_DRY_GPU=1 $(PYTEST) tests/shadow tests/kernels/test_triton_launches.py tests/disk/test_rows.py
+	TANDEM_DRY_GPU=1 $(PYTEST) tests/shadow tests/kernels/test_triton_launches.py tests/decode/test_cuda_compressed.py tests/disk/test_rows.py
 	$(BIN)/python -m benchmarks.gpu --device emulated --layers 2 --vocabulary 512 --formats int4 \
 		--shares 0.5 1.0 --batches 1 --prompt-tokens 8 --new-tokens 3
 

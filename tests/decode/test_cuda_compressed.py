@@ -1,6 +1,7 @@
 """DeepSeek-V4 in slots on a GPU, on the CPU twin: what its own code gives, over all boundaries."""
 
 import copy
+import os
 from typing import Any
 
 import pytest
@@ -10,16 +11,19 @@ from tandem.decode.cuda.slots import CudaSlotPool, slot_bytes, why_no_cuda_slots
 from tandem.hf.kv_sizes import kv_sizes_of
 from tandem.kv_cache.cuda.index_keys import number_of_key
 from tests.decode.test_compressed import (
+    HEAVY,
     LONG,
     MIXES,
     go_back_and_take_over,
     logits_of,
     model_of,
+    model_with,
     take_drafts_back,
 )
 from tests.decode.twin_capture import TwinCapture
 from tests.decode.whole_pool import close
 
+IS_WHOLE = os.environ.get("TANDEM_DRY_GPU") == "1"
 SOME = ["as released", "no multiples"]
 
 
@@ -73,6 +77,30 @@ def test_drafts_are_taken_back_at_every_place_of_a_window(mix: str) -> None:
 @pytest.mark.parametrize("mix", SOME)
 def test_a_slot_goes_back_and_another_takes_over(mix: str) -> None:
     go_back_and_take_over(model_of(mix), pool_of(mix, 2))
+
+
+@pytest.mark.parametrize("mix", MIXES if IS_WHOLE else ["sparse"])
+def test_so_they_are_by_the_kernels(mix: str, find_kernels: Any) -> None:
+    """In steps of one to eight rows, over the first boundaries and later ones."""
+    pool = CudaSlotPool(model_of(mix), 2, find_kernels=find_kernels)
+    expected = logits_of(model_of(mix), LONG)
+    at = {0: 1, 1: 45}
+    for slot, length in at.items():
+        pool.prefill({slot: LONG[:length]})
+    for counts in ({0: 1}, {0: 1, 1: 1}, {0: 3, 1: 5}):
+        steps = {slot: LONG[at[slot] : at[slot] + n] for slot, n in counts.items()}
+        found = pool.verify(steps)
+        close(found, torch.cat([expected[at[slot] : at[slot] + n] for slot, n in counts.items()]))
+        at = {slot: n + counts.get(slot, 0) for slot, n in at.items()}
+
+
+def test_and_captured_in_fewer_launches(find_kernels: Any) -> None:
+    model = model_with([HEAVY], 5, 2, 6)
+    pool = CudaSlotPool(model, 1, make_capture=TwinCapture, find_kernels=find_kernels)
+    pool.prefill({0: LONG[:9]})
+    for i in range(9, 13):
+        close(pool.decode({0: LONG[i]}), logits_of(model, LONG[: i + 1])[-1:])
+    assert pool.step.is_replaying, pool.step.why_not
 
 
 def test_no_two_tokens_of_a_step_write_one_key() -> None:

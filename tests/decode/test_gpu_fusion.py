@@ -87,26 +87,42 @@ class Noted:
         return launch
 
 
+SMALL = {"norm_rows", "add_and_norm_rows", "rotate_heads", "choose_experts"}
+
+
+@pytest.mark.parametrize(
+    ("name", "met"),
+    [
+        ("qwen3_moe", {"store_token", "attend_parts"} | SMALL),
+        ("deepseek_v4", {"store_in_window", "attend_window_parts", "norm_rows", "run_chain"}),
+    ],
+)
 def test_kernels_of_a_step_are_met_before_the_first_one(
-    tmp_path: Path, find_kernels: Any, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    met: set[str],
+    tmp_path: Path,
+    find_kernels: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tandem.triton_kernels import attention, small
+    from tandem.triton_kernels import attention, chains, small, windows
 
     seen: set[str] = set()
     for module, names in (
         (attention, ("store_token", "attend_parts", "join_parts")),
-        (small, ("norm_rows", "add_and_norm_rows", "rotate_heads", "choose_experts")),
+        (windows, ("store_in_window", "attend_window_parts")),
+        (small, SMALL),
+        (chains, ("run_chain",)),
     ):
-        for name in names:
-            monkeypatch.setattr(module, name, Noted(getattr(module, name), seen))
-    directory = save_tiny_checkpoint(tmp_path / "model", "qwen3_moe", num_hidden_layers=1)
+        for kernel in names:
+            monkeypatch.setattr(module, kernel, Noted(getattr(module, kernel), seen))
+    directory = save_tiny_checkpoint(tmp_path / "model", name, num_hidden_layers=1)
     model = tandem.load(directory, dtype="float32")
     runtime = runtime_in(model)
     bind_all(runtime.bound, NoExperts(runtime.store))
     for work in step_compilations(model, find_kernels)[:2]:  # of one and of two rows
         work()
     before = set(seen)
-    assert len({key.split(",")[0] for key in before}) == 7
+    assert {key.split("'")[1] for key in before} == met | {"join_parts"}
     bind_all(runtime.bound, runtime.executor)
     pool = CudaSlotPool(model, 2, capacity=20, make_capture=TwinCapture, find_kernels=find_kernels)
     prompts = [*PROMPTS, [50, 51]]

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import tandem
 from tandem.experts.tracing.events import LayerExecuted
+from tandem.hf.compat import compresses_windows
 from tandem.hf.lookahead.routers import find_routers
 from tandem.kv_cache.base import sees_all
 from tests.architectures import (
@@ -114,7 +116,9 @@ def steps_on_gpu(name: str, model: Any) -> str:
         return "none"
     if name in WHY_PADDED:
         return "padded"
-    return "captured, in slots" + ("" if sees_all(model) else ", torch attends")
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    has_kernels = sees_all(model) or any(map(compresses_windows, layers))
+    return "captured, in slots" + ("" if has_kernels else ", torch attends")
 
 
 def aligned(model: Any) -> Any:

@@ -32,6 +32,7 @@ from tandem.triton_kernels import (
     operations,
     recurrent,
     small,
+    windows,
 )
 from tandem.triton_kernels.decode_attention import DecodeAttention
 from tandem.triton_kernels.states import TritonStates
@@ -45,6 +46,7 @@ from tests.kernels.compile_triton import (
 
 KERNELS = (
     (attention, ("store_token", "attend_parts", "join_parts")),
+    (windows, ("store_in_window", "attend_window_parts")),
     (small, ("norm_rows", "add_and_norm_rows", "rotate_heads", "choose_experts")),
     (hand_over, ("publish", "take_fetched", "combine")),
     (recurrent, ("convolve_tokens", "recur_tokens")),
@@ -63,6 +65,15 @@ CASES = (
     (32, 8, 64, 64, "fp16", torch.float16, 1024, False),
     (16, 2, 256, 256, "fp32", torch.float32, 0, True),
     (128, 1, 576, 512, "int8", torch.bfloat16, 0, False),
+)
+
+
+# What lies in memory, dtype, tokens of a compressed key, how many keys are chosen: DeepSeek-V4's.
+WINDOWS = (
+    ("bf16", torch.bfloat16, 4, 512),
+    ("fp32", torch.float32, 0, 0),
+    ("int8", torch.float32, 128, 0),
+    ("int8", torch.bfloat16, 4, 512),
 )
 
 
@@ -91,6 +102,22 @@ def attend(case: tuple[Any, ...], capability: int) -> None:
     kernels = DecodeAttention(128, has_small_tiles=capability < 80)
     kernels.store(where, *places, key, value, kind)
     kernels.attend(form, where, *places, query, sinks, kind, has_values=not is_latent)
+
+
+def attend_in_windows(case: tuple[Any, ...], capability: int) -> None:
+    """Launch what a decode step of two slots does where compressed keys stand beside a window."""
+    kind, dtype, ratio, most = case
+    form = AttentionForm(
+        num_heads=64, num_kv_heads=1, key_dim=512, value_dim=512, scale=0.1, window=128
+    )
+    where, places = torch.zeros(5, dtype=torch.int64), (torch.zeros(2, dtype=torch.int64),) * 2
+    query, key = (torch.zeros(2, n, 512, dtype=dtype).transpose(0, 1) for n in (64, 1))
+    chosen = torch.zeros(2, most, dtype=torch.int64) if most else None
+    kernels = DecodeAttention(128, has_small_tiles=capability < 80)
+    kernels.in_windows(
+        form, where, *places, query, key, key if ratio else None, chosen, torch.zeros(64), kind,
+        1280, ratio,
+    )  # fmt: skip
 
 
 def do_small(hidden_size: int, head_dim: int, num_experts: int, top_k: int) -> None:
@@ -242,6 +269,9 @@ def main() -> None:
     ]
     steps += [(str(form), launches_of(advance, form)) for form in STATES]
     steps += [(f"{rows} rows", launches_of(do_chains, rows)) for rows in (1, 8)]
+    for case in WINDOWS:
+        capability = capabilities[len(steps) % len(capabilities)]
+        steps.append((str(case), launches_of(attend_in_windows, case, capability)))
     steps += [(f"{rows} rows", hand_over_launches(rows)) for rows in (1, 8)]
     found: list[dict[str, Any]] = [
         result_of(case, launch, capabilities[number % len(capabilities)])

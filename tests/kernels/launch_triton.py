@@ -121,8 +121,10 @@ def cases(capability: int, *, is_short: bool) -> Iterator[tuple[str, Callable[[]
     for small in steps.SMALL[:most]:
         yield f"small operations {small}", partial(steps.do_small, *small)
     yield "chains", partial(steps.do_chains, 8)
-    for attention in steps.CASES[:most]:
-        yield f"attention {attention}", partial(steps.attend, attention, capability)
+    for attend, given in ((steps.attend, steps.CASES), (steps.attend_in_windows, steps.WINDOWS)):
+        yield from (
+            (f"{attend.__name__} {x}", partial(attend, x, capability)) for x in given[:most]
+        )
     for form in steps.STATES[:most]:
         yield f"states {form}", partial(steps.advance, form)
 

@@ -1,4 +1,4 @@
-"""Attention of a decode step on a GPU: launches the kernels of `attention`, and never waits.
+"""Attention of a decode step on a GPU: launches `attention` and `windows`, and never waits.
 
 A step's launches depend on its shapes alone: not on how long texts are, nor on where keys lie.
 """
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.attention import AttentionForm
-from tandem.triton_kernels import attention
+from tandem.triton_kernels import attention, windows
 
 _BLOCK_HEADS = 16  # the fewest rows of a matrix unit
 _MOST_PARTS = 64
@@ -17,6 +17,7 @@ _JOINED_COLS = 64
 # Elements of fp32 that a program holds of its result and of a block's values.
 _MOST_ELEMENTS = 128 * 64
 _SMALL_WIDTH = 256  # dimensions of values in small tiles
+_WINDOW_WARPS = 8
 
 
 @torch.library.custom_op("tandem::decode_attention", mutates_args=())
@@ -47,6 +48,47 @@ def _append_and_attend(
     return kernels.attend(form, where, slots, positions, query, sinks, kind, has_values=has_values)
 
 
+@torch.library.custom_op("tandem::window_attention", mutates_args=())
+def _append_and_attend_in_windows(
+    where: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    compressed: Tensor | None,
+    chosen: Tensor | None,
+    sinks: Tensor | None,
+    kind: str,
+    ring: int,
+    ratio: int,
+    scale: float,
+    window: int,
+    num_processors: int,
+    has_small_tiles: bool,
+) -> Tensor:
+    """Do what `DecodeAttention.in_windows` says; writes to memory that only `where` knows."""
+    num_heads, num_tokens, dim = query.shape
+    query, key = _dense_lines(query), _dense_lines(key)
+    new = key if compressed is None else _dense_lines(compressed)
+    seen = positions if chosen is None else chosen.contiguous()
+    width = _width(dim)
+    layer = {"ring": ring, "ratio": ratio, "dim": dim, "width": width, "kind": kind}
+    windows.store_in_window[num_tokens,](
+        where, slots, positions, key, new, key.stride(1), new.stride(1), **layer
+    )
+    blocks = _window_blocks(kind, query.dtype, has_small_tiles=has_small_tiles)
+    tiles = -(-num_heads // blocks["block_heads"])
+    num_parts = _num_parts(num_processors, tiles * num_tokens)
+    parts, sums = _new_parts(query, num_parts, dim)
+    windows.attend_window_parts[tiles, num_parts, num_tokens](
+        where, slots, positions, seen, query, parts, sums, query.stride(1), query.stride(0),
+        0 if chosen is None else seen.shape[1], **layer, num_heads=num_heads, scale=scale,
+        window=window, has_chosen=chosen is not None, num_parts=num_parts,
+        num_warps=_WINDOW_WARPS, **blocks,
+    )  # fmt: skip
+    return _joined(parts, sums, sinks, query)
+
+
 class DecodeAttention:
     """Attends by splitting the keys among as many programs as a GPU needs to be busy.
 
@@ -73,6 +115,33 @@ class DecodeAttention:
         result: Tensor = _append_and_attend(
             where, slots, positions, query, key, value, sinks, kind, form.value_dim, form.scale,
             form.softcap, form.window, self._num_processors, self._has_small_tiles,
+        )  # fmt: skip
+        return result
+
+    def in_windows(
+        self,
+        form: AttentionForm,
+        where: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor,
+        compressed: Tensor | None,
+        chosen: Tensor | None,
+        sinks: Tensor | None,
+        kind: str,
+        ring: int,
+        ratio: int,
+    ) -> Tensor:
+        """Append tokens to their slots' rings and attend; see `triton_kernels.windows`.
+
+        Tensors are as of `store` and `attend`, but keys are values; `compressed` (1, n_tokens, dim)
+        has a key for those that end `ratio` tokens, `chosen` (n_tokens, most) the numbers of keys
+        that tokens see beside their window, -1 where there are fewer; None: all before them.
+        """
+        result: Tensor = _append_and_attend_in_windows(
+            where, slots, positions, query, key, compressed, chosen, sinks, kind, ring, ratio,
+            form.scale, form.window, self._num_processors, self._has_small_tiles,
         )  # fmt: skip
         return result
 
@@ -115,11 +184,8 @@ class DecodeAttention:
         tiles = form.num_kv_heads * -(-(num_heads // form.num_kv_heads) // _BLOCK_HEADS)
         blocks = _blocks(form, query.dtype, has_small_tiles=self._has_small_tiles)
         tiles *= -(-form.value_dim // blocks["value_width"])
-        num_parts = self._num_parts(tiles * num_tokens)
-        lines = (num_tokens, num_heads, num_parts)
-        parts = query.new_empty((*lines, form.value_dim), dtype=torch.float32)
-        sums = query.new_empty((*lines, 2), dtype=torch.float32)
-        out = query.new_empty(num_tokens, num_heads, form.value_dim)
+        num_parts = _num_parts(self._num_processors, tiles * num_tokens)
+        parts, sums = _new_parts(query, num_parts, form.value_dim)
         attention.attend_parts[tiles, num_parts, num_tokens](
             where, slots, positions, query, parts, sums, query.stride(1), query.stride(0),
             num_heads=num_heads, num_kv_heads=form.num_kv_heads, key_dim=form.key_dim,
@@ -128,17 +194,32 @@ class DecodeAttention:
             scale=form.scale, softcap=form.softcap, window=form.window, num_parts=num_parts,
             block_heads=_BLOCK_HEADS, **blocks,
         )  # fmt: skip
-        attention.join_parts[-(-form.value_dim // _JOINED_COLS), num_heads, num_tokens](
-            parts, sums, parts if sinks is None else sinks, out,
-            num_heads=num_heads, value_dim=form.value_dim, num_parts=num_parts,
-            has_sinks=sinks is not None, block_cols=_JOINED_COLS,
-        )  # fmt: skip
-        return out
+        return _joined(parts, sums, sinks, query)
 
-    def _num_parts(self, num_programs: int) -> int:
-        """Return into how many parts keys are split: a power of two."""
-        wanted = -(-_PROGRAMS_EACH * self._num_processors // num_programs)
-        return min(_MOST_PARTS, 1 << (max(1, wanted) - 1).bit_length())
+
+def _num_parts(num_processors: int, num_programs: int) -> int:
+    """Return into how many parts keys are split: a power of two."""
+    wanted = -(-_PROGRAMS_EACH * num_processors // num_programs)
+    return min(_MOST_PARTS, 1 << (max(1, wanted) - 1).bit_length())
+
+
+def _new_parts(query: Tensor, num_parts: int, value_dim: int) -> tuple[Tensor, Tensor]:
+    """Return room for the parts of queries (heads, n_tokens, dim), and for their sums."""
+    lines = (query.shape[1], query.shape[0], num_parts)
+    parts = query.new_empty((*lines, value_dim), dtype=torch.float32)
+    return parts, query.new_empty((*lines, 2), dtype=torch.float32)
+
+
+def _joined(parts: Tensor, sums: Tensor, sinks: Tensor | None, query: Tensor) -> Tensor:
+    """Return the sum of parts: (n_tokens, heads, value_dim), as queries are."""
+    num_tokens, num_heads, num_parts, value_dim = parts.shape
+    out = query.new_empty(num_tokens, num_heads, value_dim)
+    attention.join_parts[-(-value_dim // _JOINED_COLS), num_heads, num_tokens](
+        parts, sums, parts if sinks is None else sinks, out,
+        num_heads=num_heads, value_dim=value_dim, num_parts=num_parts,
+        has_sinks=sinks is not None, block_cols=_JOINED_COLS,
+    )  # fmt: skip
+    return out
 
 
 def _blocks(form: AttentionForm, dtype: torch.dtype, *, has_small_tiles: bool) -> dict[str, int]:
@@ -158,6 +239,18 @@ def _blocks(form: AttentionForm, dtype: torch.dtype, *, has_small_tiles: bool) -
         "num_warps": 8 if width > (64 if has_small_tiles else 128) else 4,
         "num_stages": 2,
     }
+
+
+def _window_blocks(kind: str, dtype: torch.dtype, *, has_small_tiles: bool) -> dict[str, int]:
+    """Return how large a program's blocks are, as `_blocks`, for keys of up to 512 dimensions.
+
+    In fp32, and in small tiles, no matrix unit multiplies, and operands lie in fp32. Keys of the
+    next block are asked for ahead where they come as they are: else registers are too few.
+    """
+    if has_small_tiles or dtype == torch.float32:
+        heads = _BLOCK_HEADS // (2 if has_small_tiles else 1)
+        return {"block_heads": heads, "block_keys": 16, "num_stages": 1}
+    return {"block_heads": _BLOCK_HEADS, "block_keys": 32, "num_stages": 1 if kind == "int8" else 2}
 
 
 def _width(dim: int) -> int:

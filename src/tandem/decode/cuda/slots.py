@@ -75,15 +75,17 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         `on_hidden` tell, on the host, what the output head reads. Raises
         `NotInSlotsError` for a model that keeps more than keys and values.
         """
-        # Kernels attend to all positions, and torch to those that an indexer has selected.
+        # Kernels attend to all positions, or to windows and compressed keys; torch to positions
+        # that an indexer has selected.
         found = find_kernels(model.device)
-        self._kernels = found if sees_all(model) else None
+        of_all = found if sees_all(model) else None
         self._layers = layers
         cache = StaticKvCache(
-            num_slots, max(1, capacity), model.device, self._make_room,
-            kv_dtype=kv_dtype, kernels=self._kernels, state_kernels=state_kernels(found),
+            num_slots, max(1, capacity), model.device, self._make_room, kv_dtype=kv_dtype,
+            kernels=of_all, window_kernels=found, state_kernels=state_kernels(found),
         )  # fmt: skip
         super().__init__(ModelRunner(model, cache, notes_hidden=notes_hidden), cache)
+        self._kernels = found if cache.has_compressed else of_all
         self._device, self._make_capture = model.device, make_capture
         self._steps: dict[tuple[Any, ...], _Step] = {}  # by rows and form, of one generation
         self._inputs: dict[int, StepInputs] = {}  # by rows

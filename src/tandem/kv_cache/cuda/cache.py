@@ -53,12 +53,13 @@ class StaticKvCache(SlotCache):
         *,
         kv_dtype: str = "auto",
         kernels: DecodeKernels | None = None,
+        window_kernels: DecodeKernels | None = None,
         state_kernels: StateKernels | None = None,
     ) -> None:
         """Hold `num_slots` slots of `capacity` tokens; `make_room` frees memory if it can.
 
-        Keys and values are kept in `kv_dtype`; `kernels` attend in decode steps, `state_kernels`
-        advance states; None: torch.
+        Keys and values are kept in `kv_dtype`; `kernels` attend in decode steps, `window_kernels`
+        where compressed keys stand beside windows, `state_kernels` advance states; None: torch.
         """
         super().__init__(num_slots)
         self.capacity = _rounded(capacity)
@@ -77,7 +78,7 @@ class StaticKvCache(SlotCache):
         self.index_keys = DeviceIndexKeys(num_slots, self._zeros)
         self.index_keys.reserve(self.capacity, 0)
         self.states = DeviceStates(num_slots, state_kernels or TorchStates(), zeros, device)
-        self.windows = DeviceWindows(num_slots, self._zeros, kv_dtype)
+        self.windows = DeviceWindows(num_slots, self._zeros, kv_dtype, window_kernels)
         self.windows.reserve(self.capacity, 0)
 
     @property

@@ -4,7 +4,8 @@ int8 ones have an fp32 scale for each line of `dim`, as on the CPU. `where` on t
 they lie: kernels of captured steps read it, so that a layer may grow under them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,13 +25,46 @@ _LARGEST = 127.0
 _INVENTED_SPREAD = 0.1
 
 
-# Appends tokens to their slots and attends, in decode steps; by form, `where` of the layer, slots,
-# positions, query, key, value (heads, n_tokens, dim), sinks, and the kind of what is kept. A slot
-# may have several tokens, of which each sees those before it. A value of no dimensions is part of
-# the key. See `triton_kernels.decode_attention.DecodeAttention`.
-DecodeKernels = Callable[
-    [AttentionForm, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, str], Tensor
-]
+class DecodeKernels(Protocol):
+    """Append tokens to their slots and attend, in decode steps: (n_tokens, heads, dim).
+
+    Queries, keys and values are (heads, n_tokens, dim), `where` and `kind` the layer's. A slot may
+    have several tokens, of which each sees those before it. See `triton_kernels.decode_attention`.
+    """
+
+    def __call__(
+        self,
+        form: AttentionForm,
+        where: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        kind: str,
+    ) -> Tensor:
+        """Attend to all positions, or those of a window.
+
+        A value of no dimensions is part of the key.
+        """
+
+    def in_windows(
+        self,
+        form: AttentionForm,
+        where: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor,
+        compressed: Tensor | None,
+        chosen: Tensor | None,
+        sinks: Tensor | None,
+        kind: str,
+        ring: int,
+        ratio: int,
+    ) -> Tensor:
+        """Attend to windows that are kept in rings, and compressed keys behind: `DeviceWindows`."""
 
 
 def stored_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:

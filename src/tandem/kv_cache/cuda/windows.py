@@ -23,7 +23,7 @@ from tandem.kv_cache.cuda.index_keys import (
     number_of_key,
     whole_keys,
 )
-from tandem.kv_cache.cuda.layers import LayerMemory, StepPlaces, stored_dtype
+from tandem.kv_cache.cuda.layers import DecodeKernels, LayerMemory, StepPlaces, stored_dtype
 from tandem.kv_cache.index_keys import Zeros
 
 
@@ -46,8 +46,14 @@ class _Layer(NamedTuple):
 class DeviceWindows:
     """The layers of a model that have a window, of which some have compressed keys."""
 
-    def __init__(self, num_slots: int, zeros: Zeros, kv_dtype: str) -> None:
-        """Hold nothing for so many slots; layers come as the model asks for them."""
+    def __init__(
+        self, num_slots: int, zeros: Zeros, kv_dtype: str, kernels: DecodeKernels | None = None
+    ) -> None:
+        """Hold nothing for so many slots; layers come as the model asks for them.
+
+        `kernels` attend in decode steps; None: torch.
+        """
+        self._kernels = kernels
         self._num_slots, self._zeros, self._kv_dtype = num_slots, zeros, kv_dtype
         self._capacity = 0
         self._layers: dict[int, _Layer] = {}
@@ -125,11 +131,17 @@ class DeviceWindows:
 
         Where keys are not selected, tokens see those of the first `length` positions.
         """
-        window, key, selected, new = call.form.window, call.key, call.selected, call.compressed
+        form, query, key, _, sinks, selected, new = call
         layer, slots, positions = self._layer(number, call), rows.slots, rows.positions
+        if self._kernels is not None:
+            compressed = None if new is None else new.key
+            return self._kernels.in_windows(
+                form, layer.memory.where, slots, positions, query, key, compressed, selected,
+                sinks, layer.memory.kind, layer.ring, layer.ratio,
+            )  # fmt: skip
         memory, ring, tokens = layer.memory, layer.ring, key.transpose(0, 1)
         memory.store(slots, positions % ring, tokens, tokens)
-        at = positions[:, None] + torch.arange(1 - window, 1, device=key.device)
+        at = positions[:, None] + torch.arange(1 - form.window, 1, device=key.device)
         places = [torch.where(at >= 0, at % ring, -1)]
         if new is not None:
             tokens = new.key.transpose(0, 1)
