@@ -81,17 +81,20 @@ def test_a_slot_goes_back_and_another_takes_over(mix: str) -> None:
 
 @pytest.mark.parametrize("mix", MIXES if IS_WHOLE else ["sparse"])
 def test_so_they_are_by_the_kernels(mix: str, find_kernels: Any) -> None:
-    """In steps of one to eight rows, over the first boundaries and later ones."""
-    pool = CudaSlotPool(model_of(mix), 2, find_kernels=find_kernels)
+    """In steps of one to eight rows, captured in `make dry-gpu`."""
+    make_capture = TwinCapture if IS_WHOLE else None
+    pool = CudaSlotPool(model_of(mix), 2, make_capture=make_capture, find_kernels=find_kernels)
     expected = logits_of(model_of(mix), LONG)
     at = {0: 1, 1: 45}
     for slot, length in at.items():
         pool.prefill({slot: LONG[:length]})
-    for counts in ({0: 1}, {0: 1, 1: 1}, {0: 3, 1: 5}):
+    rounds = 5 if IS_WHOLE else 1
+    for counts in [{0: 1}, {0: 1, 1: 1}, {0: 3}, {0: 3, 1: 5}] * rounds:
         steps = {slot: LONG[at[slot] : at[slot] + n] for slot, n in counts.items()}
         found = pool.verify(steps)
         close(found, torch.cat([expected[at[slot] : at[slot] + n] for slot, n in counts.items()]))
         at = {slot: n + counts.get(slot, 0) for slot, n in at.items()}
+    assert pool.step.is_replaying == IS_WHOLE
 
 
 def test_and_captured_in_fewer_launches(find_kernels: Any) -> None:

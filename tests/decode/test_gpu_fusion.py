@@ -87,6 +87,7 @@ class Noted:
         return launch
 
 
+WINDOWS = {"store_in_window", "attend_window_parts", "compress_tokens"}
 SMALL = {"norm_rows", "add_and_norm_rows", "rotate_heads", "choose_experts"}
 
 
@@ -94,7 +95,7 @@ SMALL = {"norm_rows", "add_and_norm_rows", "rotate_heads", "choose_experts"}
     ("name", "met"),
     [
         ("qwen3_moe", {"store_token", "attend_parts"} | SMALL),
-        ("deepseek_v4", {"store_in_window", "attend_window_parts", "norm_rows", "run_chain"}),
+        ("deepseek_v4", WINDOWS | {"norm_rows", "run_chain"}),
     ],
 )
 def test_kernels_of_a_step_are_met_before_the_first_one(
@@ -104,12 +105,13 @@ def test_kernels_of_a_step_are_met_before_the_first_one(
     find_kernels: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tandem.triton_kernels import attention, chains, small, windows
+    from tandem.triton_kernels import attention, chains, compression, small, windows
 
     seen: set[str] = set()
     for module, names in (
         (attention, ("store_token", "attend_parts", "join_parts")),
         (windows, ("store_in_window", "attend_window_parts")),
+        (compression, ("compress_tokens",)),
         (small, SMALL),
         (chains, ("run_chain",)),
     ):

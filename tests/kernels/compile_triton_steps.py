@@ -15,10 +15,12 @@ import torch
 from tandem.devices.cuda import handing
 from tandem.kernels.attention import AttentionForm
 from tandem.kernels.dense import pack_dense
+from tandem.kernels.device_compression import ring_shape
 from tandem.kernels.device_states import Run, SlotTokens, StateMemory, logged_values
 from tandem.kernels.formats.weight_format import find_format
 from tandem.kernels.recurrent import (
     MOST_DRAFTED,
+    Compression,
     Convolution,
     Recurrence,
     RecurrenceForm,
@@ -27,6 +29,7 @@ from tandem.kernels.recurrent import (
 from tandem.triton_kernels import (
     attention,
     chains,
+    compression,
     dense,
     hand_over,
     operations,
@@ -50,6 +53,7 @@ KERNELS = (
     (small, ("norm_rows", "add_and_norm_rows", "rotate_heads", "choose_experts")),
     (hand_over, ("publish", "take_fetched", "combine")),
     (recurrent, ("convolve_tokens", "recur_tokens")),
+    (compression, ("compress_tokens",)),
     (chains, ("run_chain",)),
 )
 # Heads, KV heads, key and value dimensions, what lies in memory, dtype, window, sinks: as models
@@ -167,6 +171,18 @@ def advance(form: RecurrenceForm) -> None:
     kernels.convolve(convolution, memory_of(convolution, torch.zeros(2, 3, 8192)), tokens, x)
 
 
+# Tokens of a window, dimensions of its key and series, as DeepSeek-V4 has them.
+COMPRESSIONS = ((128, 512, 1), (4, 512, 2))
+
+
+def compress(ratio: int, dim: int, num_series: int) -> None:
+    """Launch a compression of two tokens."""
+    x, bias = torch.zeros(2, dim * num_series, dtype=torch.bfloat16), torch.zeros(ratio, dim)
+    operation = Compression(bias.repeat(1, num_series), num_series)
+    places = (torch.zeros(2, dtype=torch.int64),) * 2
+    TritonStates().compress(operation, torch.zeros(2, *ring_shape(operation)), *places, x, x)
+
+
 def memory_of(operation: StateOperation, states: torch.Tensor) -> StateMemory:
     """Return states with a log of drafted tokens."""
     shape = len(states), 2, MOST_DRAFTED, logged_values(operation)
@@ -268,6 +284,7 @@ def main() -> None:
         (f"{f}, {n} rows", dense_launches(f, n)) for f in ("int8", "q6_k") for n in (1, 8, 40)
     ]
     steps += [(str(form), launches_of(advance, form)) for form in STATES]
+    steps += [(str(each), launches_of(compress, *each)) for each in COMPRESSIONS]
     steps += [(f"{rows} rows", launches_of(do_chains, rows)) for rows in (1, 8)]
     for case in WINDOWS:
         capability = capabilities[len(steps) % len(capabilities)]

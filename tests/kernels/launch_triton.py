@@ -121,6 +121,7 @@ def cases(capability: int, *, is_short: bool) -> Iterator[tuple[str, Callable[[]
     for small in steps.SMALL[:most]:
         yield f"small operations {small}", partial(steps.do_small, *small)
     yield "chains", partial(steps.do_chains, 8)
+    yield "compression", partial(steps.compress, *steps.COMPRESSIONS[0])
     for attend, given in ((steps.attend, steps.CASES), (steps.attend_in_windows, steps.WINDOWS)):
         yield from (
             (f"{attend.__name__} {x}", partial(attend, x, capability)) for x in given[:most]

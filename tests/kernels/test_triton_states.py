@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.kernels.device_compression import compress_prompt, ring_shape
 from tandem.kernels.device_states import (
     Run,
     SlotTokens,
@@ -18,7 +19,13 @@ from tandem.kernels.device_states import (
     TorchStates,
     logged_values,
 )
-from tandem.kernels.recurrent import MOST_DRAFTED, Convolution, Recurrence, RecurrenceForm
+from tandem.kernels.recurrent import (
+    MOST_DRAFTED,
+    Compression,
+    Convolution,
+    Recurrence,
+    RecurrenceForm,
+)
 from tests.kernels.interpreter import interpreted
 from tests.kernels.layers import draw
 from tests.kernels.test_recurrent import (
@@ -195,3 +202,29 @@ def test_drafted_tokens_that_are_taken_back_leave_nothing(kernels: StateKernels,
             half[run.slot] ^= run.num_tokens > 1
     assert (pool.states[1] == 7).all()
     assert (pool.memory.log[1] == 7).all()
+
+
+@pytest.mark.parametrize(("ratio", "dim", "num_series"), [(4, 24, 2), (3, 130, 2), (6, 17, 1)])
+def test_windows_become_keys_wherever_a_step_begins(
+    kernels: StateKernels, ratio: int, dim: int, num_series: int
+) -> None:
+    """Of two slots, in steps of up to eight tokens of one, of which some are taken back."""
+    count, width = 28, num_series * dim
+    operation = Compression(draw(ratio, width, seed=3), num_series)
+    tokens = [[draw(count, width, seed=n) for n in (slot, slot + 2)] for slot in range(2)]
+    zeros = torch.zeros(3, *ring_shape(operation))
+    expected = [compress_prompt(operation, zeros[2].clone(), 0, *x) for x in tokens]
+    rings, lengths = zeros.clone(), [0, 5]
+    compress_prompt(operation, rings[1], 0, *[x[:5] for x in tokens[1]])
+    random.seed(4)
+    while max(lengths) <= count - 8:
+        counts = [random.randint(0, 7), random.randint(1, 8)]
+        rows = [(s, lengths[s] + i) for s in (1, 0) for i in range(counts[s])]
+        idle = (0, lengths[0] + counts[0])
+        inputs = [torch.stack([tokens[s][i][p] for s, p in [*rows, idle, idle]]) for i in range(2)]
+        slots, positions = torch.tensor([*rows, idle, idle]).T.contiguous()
+        found = kernels.compress(operation, rings, slots, positions, *inputs)
+        for (slot, position), key in zip(rows, found, strict=False):
+            torch.testing.assert_close(key, expected[slot][position], rtol=1e-5, atol=1e-5)
+        lengths = [n + random.randint(0, c) for n, c in zip(lengths, counts, strict=True)]
+    assert torch.equal(rings[2], zeros[2])

@@ -25,7 +25,7 @@ KINDS = {
 # Text passes experts for images by, or a norm stands behind experts: their layers break the graph.
 NOT_HANDED = {"ernie4_5_vl_moe", "muse_spark"}
 # Of attention, beside what all have.
-ATTENTION = {"deepseek_v4": {"store_in_window", "attend_window_parts"}}
+ATTENTION = {"deepseek_v4": {"store_in_window", "attend_window_parts", "compress_tokens"}}
 IN_SLOTS = set(architectures()) - NOT_GENERATING_UPSTREAM - NOT_TOKEN_BY_TOKEN - ON_THEIR_OWN_CACHES
 
 

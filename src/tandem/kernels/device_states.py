@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.kernels.device_compression import compress_step
 from tandem.kernels.recurrent import (
     MOST_DRAFTED,
     Compression,
@@ -81,6 +82,17 @@ class StateKernels(Protocol):
         `inputs` are values, queries, keys and decays, perhaps rates.
         """
 
+    def compress(
+        self,
+        operation: Compression,
+        rings: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        values: Tensor,
+        gates: Tensor,
+    ) -> Tensor:
+        """Return the keys (n_tokens, dim) of a step's tokens, as of `compress_step`."""
+
 
 def logged_values(operation: StateOperation) -> int:
     """Return how many values a drafted token's log has."""
@@ -146,6 +158,18 @@ class TorchStates:
             outputs.append(out if skip is None else out + skip * state.values(said[:, t]))
         runs.keep(memory, kept, _from(said, runs.num_certain, MOST_DRAFTED))
         return runs.rows_of(torch.stack(outputs, 1)).to(value.dtype)
+
+    def compress(
+        self,
+        operation: Compression,
+        rings: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        values: Tensor,
+        gates: Tensor,
+    ) -> Tensor:
+        """See `StateKernels.compress`."""
+        return compress_step(operation, rings, slots, positions, values, gates)
 
 
 class _Runs:

@@ -1,4 +1,4 @@
-"""Convolutions and recurrences on a GPU: launches the kernels of `recurrent`, and never waits.
+"""Layers with states on a GPU: launches `recurrent` and `compression`, and never waits.
 
 Each is one operation of torch, so that what records or captures a step sees it.
 """
@@ -7,14 +7,23 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.device_states import SlotTokens, StateMemory, logged_sizes
-from tandem.kernels.recurrent import MOST_DRAFTED, Convolution, Recurrence, RecurrenceForm
-from tandem.triton_kernels import recurrent
+from tandem.kernels.recurrent import (
+    MOST_DRAFTED,
+    Compression,
+    Convolution,
+    Recurrence,
+    RecurrenceForm,
+)
+from tandem.triton_kernels import compression, recurrent
 
 _BLOCK_CHANNELS = 128
 _BLOCK_TOKENS = 16
 _ELEMENTS = 1024  # of a state, at least, in the registers of one program
 _WARP_ELEMENTS = 512  # of them in those of one warp; twice as many spill on cards of 12.0
 _LEAST_VALUES, _MOST_VALUES = 8, 64
+_WINDOW_ELEMENTS = 4096  # of a window's tokens, at most, in the registers of one program
+_WINDOW_WARPS = 8
+_MOST_COLUMNS = 128  # of a key
 
 
 class TritonStates:
@@ -40,6 +49,44 @@ class TritonStates:
             form.decay, form.is_delta, form.is_normalised, form.scale,
         )  # fmt: skip
         return result
+
+    def compress(
+        self,
+        operation: Compression,
+        rings: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        values: Tensor,
+        gates: Tensor,
+    ) -> Tensor:
+        """See `StateKernels.compress`."""
+        bias, num_series = operation
+        result: Tensor = _compress(rings, slots, positions, values, gates, bias, num_series)
+        return result
+
+
+@torch.library.custom_op("tandem::compress", mutates_args=("rings",))
+def _compress(
+    rings: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    values: Tensor,
+    gates: Tensor,
+    bias: Tensor,
+    num_series: int,
+) -> Tensor:
+    """Keep tokens' values and gates (n_tokens, series * dim); return the keys that they end."""
+    values, gates = (x if x.stride(1) == 1 else x.contiguous() for x in (values, gates))
+    (ratio, width), num_tokens = bias.shape, len(values)
+    dim, block_tokens = width // num_series, _power_of_two(ratio * num_series)
+    block_dim = min(_MOST_COLUMNS, max(1, _WINDOW_ELEMENTS // block_tokens))
+    out = values.new_empty(num_tokens, dim)
+    compression.compress_tokens[-(-dim // block_dim), num_tokens](
+        values, gates, bias, rings, slots, positions, out, values.stride(0), gates.stride(0),
+        ratio=ratio, num_series=num_series, kept=rings.shape[1], dim=dim,
+        block_tokens=block_tokens, block_dim=block_dim, num_warps=_WINDOW_WARPS,
+    )  # fmt: skip
+    return out
 
 
 @torch.library.custom_op("tandem::convolve", mutates_args=("states", "log"))

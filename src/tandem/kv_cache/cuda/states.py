@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.attention import Segment
-from tandem.kernels.device_compression import compress_prompt, compress_step, ring_shape
+from tandem.kernels.device_compression import compress_prompt, ring_shape
 from tandem.kernels.device_states import (
     Run,
     SlotTokens,
@@ -153,7 +153,7 @@ class DeviceStates(KeptStates[DeviceLayer]):
                 ring = memory.states[places.slot]
                 return compress_prompt(operation, ring, places.first_position, *inputs)
             where = (places.slots, places.positions)
-            return compress_step(operation, memory.states, *where, *inputs)
+            return self._kernels.compress(operation, memory.states, *where, *inputs)
         if isinstance(operation, Convolution):
             return self._kernels.convolve(operation, memory, tokens, *inputs)
         return self._kernels.recur(operation, memory, tokens, *inputs)
