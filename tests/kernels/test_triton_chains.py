@@ -112,3 +112,26 @@ def test_values_that_are_not_finite_stay_so(chains: Any) -> None:
         steps = chains.Chain((chains.KINDS[name],), (0,), (0,), (0,), ())
         found = chains.chain([x], steps, (1, 5), torch.float32)
         torch.testing.assert_close(found, function(x), equal_nan=True, msg=name)
+
+
+def test_dense_values_need_no_kernel_for_each_shape(
+    chains: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores of index keys have as many columns as a step looks at; no longer text compiles."""
+    run, compiled = chains.run_chain, []
+
+    class Noted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*args: Any, **constants: Any) -> None:
+                compiled.append(repr(constants))
+                run[grid](*args, **constants)
+
+            return launch
+
+    monkeypatch.setattr(chains, "run_chain", Noted())
+    kinds = chains.KINDS["mul"], chains.KINDS["relu"]
+    steps = chains.Chain(kinds, (0, 2), (1, 2), (0, 0), (0.5,))
+    for shape in ((2, 3, 64), (1, 3, 128), (5, 1), (1, 1)):
+        found = chains.chain([x := draw(*shape)], steps, shape, torch.float32)
+        assert torch.equal(found, F.relu(x * 0.5))
+    assert len(set(compiled)) == 1

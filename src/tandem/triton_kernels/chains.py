@@ -164,11 +164,13 @@ def _chain(
 ) -> Tensor:
     """Do what `chain` says."""
     out = torch.empty(shape, dtype=dtype, device=sources[0].device)
-    strides = [strides_in(x, shape) for x in sources]
+    # Dense values are one column: one kernel, however many there are.
+    is_dense = all(x.expand(shape).is_contiguous() for x in sources)
+    strides = [(1, 0) if is_dense else strides_in(x, shape) for x in sources]
     rest = MOST_SOURCES - len(sources)
     names = [f"strides_{name}" for name in "abcd"]
     run_chain[(-(-out.numel() // _BLOCK),)](
-        *sources, *sources[:1] * rest, out, out.numel(), num_cols=shape[-1],
+        *sources, *sources[:1] * rest, out, out.numel(), num_cols=1 if is_dense else shape[-1],
         num_sources=len(sources), **dict(zip(names, [*strides, *[(0, 0)] * rest], strict=True)),
         kinds=tuple(kinds), first=tuple(first), second=tuple(second), dtypes=tuple(dtypes),
         numbers=tuple(numbers), block=_BLOCK, num_warps=4,
