@@ -70,3 +70,30 @@ def test_of_equal_scores_the_first_positions_are_seen() -> None:
     assert [row.nonzero().flatten().tolist() for row in seen] == [
         [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 7]
     ]  # fmt: skip
+
+
+def test_residual_streams_are_mixed_by_kernels(
+    find_kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps, which are done once before the first token; torch attends."""
+    from tandem.triton_kernels.hyper_connections import TritonStreams
+
+    model: Any = build_tiny_model("hy_v4")
+    pool, mix_in, calls = (
+        CudaSlotPool(model, 1, find_kernels=find_kernels),
+        TritonStreams.mix_in,
+        [],
+    )
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return mix_in(*args)
+
+    monkeypatch.setattr(TritonStreams, "mix_in", counted)
+    pool.launch_once(1)
+    of_step = 2 * model.config.num_hidden_layers + 1  # and before the head
+    assert len(calls) == of_step
+    own = filled(pool, model, [9])
+    assert len(calls) == of_step
+    decode_and_compare(pool, dict(enumerate(own)), 1)
+    assert len(calls) == 2 * of_step

@@ -88,14 +88,15 @@ class Noted:
 
 
 WINDOWS = {"store_in_window", "attend_window_parts", "compress_tokens"}
+STREAMS = {"multiply_streams", "weigh_streams", "add_streams"}
 SMALL = {"norm_rows", "add_and_norm_rows", "rotate_heads", "choose_experts"}
 
 
 @pytest.mark.parametrize(
     ("name", "met"),
     [
-        ("qwen3_moe", {"store_token", "attend_parts"} | SMALL),
-        ("deepseek_v4", WINDOWS | {"norm_rows", "run_chain"}),
+        ("qwen3_moe", {"store_token", "attend_parts", "join_parts"} | SMALL),
+        ("deepseek_v4", WINDOWS | STREAMS | {"norm_rows", "run_chain", "join_parts"}),
     ],
 )
 def test_kernels_of_a_step_are_met_before_the_first_one(
@@ -105,13 +106,21 @@ def test_kernels_of_a_step_are_met_before_the_first_one(
     find_kernels: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tandem.triton_kernels import attention, chains, compression, small, windows
+    from tandem.triton_kernels import (
+        attention,
+        chains,
+        compression,
+        hyper_connections,
+        small,
+        windows,
+    )
 
     seen: set[str] = set()
     for module, names in (
         (attention, ("store_token", "attend_parts", "join_parts")),
         (windows, ("store_in_window", "attend_window_parts")),
         (compression, ("compress_tokens",)),
+        (hyper_connections, STREAMS),
         (small, SMALL),
         (chains, ("run_chain",)),
     ):
@@ -124,7 +133,7 @@ def test_kernels_of_a_step_are_met_before_the_first_one(
     for work in step_compilations(model, find_kernels)[:2]:  # of one and of two rows
         work()
     before = set(seen)
-    assert {key.split("'")[1] for key in before} == met | {"join_parts"}
+    assert {key.split("'")[1] for key in before} == met
     bind_all(runtime.bound, runtime.executor)
     pool = CudaSlotPool(model, 2, capacity=20, make_capture=TwinCapture, find_kernels=find_kernels)
     prompts = [*PROMPTS, [50, 51]]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.substitutions import hyper_connections
-from tandem.decode.substitutions.hyper_connections import _WayBack, _Weights
+from tandem.decode.substitutions.hyper_connections import _CpuStreams, _WayBack, _Weights
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.hyper_connections import mix_in, mix_out
 from tandem.kernels.opaque_calls import MIX_IN, MIX_OUT
@@ -58,7 +58,7 @@ def weights_of(streams: Tensor, threads: CpuThreads) -> tuple[Any, Any, Tensor]:
     """Stand-ins of the weights of an output and of the mixture, and the weights."""
     n = streams.shape[-2]
     weights = torch.rand(*streams.shape[:-2], n + n * n)
-    back = _WayBack(threads, weights, streams)
+    back = _WayBack(_CpuStreams(threads), weights, streams)
     mixture = weights[..., n:].unflatten(-1, (n, n))
     return _Weights(weights[..., :n], back), _Weights(mixture, back), weights
 

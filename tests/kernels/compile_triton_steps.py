@@ -18,6 +18,7 @@ from tandem.kernels.dense import pack_dense
 from tandem.kernels.device_compression import ring_shape
 from tandem.kernels.device_states import Run, SlotTokens, StateMemory, logged_values
 from tandem.kernels.formats.weight_format import find_format
+from tandem.kernels.hyper_connections import HyperConnection
 from tandem.kernels.recurrent import (
     MOST_DRAFTED,
     Compression,
@@ -32,6 +33,7 @@ from tandem.triton_kernels import (
     compression,
     dense,
     hand_over,
+    hyper_connections,
     operations,
     recurrent,
     small,
@@ -54,6 +56,7 @@ KERNELS = (
     (hand_over, ("publish", "take_fetched", "combine")),
     (recurrent, ("convolve_tokens", "recur_tokens")),
     (compression, ("compress_tokens",)),
+    (hyper_connections, ("multiply_streams", "weigh_streams", "add_streams")),
     (chains, ("run_chain",)),
 )
 # Heads, KV heads, key and value dimensions, what lies in memory, dtype, window, sinks: as models
@@ -183,6 +186,15 @@ def compress(ratio: int, dim: int, num_series: int) -> None:
     TritonStates().compress(operation, torch.zeros(2, *ring_shape(operation)), *places, x, x)
 
 
+def mix(dtype: torch.dtype) -> None:
+    """Launch what mixes the streams of two tokens, as DeepSeek-V4-Flash has them."""
+    n, rows, kernels = 4, 24, hyper_connections.TritonStreams()
+    streams, matrix = torch.zeros(2, n, 4096, dtype=dtype), torch.zeros(rows, n * 4096)
+    connection = HyperConnection(1e-6, 1e-6, 2.0, 0.0, 20)
+    out, weights = kernels.mix_in(connection, streams, matrix, torch.zeros(rows), torch.zeros(3))
+    kernels.mix_out(out, weights, streams)
+
+
 def memory_of(operation: StateOperation, states: torch.Tensor) -> StateMemory:
     """Return states with a log of drafted tokens."""
     shape = len(states), 2, MOST_DRAFTED, logged_values(operation)
@@ -285,6 +297,7 @@ def main() -> None:
     ]
     steps += [(str(form), launches_of(advance, form)) for form in STATES]
     steps += [(str(each), launches_of(compress, *each)) for each in COMPRESSIONS]
+    steps += [("streams", launches_of(mix, torch.bfloat16))]
     steps += [(f"{rows} rows", launches_of(do_chains, rows)) for rows in (1, 8)]
     for case in WINDOWS:
         capability = capabilities[len(steps) % len(capabilities)]

@@ -121,6 +121,7 @@ def cases(capability: int, *, is_short: bool) -> Iterator[tuple[str, Callable[[]
     for small in steps.SMALL[:most]:
         yield f"small operations {small}", partial(steps.do_small, *small)
     yield "chains", partial(steps.do_chains, 8)
+    yield "streams", partial(steps.mix, dtype)
     yield "compression", partial(steps.compress, *steps.COMPRESSIONS[0])
     for attend, given in ((steps.attend, steps.CASES), (steps.attend_in_windows, steps.WINDOWS)):
         yield from (

@@ -24,8 +24,13 @@ KINDS = {
 """With numbers of layers that have all there is between two that hand over."""
 # Text passes experts for images by, or a norm stands behind experts: their layers break the graph.
 NOT_HANDED = {"ernie4_5_vl_moe", "muse_spark"}
-# Of attention, beside what all have.
-ATTENTION = {"deepseek_v4": {"store_in_window", "attend_window_parts", "compress_tokens"}}
+# Kernels of a step beside what all have.
+STREAMS = {"multiply_streams", "weigh_streams"}
+OWN = {
+    "deepseek_v4": STREAMS | {"add_streams", "attend_window_parts", "compress_tokens"},
+    "glm5_next": STREAMS | {"add_streams"},
+    "hy_v4": STREAMS,
+}
 IN_SLOTS = set(architectures()) - NOT_GENERATING_UPSTREAM - NOT_TOKEN_BY_TOKEN - ON_THEIR_OWN_CACHES
 
 
@@ -42,7 +47,7 @@ def test_a_model_says_the_same_on_a_gpu(name: str, tmp_path: Path) -> None:
         name, tmp_path, values=values, expert_dtype="mxfp4", assignment="ready-on-gpu"
     )
     handed = set() if name in NOT_HANDED else {"publish", "combine"}
-    assert {"graph", *handed, *ATTENTION.get(name, ())} <= set(gpu.launched)
+    assert {"graph", *handed, *OWN.get(name, ())} <= set(gpu.launched)
 
 
 @pytest.mark.parametrize("rule", IN_GRAPH[1:] if IS_WHOLE else IN_GRAPH[1:2])

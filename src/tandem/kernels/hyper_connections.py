@@ -1,10 +1,10 @@
-"""Hyper-connections on the CPU: layers read a sum of a token's residual streams and write to all.
+"""Hyper-connections: layers read a sum of a token's residual streams, and write to all of them.
 
-`csrc/hyper_connections.hpp` has the equations.
+Natively on the CPU; `csrc/hyper_connections.hpp` has the equations.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,23 @@ class HyperConnection(NamedTuple):
     output_eps: float = 0.0
     num_rounds: int = 0
     """In which the mixture's rows and columns are divided by their sums; 0: there is none."""
+
+
+class StreamKernels(Protocol):
+    """What mixes streams on one processor."""
+
+    def mix_in(
+        self,
+        connection: HyperConnection,
+        streams: Tensor,
+        matrix: Tensor,
+        base: Tensor,
+        scales: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return a layer's input, and weights of the way back; see the function `mix_in`."""
+
+    def mix_out(self, y: Tensor, weights: Tensor, streams: Tensor) -> Tensor:
+        """Return the streams behind a layer; see the function `mix_out`."""
 
 
 def add_mix_in(

@@ -10,6 +10,7 @@ from tandem.core.errors import TandemWarning
 from tandem.devices.cuda.checks import TRITON_ATTENTION_CAPABILITY, TRITON_MATRIX_CAPABILITY
 from tandem.kernels.attention import AttentionForm
 from tandem.kernels.device_states import Run, SlotTokens, StateKernels, StateMemory
+from tandem.kernels.hyper_connections import StreamKernels
 from tandem.kernels.recurrent import Convolution
 from tandem.kv_cache.cuda.layers import DecodeKernels, LayerMemory
 
@@ -52,6 +53,15 @@ def state_kernels(kernels: DecodeKernels | None) -> StateKernels | None:
     from tandem.triton_kernels.states import TritonStates
 
     return TritonStates()
+
+
+def stream_kernels(kernels: DecodeKernels | None) -> StreamKernels | None:
+    """Return what mixes residual streams where `kernels` attend; None: the model's own code."""
+    if kernels is None:
+        return None
+    from tandem.triton_kernels.hyper_connections import TritonStreams
+
+    return TritonStreams()
 
 
 def _try(kernels: DecodeKernels, device: torch.device) -> None:

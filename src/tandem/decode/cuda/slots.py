@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import CapacityError, TandemError
-from tandem.decode.cuda.attention import decode_kernels, state_kernels
+from tandem.decode.cuda.attention import decode_kernels, state_kernels, stream_kernels
 from tandem.decode.cuda.fusion import fuse_for_gpu
 from tandem.decode.cuda.graphs import (
     TOLERANCES,
@@ -83,9 +83,11 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         cache = StaticKvCache(
             num_slots, max(1, capacity), model.device, self._make_room, kv_dtype=kv_dtype,
             kernels=of_all, window_kernels=found, state_kernels=state_kernels(found),
+            stream_kernels=stream_kernels(found),
         )  # fmt: skip
         super().__init__(ModelRunner(model, cache, notes_hidden=notes_hidden), cache)
         self._kernels = found if cache.has_compressed else of_all
+        self._launches_kernels = found is not None
         self._device, self._make_capture = model.device, make_capture
         self._steps: dict[tuple[Any, ...], _Step] = {}  # by rows and form, of one generation
         self._inputs: dict[int, StepInputs] = {}  # by rows
@@ -227,7 +229,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
 
         Its kernels are then compiled and loaded. Raises `NotRecordableError`, and what they raise.
         """
-        if self._kernels is None:
+        if not self._launches_kernels:
             return
         with _on(self._device):
             each = dict.fromkeys(range(count), 1)
@@ -235,8 +237,9 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
             self._inputs_of(count).bring([0] * count)
             with intercepted(Announced()):
                 self._run(count)  # makes what is made on first use
-                self.cache.begin_decode(each, count)
-                self._recorded(count)()
+                if self._kernels is not None:
+                    self.cache.begin_decode(each, count)
+                    self._recorded(count)()
 
     def _run(self, count: int) -> Tensor:
         """Step so many rows by the model's own code."""

@@ -17,10 +17,17 @@ from torch import Tensor
 from tandem.decode.substitutions.substitution import Substitution, has
 from tandem.foreign_types import ModelPart
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
-from tandem.kernels.hyper_connections import MOST_STREAMS, HyperConnection, mix_in, mix_out
+from tandem.kernels.hyper_connections import (
+    MOST_STREAMS,
+    HyperConnection,
+    StreamKernels,
+    mix_in,
+    mix_out,
+)
 from tandem.kernels.opaque_calls import MIX_IN, MIX_OUT, mapped, opaque
 from tandem.kv_cache.base import current_cache
 from tandem.kv_cache.cpu import KvCache
+from tandem.kv_cache.cuda.cache import StaticKvCache
 
 _has_names = has("fn", "base", "scale", "hc_mult", "hc_eps", "input_norm")
 _is_head = has("hc_fn", "hc_base", "hc_scale", "hc_mult", "eps", "input_norm")
@@ -42,45 +49,67 @@ def _is_connection(module: ModelPart) -> bool:
 
 def _mix(self: ModelPart, hidden_streams: Tensor) -> tuple[object, ...] | None:
     """Return the weights of the way back, and the layer's input."""
-    threads, connection = _threads_for(hidden_streams, self.fn), _connection_of(self)
-    if threads is None or connection is None:
+    kernels, connection = _kernels_for(hidden_streams, self.fn), _connection_of(self)
+    if kernels is None or connection is None:
         return None
     matrices = self.fn, self.base.float(), self.scale.float()
-    out, weights = opaque(MIX_IN, mix_in, threads, connection, hidden_streams, *matrices)
+    out, weights = kernels.mix_in(connection, hidden_streams, *matrices)
     n = self.hc_mult
     of_output = weights[..., :n]
     if not connection.num_rounds:
         return of_output, out
-    back = _WayBack(threads, weights, hidden_streams)
+    back = _WayBack(kernels, weights, hidden_streams)
     mixture = weights[..., n:].unflatten(-1, (n, n))
     return _Weights(of_output, back), _Weights(mixture, back), out
 
 
 def _collapse(self: ModelPart, x: Tensor) -> Tensor | None:
     """Return the sum of the streams that the output head reads."""
-    threads = _threads_for(x, self.hc_fn)
-    if threads is None:
+    kernels = _kernels_for(x, self.hc_fn)
+    if kernels is None:
         return None
     connection = HyperConnection(self.input_norm.eps, self.eps)
-    matrices = self.hc_fn, self.hc_base.float(), self.hc_scale.float()
-    out: Tensor = opaque(MIX_IN, mix_in, threads, connection, x, *matrices)[0]
+    out, _ = kernels.mix_in(connection, x, self.hc_fn, self.hc_base.float(), self.hc_scale.float())
     return out
 
 
-def _threads_for(streams: Tensor, matrix: Tensor) -> CpuThreads | None:
-    """Return the threads that mix streams; None where they are not on the CPU, or not known."""
+def _kernels_for(streams: Tensor, matrix: Tensor) -> StreamKernels | None:
+    """Return what mixes streams where they are; None: the model's own code, as in a GPU's prompts.
+
+    There every token would read the matrix for itself.
+    """
     cache = current_cache()
-    if not isinstance(cache, KvCache) or streams.shape[-2] > MOST_STREAMS:
+    are_known = all(x.dtype in VALUE_DTYPES for x in (streams, matrix))
+    if streams.shape[-2] > MOST_STREAMS:
         return None
-    are_known = all(x.dtype in VALUE_DTYPES and not x.is_cuda for x in (streams, matrix))
-    return cache.threads if are_known else None
+    if isinstance(cache, StaticKvCache):
+        return cache.stream_kernels if cache.is_decoding else None
+    on_cpu = not streams.is_cuda and not matrix.is_cuda
+    return (
+        _CpuStreams(cache.threads) if isinstance(cache, KvCache) and are_known and on_cpu else None
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _CpuStreams:
+    """Native operations, which recordings see."""
+
+    threads: CpuThreads
+
+    def mix_in(self, *args: Any) -> tuple[Tensor, Tensor]:
+        """See `StreamKernels`."""
+        return opaque(MIX_IN, mix_in, self.threads, *args)
+
+    def mix_out(self, *args: Any) -> Tensor:
+        """See `StreamKernels`."""
+        return opaque(MIX_OUT, mix_out, self.threads, *args)
 
 
 @dataclass(frozen=True, slots=True)
 class _WayBack:
     """What a layer's output meets."""
 
-    threads: CpuThreads
+    kernels: StreamKernels
     weights: Tensor
     """Of `mix_in`."""
     streams: Tensor
@@ -118,9 +147,7 @@ class _Weights:
         if isinstance(other, _Weights) and other.back is self.back:
             y = self._output_beside(other)
             if y is not None:
-                arguments = self.back.threads, y, self.back.weights, self.back.streams
-                found: Tensor = opaque(MIX_OUT, mix_out, *arguments)
-                return found
+                return self.back.kernels.mix_out(y, self.back.weights, self.back.streams)
         result: Tensor = self.tensor + _tensor_of(other)
         return result
 

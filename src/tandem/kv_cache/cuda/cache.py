@@ -17,6 +17,7 @@ from torch import Tensor
 from tandem.core.errors import CapacityError
 from tandem.kernels.attention import AttentionForm, Segment
 from tandem.kernels.device_states import StateKernels, TorchStates
+from tandem.kernels.hyper_connections import StreamKernels
 from tandem.kernels.recurrent import StateOperation
 from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.base import NotInSlotsError, SlotCache
@@ -55,13 +56,16 @@ class StaticKvCache(SlotCache):
         kernels: DecodeKernels | None = None,
         window_kernels: DecodeKernels | None = None,
         state_kernels: StateKernels | None = None,
+        stream_kernels: StreamKernels | None = None,
     ) -> None:
         """Hold `num_slots` slots of `capacity` tokens; `make_room` frees memory if it can.
 
         Keys and values are kept in `kv_dtype`; `kernels` attend in decode steps, `window_kernels`
         where compressed keys stand beside windows, `state_kernels` advance states; None: torch.
+        `stream_kernels` are for the model's residual streams.
         """
         super().__init__(num_slots)
+        self.stream_kernels = stream_kernels
         self.capacity = _rounded(capacity)
         self.generation = 0
         """Grows when whatever was captured is void: without kernels, with the cache."""
