@@ -1,4 +1,4 @@
-#include "attention.hpp"
+#include "attention_tile.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -30,40 +30,8 @@ const AttentionKernel& choose(const std::string& isa, bool may_use_tiles) {
   return portable_attention();
 }
 
-std::int64_t first_position(const AttentionCall& call, std::int64_t token) {
-  const std::int64_t end = call.positions[token] + 1;
-  return call.window > 0 ? std::max<std::int64_t>(0, end - call.window) : 0;
-}
-
-std::int64_t heads_of(const AttentionCall& call) { return call.num_heads / call.num_kv_heads; }
-
 std::int64_t segments(std::int64_t positions, std::int64_t each = kSegment) {
   return (positions + each - 1) / each;
-}
-
-// Whether a token sees some alone of what `selected` is about: positions, or compressed keys.
-bool sees_some(const AttentionCall& call, std::int64_t token) {
-  return call.selected && call.selected[token * call.num_selected] >= 0;
-}
-
-// Calls f with the number of each compressed key that a token sees.
-template <typename F>
-void each_compressed(const AttentionCall& call, std::int64_t token, const F& f) {
-  if (call.compressed.ratio == 0) return;
-  const std::int64_t seen = call.compressed.num_seen(token);
-  if (!sees_some(call, token)) {
-    for (std::int64_t number = 0; number < seen; ++number) f(number);
-    return;
-  }
-  const std::int32_t* numbers = call.selected + token * call.num_selected;
-  for (std::int64_t i = 0; i < call.num_selected; ++i)
-    if (numbers[i] >= 0 && numbers[i] < seen) f(numbers[i]);
-}
-
-std::uint8_t* compressed_key(const AttentionCall& call, std::int64_t token, std::int64_t number) {
-  const CompressedKeys& compressed = call.compressed;
-  return compressed.keys +
-         (call.rows[token] * compressed.capacity + number) * call.layout.joint_bytes();
 }
 
 std::int64_t part_values(const AttentionCall& call, std::int64_t rows) {
@@ -143,57 +111,6 @@ void finish_row(const AttentionCall& call, const PartialAttention& total, std::i
                         (token * call.num_heads + head) * call.layout.value_dim));
 }
 
-// What each row of a tile sees.
-struct SeenRows {
-  std::vector<std::int64_t> begin, end;
-  std::vector<const std::uint64_t*> selected;
-
-  void resize(std::int64_t rows) {
-    begin.resize(rows);
-    end.resize(rows);
-    selected.resize(rows);
-  }
-  void set(std::int64_t row, std::int64_t first, std::int64_t last, const std::uint64_t* some) {
-    begin[row] = first;
-    end[row] = last;
-    selected[row] = some;
-  }
-};
-
-// The queries of a tile as the kernels take them: row t * heads + h for token t and head h.
-struct TileRows {
-  std::vector<float> query;
-  SeenRows own, compressed;
-  std::vector<const std::uint8_t*> joint;  // the compressed keys, those of the last token
-
-  template <typename SelectedOf>
-  void fill(const AttentionCall& call, std::int64_t first_token, std::int64_t num_tokens,
-            std::int64_t kv_head, const SelectedOf& selected_of) {
-    const std::int64_t heads = heads_of(call), width = call.layout.key_width();
-    const bool is_compressed = call.compressed.ratio > 0;
-    query.resize(num_tokens * heads * width);
-    own.resize(num_tokens * heads);
-    compressed.resize(is_compressed ? num_tokens * heads : 0);
-    for (std::int64_t t = 0; t < num_tokens; ++t)
-      for (std::int64_t h = 0; h < heads; ++h) {
-        const std::int64_t token = first_token + t, row = t * heads + h;
-        float* to = query.data() + row * width;
-        load_values(value_at(call.query.data, call.type,
-                             token * call.query.token_stride +
-                                 (kv_head * heads + h) * call.query.head_stride),
-                    call.type, call.layout.key_dim, to);
-        std::fill(to + call.layout.key_dim, to + width, 0.0f);
-        own.set(row, first_position(call, token), call.positions[token] + 1, selected_of(token));
-        if (is_compressed) compressed.set(row, 0, call.compressed.num_seen(token), nullptr);
-      }
-    joint.clear();
-    const std::int64_t last = first_token + num_tokens - 1;
-    each_compressed(call, last, [&](std::int64_t number) {
-      joint.push_back(compressed_key(call, last, number));
-    });
-  }
-};
-
 void require_inside(const AttentionCall& call) {
   const std::int64_t capacity = call.capacity_blocks * kKvBlock;
   for (std::int64_t t = 0; t < call.num_tokens; ++t) {
@@ -202,6 +119,9 @@ void require_inside(const AttentionCall& call) {
       throw std::invalid_argument("a token is at position " + std::to_string(position) +
                                   " of slot " + std::to_string(row) + ", expected one of the " +
                                   std::to_string(capacity) + " of a slot in the cache");
+    if (call.always_seen && row >= call.num_always_seen)
+      throw std::invalid_argument("a token is of slot " + std::to_string(row) + ", expected one of the " +
+                                  std::to_string(call.num_always_seen) + " that have a prompt");
   }
   const CompressedKeys& compressed = call.compressed;
   if (compressed.ratio == 0) return;
@@ -279,7 +199,8 @@ void AttentionEngine::plan_tiles(const AttentionCall& call) {
       const std::int64_t last = t + n - 1;
       std::int64_t num_compressed = 0;
       each_compressed(call, last, [&](std::int64_t) { ++num_compressed; });
-      tiles_.push_back({t, n, head, first_position(call, t) / kSegment * kSegment,
+      const std::int64_t first = always_seen(call, t) > 0 ? 0 : first_position(call, t);
+      tiles_.push_back({t, n, head, first / kSegment * kSegment,
                         call.positions[last] + 1, num_compressed, 0, 0});
       t += n;
     }
@@ -360,12 +281,10 @@ void AttentionEngine::attend(const AttentionCall& call, const Task& task) {
 void AttentionEngine::attend_segment(const AttentionCall& call, const Tile& tile,
                                      std::int64_t segment, const PartialAttention& partial) {
   const TileRows& rows = queries();
-  QueryTile query{tile.num_tokens * heads_of(call), rows.query.data(), rows.own.begin.data(),
-                  rows.own.end.data(), rows.own.selected.data(), nullptr, call.scale, call.softcap};
+  QueryTile query{tile.num_tokens * heads_of(call), rows.query.data(), rows.own.data(), nullptr,
+                  call.scale, call.softcap};
   if (const std::int64_t number = segment - tile.own_segments(); number >= 0) {
-    query.begin = rows.compressed.begin.data();
-    query.end = rows.compressed.end.data();
-    query.selected = rows.compressed.selected.data();
+    query.seen = rows.compressed.data();
     query.joint = rows.joint.data();
     const std::int64_t at = number * kCompressedSegment;
     return kernel_.attend(call.layout, nullptr, nullptr, query, at,

@@ -54,17 +54,24 @@ struct AttentionCall {
   void* out;             // (num_tokens, num_heads, value_dim)
   std::int64_t num_rows = INT64_MAX;  // of the cache
   CompressedKeys compressed{};
+  // How many of a row's first positions its tokens see besides those of the window, by row; null: none.
+  const std::int64_t* always_seen = nullptr;
+  std::int64_t num_always_seen = 0;  // rows
 };
 
-// Queries that share a KV head: row r is (key_width) fp32 values and sees positions begin..end-1, or
-// those of them whose bit is set in its words of `selected` (word p / 64, bit p % 64), unless it is null.
-// The keys of positions lie where `joint` says, alone, unless it is null: then in blocks.
+// What a query row sees: positions begin..end-1, and 0..always-1 as far as they are before the end; of
+// those the ones whose bit is set in `selected` (word p / 64, bit p % 64), unless it is null.
+struct SeenByRow {
+  std::int64_t begin, end, always;
+  const std::uint64_t* selected;
+};
+
+// Queries that share a KV head: row r is (key_width) fp32 values. The keys of positions lie where `joint`
+// says, alone, unless it is null: then in blocks.
 struct QueryTile {
   std::int64_t num_rows;
   const float* query;
-  const std::int64_t* begin;
-  const std::int64_t* end;
-  const std::uint64_t* const* selected;
+  const SeenByRow* seen;
   const std::uint8_t* const* joint;
   float scale, softcap;
 };

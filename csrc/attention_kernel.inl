@@ -324,13 +324,13 @@ inline std::uint64_t lowest_bits(std::int64_t count) {
 }
 
 // The places of a chunk that a row sees, as bits.
-inline std::uint64_t seen_of(const QueryTile& tile, std::int64_t row, std::int64_t at,
-                             std::int64_t end) {
-  const auto first = std::clamp<std::int64_t>(tile.begin[row] - at, 0, kKvChunk);
-  const auto last = std::clamp<std::int64_t>(std::min(tile.end[row], end) - at, 0, kKvChunk);
-  const std::uint64_t selected = tile.selected[row] && first < last ? tile.selected[row][at / kKvChunk]
-                                                                : ~std::uint64_t{0};
-  return lowest_bits(last) & ~lowest_bits(first) & selected;
+inline std::uint64_t seen_of(const SeenByRow& row, std::int64_t at, std::int64_t end) {
+  const auto before = [&](std::int64_t position) {
+    return lowest_bits(std::clamp<std::int64_t>(position - at, 0, kKvChunk));
+  };
+  const std::uint64_t last = before(std::min(row.end, end));
+  const std::uint64_t seen = last & (~before(row.begin) | before(row.always));
+  return row.selected && seen != 0 ? seen & row.selected[at / kKvChunk] : seen;
 }
 
 template <class Math>
@@ -340,7 +340,7 @@ void attend_group(Math& math, const KvLayout& layout, const std::uint8_t* keys,
   const std::int64_t width = layout.value_width();
   std::uint64_t seen[kGroupRows], any = 0;
   for (std::int64_t r = 0; r < group.num_rows; ++r) {
-    seen[r] = seen_of(tile, group.first_row + r, group.at, end);
+    seen[r] = seen_of(tile.seen[group.first_row + r], group.at, end);
     any |= seen[r];
   }
   if (any == 0) return;

@@ -245,6 +245,12 @@ void set_compressed(AttentionCall& call, const Tensor& keys, std::int64_t ratio)
   call.compressed.ratio = ratio;
 }
 
+// How many of a slot's first positions its tokens see besides those of the window: (slots,) int64.
+void set_always_seen(AttentionCall& call, const Tensor& counts) {
+  call.num_always_seen = counts.count();
+  call.always_seen = counts.dense<const std::int64_t>("counts", call.num_always_seen);
+}
+
 void bind_attention(nb::module_& m) {
   // What stays the same from step to step, by layer.
   nb::class_<AttentionCall>(m, "AttentionLayer")
@@ -256,7 +262,8 @@ void bind_attention(nb::module_& m) {
       .def("set_cache", &set_cache)
       .def_prop_ro("joint_key_bytes",
                    [](const AttentionCall& call) { return call.layout.joint_bytes(); })
-      .def("set_compressed", &set_compressed);
+      .def("set_compressed", &set_compressed)
+      .def("set_always_seen", &set_always_seen);
   nb::class_<AttentionEngine>(m, "AttentionEngine")
       .def("__init__",
            [](AttentionEngine* self, ExpertEngine& engine, bool may_use_tiles) {

@@ -21,8 +21,9 @@ from tandem.decode.substitutions.shallow_copy import ShallowCopy
 from tandem.hf.compat import cache_argument
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.attention import Segment
-from tandem.kv_cache.base import stepping, transformers_cache
+from tandem.kv_cache.base import stepping
 from tandem.kv_cache.cpu import KvCache
+from tandem.kv_cache.stand_ins import transformers_cache
 
 TEXT = Path(__file__).parents[2] / "tests" / "data" / "wikitext_4096.txt"
 WINDOW = 512

@@ -24,6 +24,7 @@ struct Shape {
   float scale, softcap;
   std::vector<float> sinks;  // per head, or empty
   std::int64_t ratio;        // of compressed keys beside the others; 0: there are none
+  std::vector<std::int64_t> always;  // of a row's first positions, beside the window, or empty
 
   std::int64_t num_compressed() const {
     return ratio > 0 ? capacity_blocks * tandem::kKvBlock / ratio : 0;
@@ -41,6 +42,8 @@ Shape make_shape(Random& random, KvType type) {
   s.scale = 1.0f / std::sqrt(static_cast<float>(s.layout.key_dim));
   s.softcap = random.between(0, 3) ? 0.0f : 20.0f;
   if (random.between(0, 2) == 0) s.sinks = random.normals(s.heads);
+  if (s.window > 0 && random.between(0, 1))
+    for (std::int64_t row = 0; row < s.rows; ++row) s.always.push_back(random.between(0, 120));
   if (random.between(0, 2) == 0) {
     s.ratio = random.between(1, 5);
     s.heads /= s.kv_heads;
@@ -142,8 +145,9 @@ void attend(const Shape& s, const History& history, const Step& step, std::size_
     for (std::int64_t d = 0; d < s.layout.value_dim; ++d) sums[d] += weight * value[d];
     total += weight;
   };
-  for (std::int64_t p = first; p <= position; ++p) {
-    if (s.ratio == 0 && !is_seen(step, token, p)) continue;
+  const std::int64_t always = s.always.empty() ? 0 : s.always[row];
+  for (std::int64_t p = 0; p <= position; ++p) {
+    if ((p < first && p >= always) || (s.ratio == 0 && !is_seen(step, token, p))) continue;
     const std::int64_t at = p * s.kv_heads + kv_head;
     see(history.keys[row].data() + at * s.layout.key_dim,
         history.values[row].data() + at * s.layout.value_dim);
@@ -192,6 +196,10 @@ std::vector<float> run(tandem::AttentionEngine& engine, const Shape& s, Cache& c
   if (s.ratio > 0)
     call.compressed = {compressed.data(), s.rows, s.num_compressed(), s.ratio, step.positions.data(),
                        {step.compressed.data(), key, key}};
+  if (!s.always.empty()) {
+    call.always_seen = s.always.data();
+    call.num_always_seen = s.rows;
+  }
   engine.append(call);
   engine.run(call);
   return out;

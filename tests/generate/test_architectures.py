@@ -23,11 +23,10 @@ WHY_PADDED = {
     "inkling": "attention adds a bias by distance, made of each token's hidden state",
     "inkling2": "attention adds a bias by distance, made of each token's hidden state",
     "inkling2_loop": "attention adds a bias by distance, made of each token's hidden state",
-    "unlimited_ocr": "decoded tokens slide out of a window, a prompt's never do",
 }
 ON_THEIR_OWN_CACHES = set(WHY_PADDED)
 # Their own code takes what pads a prompt for a part of it: they are compared alone.
-READS_PADDING = {"deepseek_v4"}
+READS_PADDING = {"deepseek_v4", "unlimited_ocr"}
 # Transformers' own generate fails on text alone.
 NOT_GENERATING_UPSTREAM = {"qwen3_omni_moe"}
 

@@ -17,7 +17,7 @@ import tandem
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.hf.compat import compresses_windows
 from tandem.hf.lookahead.routers import find_routers
-from tandem.kv_cache.base import sees_all
+from tandem.kv_cache.stand_ins import sees_all
 from tests.architectures import (
     architectures,
     build_tiny_model,

@@ -194,6 +194,7 @@ def making_cases() -> dict[str, Case]:
         "AttentionLayer.set_compressed": Case(
             layer.set_compressed, (_bytes(2, 8, layer.joint_key_bytes), 2), any_size=[0]
         ),
+        "AttentionLayer.set_always_seen": Case(layer.set_always_seen, (_ints(2),), any_size=[0]),
         "IndexLayer.set_keys": Case(index.set_keys, (_floats(2, 8, DIM),), any_size=[0]),
         "Recurrence": Case(_native.Recurrence, (*form, *of_pairs), any_size=[2]),
         "Recurrence.keep_drafts": Case(recurrence.keep_drafts, (_ints(2), log)),

@@ -28,24 +28,29 @@ FORMS = [
     form_of(8, 1, 128, window=5),
     form_of(4, 2, 32, softcap=3.0),
     form_of(4, 2, 32, softcap=2.0, window=300),
+    form_of(4, 2, 32, window=40, keeps_prompt=True),
 ]
+PROMPT_LENGTHS = torch.tensor([20, 130, 0])  # of the rows
 
 
 def plain(
     form: AttentionForm, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int,
-    sinks: torch.Tensor | None,
+    sinks: torch.Tensor | None, row: int = 0,
 ) -> torch.Tensor:  # fmt: skip
     """One token's attention, head by head: q (heads, dim), k and v (kv heads, positions, dim)."""
-    first = max(0, position + 1 - form.window) if form.window else 0
+    places = torch.arange(position + 1)
+    seen = places > position - (form.window or position + 1)
+    if form.keeps_prompt:
+        seen |= places < PROMPT_LENGTHS[row]
     outs = []
     for head in range(form.num_heads):
         kv = head // (form.num_heads // form.num_kv_heads)
-        scores = k[kv, first : position + 1].double() @ q[head].double() * form.scale
+        scores = k[kv, places[seen]].double() @ q[head].double() * form.scale
         if form.softcap:
             scores = form.softcap * torch.tanh(scores / form.softcap)
         extra = torch.tensor([float("-inf") if sinks is None else float(sinks[head])]).double()
         weights = torch.cat([scores, extra]).softmax(0)[:-1]
-        outs.append(weights @ v[kv, first : position + 1].double())
+        outs.append(weights @ v[kv, places[seen]].double())
     return torch.stack(outs)
 
 
@@ -58,7 +63,7 @@ def filled(
     lead = (rows, form.num_kv_heads, CAPACITY)
     keys = torch.randn(*lead, form.key_dim, generator=random).to(dtype)
     values = torch.randn(*lead, form.value_dim, generator=random).to(dtype)
-    attention = CachedAttention(form, kv_dtype or dtype, sinks)
+    attention = CachedAttention(form, kv_dtype or dtype, sinks, PROMPT_LENGTHS)
     attention.reserve(rows, CAPACITY)
     for row in range(rows):
         places = torch.full((CAPACITY,), row), torch.arange(CAPACITY)
@@ -81,7 +86,7 @@ def require_definition(
     actual = attention.attend(threads, rows, positions, query)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     for token, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
-        wanted = plain(form, query[:, token], keys[row], values[row], position, sinks)
+        wanted = plain(form, query[:, token], keys[row], values[row], position, sinks, row)
         torch.testing.assert_close(actual[token].double(), wanted, rtol=tolerance, atol=tolerance)
 
 
@@ -117,7 +122,7 @@ def test_int8_keys_and_values_cost_a_percent(isa: str, dtype: torch.dtype) -> No
         query = torch.randn(4, form.num_heads, form.key_dim).to(dtype).transpose(0, 1)
         actual = attention.attend(CpuThreads(num_threads=2, isa=isa), rows, positions, query)
         for token, position in enumerate(positions.tolist()):
-            wanted = plain(form, query[:, token], keys[1], values[1], position, None)
+            wanted = plain(form, query[:, token], keys[1], values[1], position, None, 1)
             assert (actual[token] - wanted).norm() < 0.02 * wanted.norm()
 
 

@@ -23,8 +23,9 @@ from tandem.hf.dense import PackedLinear
 from tandem.hf.runtime import runtime_of
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.torch_private import own_forward_hooks
-from tandem.kv_cache.base import SlotCache, stepping, transformers_cache
+from tandem.kv_cache.base import SlotCache, stepping
 from tandem.kv_cache.indexers import masks_by_layer_type
+from tandem.kv_cache.stand_ins import transformers_cache
 
 
 class ModelRunner:

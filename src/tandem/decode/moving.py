@@ -22,9 +22,10 @@ class MovingSlots:
     def take_out(self, slot: int, first: int, num_tokens: int) -> memoryview | None:
         """Return a copy of all that a slot keeps of some tokens; None if a window has left them.
 
-        The tokens fill whole blocks.
+        Or has left something before them that a prompt's tokens see. They fill whole blocks.
         """
-        if any(kept > first for _, kept in self._cache.layers_of(slot)):
+        is_whole = first + num_tokens <= self._cache.seen_whole(slot)
+        if not is_whole or any(kept > first for _, kept in self._cache.layers_of(slot)):
             return None
         copied = torch.cat([part.flatten() for part in self._memory(slot, first, num_tokens)])
         return copied.numpy().data

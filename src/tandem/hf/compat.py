@@ -148,6 +148,14 @@ def compresses_windows(layer: object) -> bool:
     return hasattr(layer, "sliding_window") and hasattr(layer, "compress_rate")
 
 
+def keeps_prompt(layer: object) -> bool:
+    """Tell whether a cache's layer keeps a prompt for good, and of what is decoded a window.
+
+    Unlimited-OCR's, whose class is in its own file (not in 5.17).
+    """
+    return hasattr(layer, "sliding_window") and hasattr(layer, "prefill_length")
+
+
 def cache_layer_kinds(*names: str) -> tuple[type, ...]:
     """Return the classes of a cache's layers of these names that there are (fewer in 5.17)."""
     return tuple(getattr(cache_utils, name) for name in names if hasattr(cache_utils, name))

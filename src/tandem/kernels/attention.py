@@ -45,6 +45,13 @@ class AttentionForm:
     """Scores become softcap * tanh(score / softcap); 0: they do not."""
     window: int = 0
     """Positions that a token sees, itself included; 0: all before it."""
+    keeps_prompt: bool = False
+    """Whether a token sees, besides its window, all of the prompt that its slot began with."""
+
+    @property
+    def kept_window(self) -> int:
+        """The latest positions that a slot needs to keep; 0: all."""
+        return 0 if self.keeps_prompt else self.window
 
 
 class Segment(NamedTuple):
@@ -59,11 +66,16 @@ class CachedAttention:
     """The attention of one layer, with its part of the KV cache."""
 
     def __init__(
-        self, form: AttentionForm, kv_dtype: str | torch.dtype, sinks: Tensor | None = None
+        self,
+        form: AttentionForm,
+        kv_dtype: str | torch.dtype,
+        sinks: Tensor | None = None,
+        prompt_lengths: Tensor | None = None,
     ) -> None:
         """Keep keys and values as `kv_dtype`, of `KV_DTYPES`; no memory is taken yet.
 
-        `sinks` (heads,) are scores of nothing, which take their share of the softmax.
+        `sinks` (heads,) are scores of nothing, which take their share of the softmax. Where windows
+        keep prompts, `prompt_lengths` (slots,) int64 are read when attention is computed.
         """
         self.form = form
         self.kv_dtype = kv_dtype if isinstance(kv_dtype, str) else _OF_VALUES[kv_dtype]
@@ -79,6 +91,9 @@ class CachedAttention:
             form.window,
             self._sinks,
         )
+        self._prompt_lengths = prompt_lengths if form.keeps_prompt else None
+        if self._prompt_lengths is not None:
+            self.native.set_always_seen(self._prompt_lengths)
         self.keys, self.values = (
             torch.empty((0, 0, 0, 0), dtype=torch.uint8, device="cpu") for _ in range(2)
         )
@@ -120,7 +135,7 @@ class CachedAttention:
 
     def with_sinks(self, sinks: Tensor) -> "CachedAttention":
         """Return attention to the same keys and values, which this one holds, with other sinks."""
-        other = CachedAttention(self.form, self.kv_dtype, sinks)
+        other = CachedAttention(self.form, self.kv_dtype, sinks, self._prompt_lengths)
         other.keys, other.values = self.keys, self.values
         other.native.set_cache(self.keys, self.values)
         return other

@@ -63,6 +63,7 @@ class KvCache(SlotCache):
         self.compressed = CompressedStore(num_slots)
         self._expanded = ExpandedKeys()
         self._expected_bytes = 0
+        self._prompt_lengths = torch.zeros(num_slots, dtype=torch.int64, device="cpu")
         self.slots = self.positions = torch.zeros(0, dtype=torch.int64, device="cpu")
 
     @property
@@ -96,7 +97,7 @@ class KvCache(SlotCache):
     def layers_of(self, slot: int) -> list[tuple[CachedAttention, int]]:
         """Return the layers in their order, each with the first position that a slot keeps."""
         layers = [self._layers[number] for number in sorted(self._layers)]
-        windows = [self._windows.get(layer.form.window) for layer in layers]
+        windows = [self._windows.get(layer.form.kept_window) for layer in layers]
         firsts = [0 if window is None else window.first(slot) for window in windows]
         return list(zip(layers, firsts, strict=True))
 
@@ -136,11 +137,12 @@ class KvCache(SlotCache):
     def _announce(self, segments: Sequence[Segment], *, is_decoding: bool) -> None:
         super()._announce(segments, is_decoding=is_decoding)
         for segment in segments:
+            self._prompt_lengths[segment.slot] = self._prompt_length(segment)
             self._expanded.note_written(segment.slot, segment.first_position)
 
     def _copy_layers(self, source: int, target: int, length: int) -> None:
         for layer in self._layers.values():
-            window = self._windows.get(layer.form.window)
+            window = self._windows.get(layer.form.kept_window)
             kept = length if window is None else max(0, length - window.first(source))
             layer.copy_prefix(source, target, kept)
         self.compressed.copy_prefix(source, target, length)
@@ -148,13 +150,13 @@ class KvCache(SlotCache):
         for window in self._windows.values():
             window.follow(source, target)
 
-    def usable(self, slot: int, length: int) -> int:
+    def reachable(self, slot: int, length: int) -> int:
         """Return with how many of its first `length` tokens a slot can go on.
 
         None where layers with a window no longer have what the next token sees; where layers keep
         states, as many as the longest checkpoint has.
         """
-        length = super().usable(slot, length)
+        length = super().reachable(slot, length)
         is_there = all(window.reaches(slot, length) for window in self._windows.values())
         return length if is_there else 0
 
@@ -182,7 +184,7 @@ class KvCache(SlotCache):
         for window in self._windows.values():
             window.pretend(length)
         for layer in self._layers.values():
-            kept = self._windows.get(layer.form.window)
+            kept = self._windows.get(layer.form.kept_window)
             for slot in range(len(self.lengths)):
                 first = 0 if kept is None else kept.first(slot)
                 _pretend(layer, self.threads, slot, length - first)
@@ -265,7 +267,7 @@ class KvCache(SlotCache):
 
         As long as `positions` are the same tensor, so are these.
         """
-        window = self._windows.get(attention.form.window)
+        window = self._windows.get(attention.form.kept_window)
         return self.positions if window is None or window.positions is None else window.positions
 
     def _place(self, *, is_kept: bool) -> None:
@@ -275,10 +277,11 @@ class KvCache(SlotCache):
     def _add_layer(self, layer: int, call: AttentionCall) -> CachedAttention:
         form, dtype = call.form, call.key.dtype
         attention = CachedAttention(
-            form, dtype if self._kv_dtype == "auto" else self._kv_dtype, call.sinks
-        )
-        window = self._window_of(form.window)
-        if all(known.form.window != form.window for known in self._layers.values()):
+            form, dtype if self._kv_dtype == "auto" else self._kv_dtype, call.sinks,
+            self._prompt_lengths,
+        )  # fmt: skip
+        window = self._window_of(form.kept_window)
+        if all(known.form.kept_window != form.kept_window for known in self._layers.values()):
             self._expect_kind(attention, self._capacity if window is None else window.capacity)
         if window is None:
             self._grow(attention, self._capacity, 0)
@@ -306,7 +309,7 @@ class KvCache(SlotCache):
             return
         before = self._capacity
         self._capacity = whole_granules(max(needed, self._capacity * (_GROWTH + 1) // _GROWTH))
-        layers = [layer for layer in self._layers.values() if not layer.form.window]
+        layers = [layer for layer in self._layers.values() if not layer.form.kept_window]
         try:
             self._require_memory(layers)
         except CapacityError:
@@ -335,7 +338,7 @@ class KvCache(SlotCache):
         They are as large as this one, or smaller.
         """
         sliding = self.num_sliding_layers or self.num_layers
-        count = sliding if attention.form.window else self.num_layers - self.num_sliding_layers
+        count = sliding if attention.form.kept_window else self.num_layers - self.num_sliding_layers
         self._expected_bytes += max(1, count) * attention.bytes_of(capacity) * len(self.lengths)
         self._require_bytes(self._expected_bytes)
 

@@ -36,9 +36,9 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.hf.steps import MAX_STEP_TOKENS
 from tandem.kernels.attention import Segment
 from tandem.kernels.opaque_calls import intercepted
-from tandem.kv_cache.base import sees_all
 from tandem.kv_cache.cuda.cache import StaticKvCache
 from tandem.kv_cache.cuda.layers import DecodeKernels, on_its_way
+from tandem.kv_cache.stand_ins import sees_all
 from tandem.recording.replay import ReplayedStep
 
 MakeCapture = Callable[[], Capture]

@@ -67,6 +67,7 @@ def attention_forward(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         softcap=float(softcap or 0),
         window=sliding_window or cache.expected_window,  # some models tell it to their mask alone
+        keeps_prompt=cache.expects_prompt,
     )
     batch, _, num_tokens, _ = query.shape
     # (heads, all tokens, dim), a view in either case

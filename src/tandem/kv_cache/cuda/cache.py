@@ -137,7 +137,7 @@ class StaticKvCache(SlotCache):
         for slot, position in zip(slots, positions, strict=True):
             self.windows.note_written(slot, position + 1)
         runs = self.states.begin_decode(segments, self._step)
-        self._step.bring(slots, positions, runs)
+        self._step.bring(slots, positions, runs, [self.prompt_lengths[slot] for slot in slots])
         if self._kernels is not None:
             return
         self._is_aligned = slots == tuple(range(num_rows))
@@ -148,12 +148,12 @@ class StaticKvCache(SlotCache):
             layer.copy_prefix(source, target, length)
         self.windows.copy_prefix(source, target, length)
 
-    def usable(self, slot: int, length: int) -> int:
+    def reachable(self, slot: int, length: int) -> int:
         """Return with how many of its first `length` tokens a slot can go on.
 
         None where a ring no longer has what the next token sees.
         """
-        length = super().usable(slot, length)
+        length = super().reachable(slot, length)
         return length if self.windows.reaches(slot, length) else 0
 
     def _forget(self, slot: int, length: int) -> None:
@@ -248,7 +248,7 @@ class StaticKvCache(SlotCache):
         group = form.num_heads // form.num_kv_heads
         # Heads that share keys stand as several queries of one head: all see the same positions.
         q = query.transpose(0, 1).reshape(count, form.num_kv_heads, group, form.key_dim)
-        mask = self._step.mask(form.window, self.capacity)[..., : self.attended_length]
+        mask = self._step.mask(form, self.capacity)[..., : self.attended_length]
         mask = mask if selected is None else mask & selected[:, None, None]
         sink = None if sinks is None else sinks.reshape(form.num_kv_heads, group, 1)
         out = attention(form, q, keys, values, mask, sink)
@@ -260,14 +260,15 @@ class StaticKvCache(SlotCache):
         group = form.num_heads // form.num_kv_heads
         keys = keys.repeat_interleave(group, 0)  # (heads, total, dim)
         values = values.repeat_interleave(group, 0)
-        is_whole = count == total and not (form.window and form.window < total)
+        window = form.kept_window
+        is_whole = count == total and not (window and window < total)
         is_whole = is_whole and selected is None
         if is_whole and not form.softcap and sinks is None:  # needs no mask, and has fast kernels
             out = F.scaled_dot_product_attention(
                 query[None], keys[None], values[None], is_causal=True, scale=form.scale
             )
         else:
-            mask = self._seen_by_last(count, total, form.window, selected)
+            mask = self._seen_by_last(count, total, window, selected)
             heads = None if sinks is None else sinks.reshape(form.num_heads, 1, 1)
             out = attention(form, query[None], keys[None], values[None], mask, heads)
         return out[0].transpose(0, 1).contiguous()  # as models' code looks at it

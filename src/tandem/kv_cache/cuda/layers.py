@@ -79,36 +79,50 @@ class StepPlaces:
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         """Hold so many rows, to be brought."""
-        self._device, self._masks = device, dict[int, Tensor]()
+        self._device, self._masks = device, dict[tuple[int, bool], Tensor]()
         self._width = max(2, num_rows)  # kernels are compiled for addresses of whole 16 bytes
         fields = len(Run._fields)
         with torch.inference_mode(False):
             self._memory = torch.zeros(
-                self._width * 2 + num_rows * fields, dtype=torch.int64, device=device
+                self._width * 3 + num_rows * fields, dtype=torch.int64, device=device
             )
         self.slots = self._memory[:num_rows]
         self.positions = self._memory[self._width : self._width + num_rows]
-        self.runs = self._memory[2 * self._width :].view(num_rows, fields)
+        self.prompt_lengths = self._memory[2 * self._width : 2 * self._width + num_rows]
+        """Of each row's slot; see `SlotCache.prompt_lengths`."""
+        self.runs = self._memory[3 * self._width :].view(num_rows, fields)
         """As of `device_states.Run`."""
 
-    def bring(self, slots: Sequence[int], positions: Sequence[int], runs: Sequence[Run]) -> None:
+    def bring(
+        self,
+        slots: Sequence[int],
+        positions: Sequence[int],
+        runs: Sequence[Run],
+        prompt_lengths: Sequence[int],
+    ) -> None:
         """Queue a step's rows."""
         gap = [0] * (self._width - len(slots))
-        numbers = [*slots, *gap, *positions, *gap, *(number for run in runs for number in run)]
+        rows = (*slots, *gap, *positions, *gap, *prompt_lengths, *gap)
+        numbers = [*rows, *(number for run in runs for number in run)]
         self._memory.copy_(on_its_way(numbers, self._device), non_blocking=True)
-        for window, mask in self._masks.items():
-            mask.copy_(self._seen(window, mask.shape[3]))
+        for kind, mask in self._masks.items():
+            mask.copy_(self._seen(*kind, mask.shape[3]))
 
-    def mask(self, window: int, capacity: int) -> Tensor:
+    def mask(self, form: AttentionForm, capacity: int) -> Tensor:
         """Return which of `capacity` positions rows see: (n_rows, 1, 1, capacity), kept."""
-        if window not in self._masks or self._masks[window].shape[3] != capacity:
+        kind = form.window, form.keeps_prompt
+        if kind not in self._masks or self._masks[kind].shape[3] != capacity:
             with torch.inference_mode(False):
-                self._masks[window] = self._seen(window, capacity)
-        return self._masks[window]
+                self._masks[kind] = self._seen(*kind, capacity)
+        return self._masks[kind]
 
-    def _seen(self, window: int, capacity: int) -> Tensor:
+    def _seen(self, window: int, keeps_prompt: bool, capacity: int) -> Tensor:
         place = self.positions[:, None, None, None]
-        return visible(place, torch.arange(capacity, device=self._device), window)
+        position = torch.arange(capacity, device=self._device)
+        seen = visible(place, position, window)
+        if not keeps_prompt:
+            return seen
+        return seen | (position < self.prompt_lengths[:, None, None, None])
 
 
 def on_its_way(numbers: Sequence[object], device: torch.device) -> Tensor:

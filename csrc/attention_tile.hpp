@@ -1,0 +1,83 @@
+// The query rows of a tile as the kernels take them, and what each of them sees.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "attention.hpp"
+
+namespace tandem {
+
+inline std::int64_t first_position(const AttentionCall& call, std::int64_t token) {
+  const std::int64_t end = call.positions[token] + 1;
+  return call.window > 0 ? std::max<std::int64_t>(0, end - call.window) : 0;
+}
+
+// The positions that a token sees besides those of its window, from the row's first one on.
+inline std::int64_t always_seen(const AttentionCall& call, std::int64_t token) {
+  return call.always_seen ? call.always_seen[call.rows[token]] : 0;
+}
+
+inline std::int64_t heads_of(const AttentionCall& call) { return call.num_heads / call.num_kv_heads; }
+
+// Whether a token sees some alone of what `selected` is about: positions, or compressed keys.
+inline bool sees_some(const AttentionCall& call, std::int64_t token) {
+  return call.selected && call.selected[token * call.num_selected] >= 0;
+}
+
+// Calls f with the number of each compressed key that a token sees.
+template <typename F>
+void each_compressed(const AttentionCall& call, std::int64_t token, const F& f) {
+  if (call.compressed.ratio == 0) return;
+  const std::int64_t seen = call.compressed.num_seen(token);
+  if (!sees_some(call, token)) {
+    for (std::int64_t number = 0; number < seen; ++number) f(number);
+    return;
+  }
+  const std::int32_t* numbers = call.selected + token * call.num_selected;
+  for (std::int64_t i = 0; i < call.num_selected; ++i)
+    if (numbers[i] >= 0 && numbers[i] < seen) f(numbers[i]);
+}
+
+inline std::uint8_t* compressed_key(const AttentionCall& call, std::int64_t token, std::int64_t number) {
+  const CompressedKeys& compressed = call.compressed;
+  return compressed.keys +
+         (call.rows[token] * compressed.capacity + number) * call.layout.joint_bytes();
+}
+
+// The queries of a tile as the kernels take them: row t * heads + h for token t and head h.
+struct TileRows {
+  std::vector<float> query;
+  std::vector<SeenByRow> own, compressed;  // of positions, and of compressed keys
+  std::vector<const std::uint8_t*> joint;  // the compressed keys, those of the last token
+
+  template <typename SelectedOf>
+  void fill(const AttentionCall& call, std::int64_t first_token, std::int64_t num_tokens,
+            std::int64_t kv_head, const SelectedOf& selected_of) {
+    const std::int64_t heads = heads_of(call), width = call.layout.key_width();
+    const bool is_compressed = call.compressed.ratio > 0;
+    query.resize(num_tokens * heads * width);
+    own.resize(num_tokens * heads);
+    compressed.resize(is_compressed ? num_tokens * heads : 0);
+    for (std::int64_t t = 0; t < num_tokens; ++t)
+      for (std::int64_t h = 0; h < heads; ++h) {
+        const std::int64_t token = first_token + t, row = t * heads + h;
+        float* to = query.data() + row * width;
+        load_values(value_at(call.query.data, call.type,
+                             token * call.query.token_stride +
+                                 (kv_head * heads + h) * call.query.head_stride),
+                    call.type, call.layout.key_dim, to);
+        std::fill(to + call.layout.key_dim, to + width, 0.0f);
+        own[row] = {first_position(call, token), call.positions[token] + 1,
+                    always_seen(call, token), selected_of(token)};
+        if (is_compressed) compressed[row] = {0, call.compressed.num_seen(token), 0, nullptr};
+      }
+    joint.clear();
+    const std::int64_t last = first_token + num_tokens - 1;
+    each_compressed(call, last, [&](std::int64_t number) {
+      joint.push_back(compressed_key(call, last, number));
+    });
+  }
+};
+
+}  // namespace tandem

@@ -1,0 +1,204 @@
+"""A model's cache object for a forward in sequence slots: layers that only pass the word on.
+
+Each stands for what Transformers' own layer would keep, which a `SlotCache` does.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
+
+from tandem.foreign_types import PreTrainedModel
+from tandem.hf.compat import (
+    cache_layer_kinds,
+    compresses_windows,
+    is_empty_cache_layer,
+    keeps_prompt,
+    own_cache_class,
+)
+from tandem.kv_cache.attention_call import NewCompressed
+from tandem.kv_cache.base import NotInSlotsError, SlotCache
+from tandem.kv_cache.index_keys import NewIndexKeys, Pool, Selection
+from tandem.kv_cache.indexers import IndexScores
+from tandem.kv_cache.states import StateHandle
+
+# Transformers' layers by what they keep.
+_FULL_AND_STATES = cache_layer_kinds("LinearAttentionAndFullAttentionLayer")
+_SLIDING_AND_STATES = cache_layer_kinds("LinearAttentionAndSlidingWindowAttentionLayer")
+_SLIDING = (DynamicSlidingWindowLayer, *_SLIDING_AND_STATES)
+_FULL = (DynamicLayer, DynamicIndexedLayer, *_FULL_AND_STATES)
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
+    """What Transformers' cache holds for a layer: it only passes the word on."""
+
+    is_sliding = False
+
+    def __init__(self, cache: SlotCache, layer: int) -> None:
+        super().__init__()
+        self._cache = cache
+        self._layer = layer
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """No-op: the cache has its own tensors."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Return what is new alone; attention knows the rest."""
+        self._cache.expect(self._layer)
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return max(self._cache.lengths)
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class _SelectingLayer(_Layer):
+    """The same for a layer that selects some of what attention sees."""
+
+    def select(
+        self,
+        selection: Selection,
+        key: Tensor,
+        query: Tensor,
+        weights: Tensor | None,
+        pool: Pool | None = None,
+    ) -> Tensor:
+        """As of `SlotCache.select`, for tensors (b, n_tokens, ...)."""
+        flat = None if weights is None else weights.flatten(0, 1)
+        new = NewIndexKeys(self._layer, selection, pool)
+        selected = self._cache.select(new, key.flatten(0, 1), query.flatten(0, 1), flat)
+        return selected.view(*key.shape[:2], -1)
+
+
+class _IndexedLayer(_SelectingLayer):
+    """The same for a layer whose indexer selects the positions that attention sees."""
+
+    def update_indexer(self, key_states: Tensor) -> IndexScores:
+        """Return what stands for the index keys of each token's slot."""
+        return IndexScores(self.select, key_states)
+
+    @property
+    def indexer_position_ids(self) -> None:
+        """None: the positions of earlier tokens are not asked for again."""
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, position_ids: Tensor) -> None:
+        """No-op."""
+
+
+class _CompressedLayer(_SelectingLayer):
+    """The same for a layer with a window and, of all tokens, compressed keys."""
+
+    def __init__(self, cache: SlotCache, layer: int) -> None:
+        super().__init__(cache, layer)
+        self.states = StateHandle(cache, layer, 0)
+
+    def expect_compressed(self, ratio: int, key: Tensor, selected: Tensor | None) -> None:
+        """Note the keys (b, n_tokens, dim) that attention sees beside those of the window."""
+        self._cache.expect_compressed(NewCompressed(ratio, key.flatten(0, 1)[None], selected))
+
+
+class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
+    """The same for a layer with states: what it gives out are handles of ours."""
+
+    def __init__(self, cache: SlotCache, layer: int, number_of_states: int) -> None:
+        super().__init__(number_of_states)
+        self._cache = cache
+        self._handles = [StateHandle(cache, layer, i) for i in range(number_of_states)]
+        self.conv_states = dict(enumerate(self._handles))
+        self.recurrent_states = dict(enumerate(self._handles))
+        self.has_previous_state = dict.fromkeys(range(number_of_states), True)
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, **kwargs: object
+    ) -> Tensor:
+        """Return what is new alone; the convolution knows the rest."""
+        self._cache.states_asked_for = self._handles[state_idx]
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: object, state_idx: int = 0, **kwargs: object
+    ) -> object:
+        """No-op: the operation has written its state."""
+        return recurrent_states
+
+
+class _KeysAndStateLayer(_StateLayer, _Layer):
+    """The same for a layer that keeps both."""
+
+    def __init__(self, cache: SlotCache, layer: int, number_of_states: int) -> None:
+        _Layer.__init__(self, cache, layer)
+        _StateLayer.__init__(self, cache, layer, number_of_states)
+
+
+def transformers_cache(model: PreTrainedModel, cache: SlotCache) -> DynamicCache:
+    """Return the cache object for a forward; raises `NotInSlotsError` for layers of other kinds.
+
+    Compressed caches and the like need their own kind.
+    """
+    shell = DynamicCache(config=model.config.get_text_config(decoder=True))
+    kinds = [type(layer) for layer in shell.layers]
+    cache.windows_by_layer = {
+        number: layer.sliding_window
+        for number, layer in enumerate(shell.layers)
+        if type(layer) in _SLIDING or compresses_windows(layer)
+    }
+    cache.prompt_windows = {
+        number: layer.sliding_window
+        for number, layer in enumerate(shell.layers)
+        if keeps_prompt(layer)
+    }
+    cache.has_compressed = any(map(compresses_windows, shell.layers))
+    cache.num_sliding_layers = len(cache.windows_by_layer)
+    full = sum(kind in _FULL for kind in kinds) + len(cache.prompt_windows)
+    cache.num_layers = max(1, full + cache.num_sliding_layers)
+    if not kinds:
+        raise NotInSlotsError("the model keeps no keys and values")
+    shell.layers = [_stand_in(cache, number, layer) for number, layer in enumerate(shell.layers)]
+    own = own_cache_class(model)
+    if own is not None:
+        layers, shell = shell.layers, own()
+        shell.layers = layers
+    return shell
+
+
+def sees_all(model: PreTrainedModel) -> bool:
+    """Tell whether attention sees all positions before a token, of its window if a layer has one.
+
+    Not where an indexer selects some, where keys of many tokens stand beside a window, or prompts.
+    """
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return not any(
+        type(x) is DynamicIndexedLayer or compresses_windows(x) or keeps_prompt(x) for x in layers
+    )
+
+
+def _stand_in(cache: SlotCache, number: int, layer: Any) -> Any:
+    kind = type(layer)
+    if kind in (DynamicLayer, DynamicSlidingWindowLayer) or keeps_prompt(layer):
+        return _Layer(cache, number)
+    if kind is DynamicIndexedLayer:
+        return _IndexedLayer(cache, number)
+    if compresses_windows(layer):
+        return _CompressedLayer(cache, number)
+    if kind in (*_FULL_AND_STATES, *_SLIDING_AND_STATES):
+        return _KeysAndStateLayer(cache, number, layer.number_of_states)
+    if kind is LinearAttentionLayer:
+        return _StateLayer(cache, number, layer.number_of_states)
+    if is_empty_cache_layer(layer):
+        return layer
+    raise NotInSlotsError(f"a layer's cache is a {kind.__name__}")

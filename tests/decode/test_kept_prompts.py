@@ -1,0 +1,101 @@
+"""Windows that keep prompts (Unlimited-OCR): what is decoded slides out, a prompt never does."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.decode.cpu_slots import CpuSlotPool
+from tandem.decode.cuda.slots import CudaSlotPool
+from tandem.decode.padded import PaddedBatch
+from tandem.kernels.dense import CpuThreads
+from tests.architectures import build_tiny_model
+from tests.decode.whole_pool import close
+
+pytestmark = pytest.mark.every_isa(first_of="device")
+WINDOW = 4
+PROMPT = [40 + 7 * i % 80 for i in range(70)]  # more than a chunk of positions
+SAID = [35 + 11 * i % 90 for i in range(20)]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build_tiny_model("unlimited_ocr")
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def pool_of(model: Any, threads: CpuThreads, device: str) -> Any:
+    """Slots of a device; those of CUDA compute on the CPU, by torch."""
+    return CpuSlotPool(model, threads, 3) if device == "cpu" else CudaSlotPool(model, 3)
+
+
+def alone(model: Any, prompt: list[int], said: list[int]) -> list[Tensor]:
+    """The logits after a prompt and after each token, by the model's own code and cache."""
+    batch = PaddedBatch(model, [prompt], 0)
+    return [batch.prefill()[0], *(batch.decode([token])[0] for token in said)]
+
+
+def decoded(pool: Any, slot: int, said: list[int]) -> list[Tensor]:
+    return [pool.decode({slot: token})[0].clone() for token in said]
+
+
+def test_prompts_in_chunks_stay_and_decoded_tokens_slide(
+    model: Any, threads: CpuThreads, device: str
+) -> None:
+    pool = pool_of(model, threads, device)
+    pool.prefill({0: PROMPT[:1]})
+    pool.prefill({0: PROMPT[1:66]})
+    found = [pool.prefill({0: PROMPT[66:]})[0].clone(), *decoded(pool, 0, SAID)]
+    close(torch.stack(found), torch.stack(alone(model, PROMPT, SAID)))
+
+
+def test_a_slot_goes_back_and_on(model: Any, threads: CpuThreads, device: str) -> None:
+    """Drafts are taken back behind what has slid out; a copied slot knows its prompt."""
+    pool = pool_of(model, threads, device)
+    pool.prefill({0: PROMPT[:9]})
+    decoded(pool, 0, SAID[:10])
+    pool.verify({0: [*SAID[10:12], 50, 51]})
+    pool.keep(0, 9 + 12)
+    pool.copy(0, 2, 9 + 12)
+    expected = alone(model, PROMPT[:9], SAID)[13:]
+    for slot in (0, 2):
+        close(torch.stack(decoded(pool, slot, SAID[12:])), torch.stack(expected))
+
+
+def test_a_prompt_goes_on_from_what_saw_all_before_it(
+    model: Any, threads: CpuThreads, device: str
+) -> None:
+    pool = pool_of(model, threads, device)
+    pool.prefill({0: PROMPT})
+    decoded(pool, 0, SAID)
+    held = [*PROMPT, *SAID]
+    assert [pool.usable(0, n) for n in (90, 75, 74, 60)] == [74, 74, 74, 60]
+    pool.copy(0, 1, 74)
+    close(pool.prefill({1: [*held[74:], 60]})[0], alone(model, [*held, 60], [])[0])
+    pool.keep(0, 60)
+    close(pool.prefill({0: [50, 51]})[0], alone(model, [*held[:60], 50, 51], [])[0])
+    expected = alone(model, [*held, 60], SAID)[1:]
+    close(torch.stack(decoded(pool, 1, SAID)), torch.stack(expected))
+
+
+def test_what_a_window_has_left_is_not_moved(model: Any, threads: CpuThreads) -> None:
+    """Segments on disk are of prompts: none has tokens that did not see all before them."""
+    pool = CpuSlotPool(model, threads, 2)
+    pool.prefill({0: PROMPT[:30]})
+    decoded(pool, 0, SAID)
+    moving = pool.moving
+    assert moving is not None
+    assert moving.take_out(0, 32, 16) is None
+    data = moving.take_out(0, 16, 16)
+    first = moving.take_out(0, 0, 16)
+    assert data is not None
+    assert first is not None
+    held = [*PROMPT[:30], *SAID]
+    moving.put_in(1, held[:16], first)
+    moving.put_in(1, held[16:32], data)
+    close(pool.prefill({1: held[32:]})[0], alone(model, held, [])[0])
