@@ -96,15 +96,24 @@ void merge_row(const PartialAttention& total, const PartialAttention& next, std:
   total.greatest[row] = greatest;
 }
 
+float sink_of(const AttentionCall& call, std::int64_t token, std::int64_t head) {
+  if (!call.token_sinks) return call.sinks[head];
+  float sink;
+  const std::int64_t at = token * call.num_heads + head;
+  load_values(value_at(call.token_sinks, call.type, at), call.type, 1, &sink);
+  return sink;
+}
+
 // Writes the results of one query row: its weighted sums over their sum.
 void finish_row(const AttentionCall& call, const PartialAttention& total, std::int64_t row,
                 std::int64_t token, std::int64_t head) {
   const std::int64_t width = call.layout.value_width();
   float* weighted = total.weighted + row * width;
-  const float sink = call.sinks ? call.sinks[head] : -1e30f;
+  const bool has_sink = call.sinks || call.token_sinks;
+  const float sink = has_sink ? sink_of(call, token, head) : -1e30f;
   const float greatest = std::max(total.greatest[row], sink);
   const float weight = std::exp(total.greatest[row] - greatest);
-  const float sum = (call.sinks ? std::exp(sink - greatest) : 0.0f) + weight * total.sum[row];
+  const float sum = (has_sink ? std::exp(sink - greatest) : 0.0f) + weight * total.sum[row];
   for (std::int64_t d = 0; d < width; ++d) weighted[d] = weight * weighted[d] / sum;
   store_values(weighted, call.layout.value_dim, call.type,
                value_at(call.out, call.type,
@@ -282,10 +291,11 @@ void AttentionEngine::attend_segment(const AttentionCall& call, const Tile& tile
                                      std::int64_t segment, const PartialAttention& partial) {
   const TileRows& rows = queries();
   QueryTile query{tile.num_tokens * heads_of(call), rows.query.data(), rows.own.data(), nullptr,
-                  call.scale, call.softcap};
+                  call.scale, call.softcap, &call.bias, rows.bias_states.data()};
   if (const std::int64_t number = segment - tile.own_segments(); number >= 0) {
     query.seen = rows.compressed.data();
     query.joint = rows.joint.data();
+    query.bias = nullptr;
     const std::int64_t at = number * kCompressedSegment;
     return kernel_.attend(call.layout, nullptr, nullptr, query, at,
                           std::min(at + kCompressedSegment, tile.num_compressed), partial);

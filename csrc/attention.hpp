@@ -32,6 +32,21 @@ struct CompressedKeys {
   bool ends_window(std::int64_t token) const { return (positions[token] + 1) % ratio == 0; }
 };
 
+// What is added to scores by distance: a token and head have the product of their states with a profile
+// of each distance 0..extent-1, and nothing beyond.
+struct DistanceBias {
+  TokenView states;       // of each token, (num_heads, dim)
+  const float* profiles;  // (dim, width()), the farthest distance first, with kMargin zeros on both sides
+  std::int64_t dim, extent;
+
+  static constexpr std::int64_t kMargin = kKvChunk;
+  std::int64_t width() const { return extent + 2 * kMargin; }
+  // Where the profiles begin for the positions from `at` on, as the token at `position` sees them.
+  std::int64_t first(std::int64_t position, std::int64_t at) const {
+    return kMargin + extent - 1 - (position - at);
+  }
+};
+
 struct AttentionCall {
   KvLayout layout;
   ValueType type;  // of queries, new keys and values, and the output
@@ -57,6 +72,8 @@ struct AttentionCall {
   // How many of a row's first positions its tokens see besides those of the window, by row; null: none.
   const std::int64_t* always_seen = nullptr;
   std::int64_t num_always_seen = 0;  // rows
+  DistanceBias bias{};               // of no dimensions: there is none
+  const void* token_sinks = nullptr;  // as `sinks`, but (num_tokens, num_heads), or null
 };
 
 // What a query row sees: positions begin..end-1, and 0..always-1 as far as they are before the end; of
@@ -74,6 +91,8 @@ struct QueryTile {
   const SeenByRow* seen;
   const std::uint8_t* const* joint;
   float scale, softcap;
+  const DistanceBias* bias;
+  const float* bias_states;  // (num_rows, dim)
 };
 
 // Running softmax of a tile: greatest score, sum of the weights, and `value_width` weighted sums, by

@@ -256,59 +256,7 @@ class SpreadChunk {
   std::uint8_t* data_ = nullptr;
 };
 
-// ---- the softmax of a chunk ----
-
-struct Running {  // one row's
-  float* greatest;
-  float* sum;
-  float* weighted;
-};
-
-// Writes `value` at the places of a chunk that a row does not see.
-inline void hide(float* scores, std::uint64_t seen, float value) {
-  const std::int64_t first = std::countr_zero(seen), last = kKvChunk - std::countl_zero(seen);
-  std::fill_n(scores, first, value);
-  std::fill_n(scores + last, kKvChunk - last, value);
-  if (std::popcount(seen) == last - first) return;
-  for (std::int64_t p = first; p < last; ++p) scores[p] = seen >> p & 1 ? scores[p] : value;
-}
-
-// Turns the scores of a row, which sees the places whose bit is set, into weights, and scales what has
-// been summed with a smaller greatest score.
-inline void soften(float* scores, std::uint64_t seen, const QueryTile& tile, const Running& row,
-                   std::int64_t width) {
-  if (seen == 0) {
-    std::fill_n(scores, kKvChunk, 0.0f);
-    return;
-  }
-  for (std::int64_t p = 0; p < kKvChunk; p += TANDEM_LANES) {
-    Vector score = load(scores + p) * tile.scale;
-    if (tile.softcap > 0) score = tangent(score * (1.0f / tile.softcap)) * tile.softcap;
-    store(scores + p, score);
-  }
-  hide(scores, seen, -1e30f);
-  Vector peaks = broadcast(*row.greatest);
-  for (std::int64_t p = 0; p < kKvChunk; p += TANDEM_LANES) {
-    const Vector score = load(scores + p);
-    peaks = score > peaks ? score : peaks;
-  }
-  const float peak = greatest_of(peaks);
-  if (peak > *row.greatest) {
-    const float shrink = std::exp(*row.greatest - peak);
-    for (std::int64_t d = 0; d < width; d += TANDEM_LANES)
-      store(row.weighted + d, load(row.weighted + d) * shrink);
-    *row.sum *= shrink;
-    *row.greatest = peak;
-  }
-  Vector total = {};
-  for (std::int64_t p = 0; p < kKvChunk; p += TANDEM_LANES) {
-    const Vector weight = exponential(load(scores + p) - peak);
-    store(scores + p, weight);
-    total += weight;
-  }
-  *row.sum += sum_of(total);  // with e^-87 for each place that is not seen: nothing
-  hide(scores, seen, 0.0f);
-}
+#include "attention_softmax.inl"
 
 // ---- a tile with a head ----
 
@@ -351,8 +299,10 @@ void attend_group(Math& math, const KvLayout& layout, const std::uint8_t* keys,
   });
   for (std::int64_t r = 0; r < group.num_rows; ++r) {
     const std::int64_t row = group.first_row + r;
-    soften(scores + r * kKvChunk, seen[r], tile,
-           {partial.greatest + row, partial.sum + row, partial.weighted + row * width}, width);
+    float* of_row = scores + r * kKvChunk;
+    if (seen[r] != 0) scale_scores(of_row, tile, row, group.at);
+    soften(of_row, seen[r], {partial.greatest + row, partial.sum + row, partial.weighted + row * width},
+           width);
     math.weigh(r, scores + r * kKvChunk, values, blocks);
   }
   in_groups<Math::kMostRows>(group.num_rows, [&]<int R>(std::int64_t r) {

@@ -47,7 +47,7 @@ inline std::uint8_t* compressed_key(const AttentionCall& call, std::int64_t toke
 
 // The queries of a tile as the kernels take them: row t * heads + h for token t and head h.
 struct TileRows {
-  std::vector<float> query;
+  std::vector<float> query, bias_states;
   std::vector<SeenByRow> own, compressed;  // of positions, and of compressed keys
   std::vector<const std::uint8_t*> joint;  // the compressed keys, those of the last token
 
@@ -57,17 +57,21 @@ struct TileRows {
     const std::int64_t heads = heads_of(call), width = call.layout.key_width();
     const bool is_compressed = call.compressed.ratio > 0;
     query.resize(num_tokens * heads * width);
+    bias_states.resize(num_tokens * heads * call.bias.dim);
     own.resize(num_tokens * heads);
     compressed.resize(is_compressed ? num_tokens * heads : 0);
     for (std::int64_t t = 0; t < num_tokens; ++t)
       for (std::int64_t h = 0; h < heads; ++h) {
         const std::int64_t token = first_token + t, row = t * heads + h;
+        const auto load = [&](const TokenView& from, std::int64_t dim, float* to) {
+          const std::int64_t at = token * from.token_stride + (kv_head * heads + h) * from.head_stride;
+          load_values(value_at(from.data, call.type, at), call.type, dim, to);
+        };
         float* to = query.data() + row * width;
-        load_values(value_at(call.query.data, call.type,
-                             token * call.query.token_stride +
-                                 (kv_head * heads + h) * call.query.head_stride),
-                    call.type, call.layout.key_dim, to);
+        load(call.query, call.layout.key_dim, to);
         std::fill(to + call.layout.key_dim, to + width, 0.0f);
+        if (call.bias.dim > 0)
+          load(call.bias.states, call.bias.dim, bias_states.data() + row * call.bias.dim);
         own[row] = {first_position(call, token), call.positions[token] + 1,
                     always_seen(call, token), selected_of(token)};
         if (is_compressed) compressed[row] = {0, call.compressed.num_seen(token), 0, nullptr};

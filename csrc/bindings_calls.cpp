@@ -93,7 +93,8 @@ void take_new(AttentionCall& call, const Tensor& slots, const Tensor& positions,
 
 void take_query(AttentionCall& call, const Tensor& slots, const Tensor& positions,
                 const Tensor& query, const MaybeTensor& selected,
-                const MaybeTensor& whole_positions, const Tensor& out) {
+                const MaybeTensor& whole_positions, const MaybeTensor& bias_states,
+                const MaybeTensor& sinks, const Tensor& out) {
   const ValueType type = query.value_type("query");
   take_tokens(call, query.size(1), slots, positions, whole_positions);
   call.type = type;
@@ -106,6 +107,12 @@ void take_query(AttentionCall& call, const Tensor& slots, const Tensor& position
     call.selected = selected->dense<const std::int32_t>("selected",
                                                         call.num_tokens * call.num_selected);
   }
+  require(bias_states.has_value() == (call.bias.dim > 0), "states where there is a bias by distance");
+  if (bias_states)
+    call.bias.states = token_view(*bias_states, "bias_states", type, call.num_heads, call.num_tokens,
+                                  call.bias.dim);
+  call.token_sinks =
+      sinks ? sinks->values("sinks", type, call.num_tokens * call.num_heads) : nullptr;
   call.out = out.values("out", type, call.num_tokens * call.num_heads * call.layout.value_dim, true);
 }
 

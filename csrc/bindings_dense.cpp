@@ -251,6 +251,14 @@ void set_always_seen(AttentionCall& call, const Tensor& counts) {
   call.always_seen = counts.dense<const std::int64_t>("counts", call.num_always_seen);
 }
 
+// Profiles (dim, extent and a margin on both sides) of a bias by distance, see `DistanceBias`.
+void set_bias(AttentionCall& call, const Tensor& profiles) {
+  profiles.require_dims("profiles", 2);
+  call.bias = {{}, nullptr, profiles.size(0), profiles.size(1) - 2 * DistanceBias::kMargin};
+  require(call.bias.dim > 0 && call.bias.extent > 0, "one distance or more between the margins");
+  call.bias.profiles = profiles.dense<const float>("profiles", call.bias.dim * call.bias.width());
+}
+
 void bind_attention(nb::module_& m) {
   // What stays the same from step to step, by layer.
   nb::class_<AttentionCall>(m, "AttentionLayer")
@@ -263,7 +271,8 @@ void bind_attention(nb::module_& m) {
       .def_prop_ro("joint_key_bytes",
                    [](const AttentionCall& call) { return call.layout.joint_bytes(); })
       .def("set_compressed", &set_compressed)
-      .def("set_always_seen", &set_always_seen);
+      .def("set_always_seen", &set_always_seen)
+      .def("set_bias", &set_bias);
   nb::class_<AttentionEngine>(m, "AttentionEngine")
       .def("__init__",
            [](AttentionEngine* self, ExpertEngine& engine, bool may_use_tiles) {
@@ -282,12 +291,14 @@ void bind_attention(nb::module_& m) {
            nb::arg().none() = nb::none())
       .def("attend", [](AttentionEngine& engine, const AttentionCall& layer, const Tensor& slots,
                         const Tensor& positions, const Tensor& query, const MaybeTensor& selected,
-                        const Tensor& out, const MaybeTensor& whole_positions) {
+                        const Tensor& out, const MaybeTensor& whole_positions,
+                        const MaybeTensor& bias_states, const MaybeTensor& sinks) {
         AttentionCall call = layer;
-        take_query(call, slots, positions, query, selected, whole_positions, out);
+        take_query(call, slots, positions, query, selected, whole_positions, bias_states, sinks, out);
         const Turn turn(engine);
         engine.run(call);
       }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
+         nb::arg().none() = nb::none(), nb::arg().none() = nb::none(),
          nb::arg().none() = nb::none());
 }
 

@@ -17,6 +17,7 @@ using tandem::ValueType;
 using tandem::checks::Random;
 
 constexpr int kRounds = 60;
+constexpr std::int64_t kProfiles = 3;  // of a bias by distance
 
 struct Shape {
   tandem::KvLayout layout;
@@ -25,6 +26,8 @@ struct Shape {
   std::vector<float> sinks;  // per head, or empty
   std::int64_t ratio;        // of compressed keys beside the others; 0: there are none
   std::vector<std::int64_t> always;  // of a row's first positions, beside the window, or empty
+  std::int64_t extent;               // of a bias by distance; 0: there is none
+  std::vector<float> profiles;       // (kProfiles, extent), the nearest distance first
 
   std::int64_t num_compressed() const {
     return ratio > 0 ? capacity_blocks * tandem::kKvBlock / ratio : 0;
@@ -45,6 +48,10 @@ Shape make_shape(Random& random, KvType type) {
   if (s.window > 0 && random.between(0, 1))
     for (std::int64_t row = 0; row < s.rows; ++row) s.always.push_back(random.between(0, 120));
   if (random.between(0, 2) == 0) {
+    s.extent = random.between(1, 90);
+    s.profiles = random.normals(kProfiles * s.extent);
+  }
+  if (random.between(0, 2) == 0 && s.extent == 0) {
     s.ratio = random.between(1, 5);
     s.heads /= s.kv_heads;
     s.kv_heads = 1;
@@ -63,7 +70,7 @@ struct History {
 // Tokens that are appended and attended together.
 struct Step {
   std::vector<std::int64_t> rows, positions;
-  std::vector<float> query, key, value, compressed;
+  std::vector<float> query, key, value, compressed, states, sinks;
   std::int64_t num_selected = 0;
   std::vector<std::int32_t> selected;  // (tokens, num_selected), or empty
 };
@@ -105,6 +112,8 @@ Step make_step(Random& random, const Shape& s, const History& history, std::int6
   step.query = random.normals(tokens * s.heads * s.layout.key_dim);
   step.key = random.normals(tokens * s.kv_heads * s.layout.key_dim);
   step.value = random.normals(tokens * s.kv_heads * s.layout.value_dim);
+  if (s.extent > 0) step.states = random.normals(tokens * s.heads * kProfiles);
+  if (s.extent > 0 && random.between(0, 1)) step.sinks = random.normals(tokens * s.heads);
   if (s.ratio > 0) step.compressed = random.normals(tokens * s.layout.key_dim);
   if ((s.window == 0 || s.ratio > 0) && random.between(0, 1)) select(random, step);
   return step;
@@ -125,11 +134,20 @@ void remember(const Shape& s, const Step& step, History& history) {
   }
 }
 
-double score(const Shape& s, const float* query, const float* key) {
+double score(const Shape& s, const float* query, const float* key, double bias) {
   double sum = 0;
   for (std::int64_t d = 0; d < s.layout.key_dim; ++d) sum += double{query[d]} * key[d];
-  sum *= s.scale;
+  sum = sum * s.scale + bias;
   return s.softcap > 0 ? s.softcap * std::tanh(sum / s.softcap) : sum;
+}
+
+// What is added to the score of a token and head, by `at` of these.
+double bias_of(const Shape& s, const Step& step, std::int64_t at, std::int64_t distance) {
+  if (distance >= s.extent) return 0;
+  double sum = 0;
+  for (std::int64_t j = 0; j < kProfiles; ++j)
+    sum += double{step.states[at * kProfiles + j]} * s.profiles[j * s.extent + distance];
+  return sum;
 }
 
 // One token and head.
@@ -138,10 +156,12 @@ void attend(const Shape& s, const History& history, const Step& step, std::size_
   const std::int64_t row = step.rows[token], position = step.positions[token];
   const std::int64_t kv_head = head / (s.heads / s.kv_heads);
   std::vector<double> sums(s.layout.value_dim, 0.0);
+  const std::int64_t of_head = static_cast<std::int64_t>(token) * s.heads + head;
   double total = s.sinks.empty() ? 0 : std::exp(double{s.sinks[head]});
+  if (!step.sinks.empty()) total = std::exp(double{step.sinks[of_head]});
   const std::int64_t first = s.window > 0 ? std::max<std::int64_t>(0, position + 1 - s.window) : 0;
-  const auto see = [&](const float* key, const float* value) {
-    const double weight = std::exp(score(s, query, key));
+  const auto see = [&](const float* key, const float* value, double bias) {
+    const double weight = std::exp(score(s, query, key, bias));
     for (std::int64_t d = 0; d < s.layout.value_dim; ++d) sums[d] += weight * value[d];
     total += weight;
   };
@@ -150,13 +170,14 @@ void attend(const Shape& s, const History& history, const Step& step, std::size_
     if ((p < first && p >= always) || (s.ratio == 0 && !is_seen(step, token, p))) continue;
     const std::int64_t at = p * s.kv_heads + kv_head;
     see(history.keys[row].data() + at * s.layout.key_dim,
-        history.values[row].data() + at * s.layout.value_dim);
+        history.values[row].data() + at * s.layout.value_dim,
+        bias_of(s, step, of_head, position - p));
   }
   for (std::int64_t n = 0; s.ratio > 0 && n < (position + 1) / s.ratio; ++n) {
     if (!is_seen(step, token, n)) continue;
     const float* key =
         history.compressed[row].data() + ((n + 1) * s.ratio - 1) * s.layout.key_dim;
-    see(key, key);
+    see(key, key, 0);
   }
   for (std::int64_t d = 0; d < s.layout.value_dim; ++d)
     out[d] = static_cast<float>(sums[d] / total);
@@ -196,6 +217,17 @@ std::vector<float> run(tandem::AttentionEngine& engine, const Shape& s, Cache& c
   if (s.ratio > 0)
     call.compressed = {compressed.data(), s.rows, s.num_compressed(), s.ratio, step.positions.data(),
                        {step.compressed.data(), key, key}};
+  std::vector<float> profiles;
+  if (s.extent > 0) {
+    call.bias = {{step.states.data(), s.heads * kProfiles, kProfiles}, nullptr, kProfiles, s.extent};
+    profiles.resize(kProfiles * call.bias.width());
+    for (std::int64_t j = 0; j < kProfiles; ++j)
+      for (std::int64_t distance = 0; distance < s.extent; ++distance)
+        profiles[j * call.bias.width() + call.bias.first(distance, 0)] =
+            s.profiles[j * s.extent + distance];
+    call.bias.profiles = profiles.data();
+  }
+  if (!step.sinks.empty()) call.token_sinks = step.sinks.data();
   if (!s.always.empty()) {
     call.always_seen = s.always.data();
     call.num_always_seen = s.rows;

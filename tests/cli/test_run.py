@@ -13,7 +13,7 @@ import pytest
 from tandem.cli.main import main
 from tandem.generate.prompt import encode_conversation
 from tests.cli.terminal import Terminal
-from tests.hf.tiny import byte_tokenizer, save_tiny_checkpoint
+from tests.hf.tiny import byte_tokenizer, save_half_checkpoint, save_tiny_checkpoint
 from tests.programs import Program, python, tandem
 
 JSON_KEYS = {
@@ -47,7 +47,7 @@ def test_a_start_does_not_look_for_garbage(model: str) -> None:
 
 
 def test_a_model_that_keeps_states_says_why_it_is_slower(tmp_path: Path) -> None:
-    padded = str(save_tiny_checkpoint(tmp_path / "padded", "inkling"))
+    padded = str(save_half_checkpoint(tmp_path / "padded"))
     done = tandem("run", padded, "-p", "hello", "--max-new-tokens", "8", "--temperature", "0")
     assert "[slower than it could be: steps run padded" in done.stderr
 

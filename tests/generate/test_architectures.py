@@ -20,7 +20,6 @@ NEW_TOKENS = 9  # some from the model, some compared, the last ones from the rec
 NOT_TOKEN_BY_TOKEN = {"diffusion_gemma", "openai_privacy_filter"}
 # They do something of their own around attention: padded, on Transformers' caches.
 WHY_PADDED = {
-    "inkling": "attention adds a bias by distance, made of each token's hidden state",
     "inkling2": "attention adds a bias by distance, made of each token's hidden state",
     "inkling2_loop": "attention adds a bias by distance, made of each token's hidden state",
 }

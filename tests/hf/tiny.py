@@ -42,6 +42,13 @@ def save_tiny_checkpoint(directory: Path, name: str = "mixtral", **values: int) 
     return directory
 
 
+def save_half_checkpoint(directory: Path) -> Path:
+    """Write a tiny model in float16, in which it runs padded."""
+    build_tiny_model("mixtral").half().save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
 def loaded(folder: Path, name: str, **options: Any) -> Any:
     """A tiny model whose linear layers are all packed: what it writes is the same in any batch."""
     return load_packed(save_tiny_checkpoint(folder / "tiny", name), **options)

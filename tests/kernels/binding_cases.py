@@ -76,6 +76,7 @@ def _compressed_attention() -> _native.AttentionLayer:
     layer = _attention()
     (keys,) = _kept(_bytes(1, 32, layer.joint_key_bytes))
     layer.set_compressed(keys, 2)
+    layer.set_bias(*_kept(_floats(2, 5 + 2 * _MARGIN)))
     return layer
 
 
@@ -87,6 +88,7 @@ def _attention() -> _native.AttentionLayer:
     return layer
 
 
+_MARGIN = 64  # of profiles of a bias by distance, on both sides
 _KEPT: list[object] = []  # memory whose addresses native objects have
 
 
@@ -131,6 +133,7 @@ def engine_cases() -> dict[str, Case]:
     layer, head = _compressed_attention(), _floats(1, TOKENS, DIM)
     where = _ints(TOKENS), torch.arange(TOKENS)
     queries = _floats(HEADS, TOKENS, DIM), _int32(TOKENS, 2), _floats(TOKENS, HEADS, DIM)
+    beside = _floats(HEADS, TOKENS, 2), _floats(TOKENS, HEADS)
     sampler = _native.TokenSampler("", SamplingRule(temperature=1.0, repetition_penalty=2.0))
     assert sampler.choose(_floats(8), array("q", [1, 2]), 0.5) < 8
     rows = _int32(EXPERTS + 1), 1, _floats(TOKENS, HIDDEN), _floats(EXPERTS, HIDDEN)
@@ -152,7 +155,7 @@ def engine_cases() -> dict[str, Case]:
             attention.append, (layer, *where, head, head, where[1].clone(), head.clone())
         ),
         "AttentionEngine.attend": Case(
-            attention.attend, (layer, *where, *queries, where[1].clone())
+            attention.attend, (layer, *where, *queries, where[1].clone(), *beside)
         ),
         "TokenSampler.choose": Case(
             sampler.choose, (_floats(8), torch.tensor([1, 2]), 0.5), any_size=[0, 1]
@@ -193,6 +196,9 @@ def making_cases() -> dict[str, Case]:
         "AttentionLayer.set_cache": Case(layer.set_cache, blocks),
         "AttentionLayer.set_compressed": Case(
             layer.set_compressed, (_bytes(2, 8, layer.joint_key_bytes), 2), any_size=[0]
+        ),
+        "AttentionLayer.set_bias": Case(
+            layer.set_bias, (_floats(2, 5 + 2 * _MARGIN),), any_size=[0]
         ),
         "AttentionLayer.set_always_seen": Case(layer.set_always_seen, (_ints(2),), any_size=[0]),
         "IndexLayer.set_keys": Case(index.set_keys, (_floats(2, 8, DIM),), any_size=[0]),
@@ -295,7 +301,7 @@ def _operations() -> dict[str, tuple[Any, ...]]:
                        _floats(TOKENS, HEADS, DIM)),
         "attention": (attention, *where, _floats(HEADS, TOKENS, DIM), head, head.clone(),
                       _int32(TOKENS, 2), _floats(TOKENS, HEADS, DIM), where[1].clone(),
-                      head.clone()),
+                      head.clone(), _floats(HEADS, TOKENS, 2), _floats(TOKENS, HEADS)),
         "compression": (compression, *where, *(_floats(TOKENS, 2 * DIM) for _ in range(2)), out),
         "mix_in": (1e-6, 1e-6, 2.0, 0.0, 3, streams, _floats(8, 2 * DIM), _floats(8), _floats(3),
                    out, of_streams),

@@ -250,3 +250,34 @@ def test_tiles_give_what_vectors_give(heads: int, key_dim: int, value_dim: int) 
         assert (found - expected).norm() < 5e-3 * expected.norm()
         alone = attention.attend(tiles, torch.zeros(1).long(), places[-1:], query[:, -1:])
         assert torch.equal(alone[0].float(), found[-1])
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 30])
+def test_a_bias_by_distance_and_sinks_of_each_token(
+    isa: str, dtype: torch.dtype, window: int
+) -> None:
+    form, extent = form_of(6, 2, 32, window=window), 70
+    key, value = (torch.randn(2, 200, 32).to(dtype) for _ in range(2))
+    profiles, threads = torch.randn(5, extent), CpuThreads(num_threads=2, isa=isa)
+    attention = CachedAttention(form, dtype, profiles=profiles)
+    attention.reserve(1, 200)
+    attention.append(threads, torch.zeros(200).long(), torch.arange(200), key, value)
+    for positions in (torch.arange(120, 190), torch.tensor([0]), torch.tensor([199])):
+        count = len(positions)
+        query, states = (torch.randn(6, count, n).to(dtype) for n in (32, 5))
+        sinks, slots = torch.randn(count, 6).to(dtype), torch.zeros(count).long()
+        beside = {"bias_states": states, "sinks": sinks}
+        actual = attention.attend(threads, slots, positions, query, **beside)
+        scores = query.double() @ key.repeat_interleave(3, 0).double().mT * form.scale
+        for token, position in enumerate(positions.tolist()):
+            for distance in range(min(extent, position + 1)):
+                added = states[:, token].double() @ profiles[:, distance].double()
+                scores[:, token, position - distance] += added
+            scores[:, token, position + 1 :] = float("-inf")
+            scores[:, token, : max(0, position + 1 - (window or 200))] = float("-inf")
+        whole = torch.cat([scores, sinks.T[..., None].double()], -1).softmax(-1)[..., :-1]
+        wanted = (whole @ value.repeat_interleave(3, 0).double()).transpose(0, 1)
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(actual.double(), wanted, rtol=tolerance, atol=tolerance)

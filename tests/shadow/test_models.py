@@ -35,7 +35,7 @@ IN_SLOTS = set(architectures()) - NOT_GENERATING_UPSTREAM - NOT_TOKEN_BY_TOKEN -
 
 
 # In `make test`: one that runs padded, one that writes in blocks, one that has no cache.
-FEW = ["inkling", "diffusion_gemma", "openai_privacy_filter"]
+FEW = ["inkling2", "diffusion_gemma", "openai_privacy_filter"]
 WITHOUT_SLOTS = sorted(set(architectures()) - IN_SLOTS) if IS_WHOLE else FEW
 
 

@@ -156,6 +156,11 @@ def keeps_prompt(layer: object) -> bool:
     return hasattr(layer, "sliding_window") and hasattr(layer, "prefill_length")
 
 
+def has_distance_bias(config: PreTrainedConfig) -> bool:
+    """Tell whether attention adds a bias by distance: Inkling's (not in 5.17)."""
+    return hasattr(config, "rel_extent")
+
+
 def cache_layer_kinds(*names: str) -> tuple[type, ...]:
     """Return the classes of a cache's layers of these names that there are (fewer in 5.17)."""
     return tuple(getattr(cache_utils, name) for name in names if hasattr(cache_utils, name))

@@ -168,6 +168,7 @@ class AttentionLayer:
     def joint_key_bytes(self) -> int: ...
     def set_compressed(self, keys: Tensor, ratio: int, /) -> None: ...
     def set_always_seen(self, counts: Tensor, /) -> None: ...
+    def set_bias(self, profiles: Tensor, /) -> None: ...
 
 class AttentionEngine:
     def __init__(self, engine: ExpertEngine, /, may_use_tiles: bool = True) -> None: ...
@@ -191,6 +192,8 @@ class AttentionEngine:
         selected: Tensor | None,
         out: Tensor,
         whole_positions: Tensor | None = None,
+        bias_states: Tensor | None = None,
+        sinks: Tensor | None = None,
         /,
     ) -> None: ...
 
@@ -368,6 +371,8 @@ class Program:
         out: Tensor,
         whole_positions: Tensor | None = None,
         compressed: Tensor | None = None,
+        bias_states: Tensor | None = None,
+        sinks: Tensor | None = None,
         /,
     ) -> None: ...
     def add_compression(

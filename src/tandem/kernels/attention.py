@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.core.errors import ConfigError
@@ -54,6 +55,23 @@ class AttentionForm:
         return 0 if self.keeps_prompt else self.window
 
 
+class DistanceBias(NamedTuple):
+    """What is added to scores by distance: of each token and head a sum of profiles."""
+
+    states: Tensor
+    """(heads, n_tokens, dim): how much of each profile"""
+    profiles: Tensor
+    """(dim, extent): what a profile has for each distance from 0 on; nothing beyond"""
+
+    def at(self, distances: Tensor) -> Tensor:
+        """Return what is added at distances (n_tokens, any): (heads, n_tokens, any) fp32."""
+        extent = self.profiles.shape[1]
+        by_distance = self.states.float() @ self.profiles.float()  # (heads, n_tokens, extent)
+        places = distances.clamp(0, extent - 1).expand(len(by_distance), -1, -1)
+        is_near = (distances >= 0) & (distances < extent)
+        return by_distance.gather(2, places).masked_fill_(~is_near, 0.0)
+
+
 class Segment(NamedTuple):
     """Tokens of one slot that follow each other, among the tokens of a step."""
 
@@ -71,11 +89,13 @@ class CachedAttention:
         kv_dtype: str | torch.dtype,
         sinks: Tensor | None = None,
         prompt_lengths: Tensor | None = None,
+        profiles: Tensor | None = None,
     ) -> None:
         """Keep keys and values as `kv_dtype`, of `KV_DTYPES`; no memory is taken yet.
 
         `sinks` (heads,) are scores of nothing, which take their share of the softmax. Where windows
         keep prompts, `prompt_lengths` (slots,) int64 are read when attention is computed.
+        `profiles` are those of a `DistanceBias`.
         """
         self.form = form
         self.kv_dtype = kv_dtype if isinstance(kv_dtype, str) else _OF_VALUES[kv_dtype]
@@ -94,12 +114,23 @@ class CachedAttention:
         self._prompt_lengths = prompt_lengths if form.keeps_prompt else None
         if self._prompt_lengths is not None:
             self.native.set_always_seen(self._prompt_lengths)
+        # The farthest distance first, so that a chunk's positions read them side by side.
+        self._profiles = None if profiles is None else _with_margins(profiles.float().flip(1))
+        if self._profiles is not None:
+            self.native.set_bias(self._profiles)
         self.keys, self.values = (
             torch.empty((0, 0, 0, 0), dtype=torch.uint8, device="cpu") for _ in range(2)
         )
         """(slots, KV heads, blocks, bytes of a block)"""
+        self.has_token_sinks = False
+        """Whether each token brings sinks of its own."""
         self.compressed: CompressedKeys | None = None
         """Keys that stand for several tokens each, which tokens see beside the layer's own."""
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether tokens bring states of a `DistanceBias`."""
+        return self._profiles is not None
 
     def compress(self, ratio: int) -> "CompressedKeys":
         """See, beside own positions, a key for every `ratio` tokens; return what holds these."""
@@ -175,19 +206,24 @@ class CachedAttention:
         query: Tensor,
         selected: Tensor | None = None,
         whole_positions: Tensor | None = None,
+        bias_states: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend: query (heads, n_tokens, key dim) -> (n_tokens, heads, value dim).
 
         Tokens of one slot that follow each other read what they see together. With `selected`
         (n_tokens, most) int32 a token sees those positions alone, in any order, or of the
         compressed keys, if there are some, those alone; -1 stands where there are fewer. A token
-        whose first one is -1 sees all.
+        whose first one is -1 sees all. `bias_states` are those of a `DistanceBias`, `sinks`
+        (n_tokens, heads) as of the layer, but of each token.
         """
         query = _dense_last(query)
         shape = (query.shape[1], self.form.num_heads, self.form.value_dim)
         out = torch.empty(shape, dtype=query.dtype, device="cpu")
         where = slots, positions
-        threads.attention.attend(self.native, *where, query, selected, out, whole_positions)
+        states = None if bias_states is None else _dense_last(bias_states)
+        beside = whole_positions, states, sinks
+        threads.attention.attend(self.native, *where, query, selected, out, *beside)
         return out
 
 
@@ -234,6 +270,10 @@ class CompressedKeys:
         else:
             dtype = next(dtype for dtype, name in _OF_VALUES.items() if name == self._kv_dtype)
             keys.view(dtype).normal_(std=0.1)
+
+
+def _with_margins(profiles: Tensor) -> Tensor:
+    return F.pad(profiles.detach(), (CHUNK_TOKENS, CHUNK_TOKENS)).contiguous()
 
 
 def _dense_last(x: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
 """What attention is asked for: a step's new tokens of one layer, with what they see."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from tandem.kernels.attention import AttentionForm
+from tandem.kernels.attention import AttentionForm, CachedAttention, DistanceBias
 
 
 class NewCompressed(NamedTuple):
@@ -26,7 +27,49 @@ class AttentionCall(NamedTuple):
     key: Tensor
     value: Tensor
     sinks: Tensor | None = None
+    """Scores of nothing by head, (heads,), or of each token, (n_tokens, heads)."""
     selected: Tensor | None = None
     """(n_tokens, most): the positions that tokens see, as of `SlotCache.select`; None: all."""
     compressed: NewCompressed | None = None
     """What tokens see beside a window; then these keys are what is selected."""
+    bias: DistanceBias | None = None
+
+    @property
+    def token_sinks(self) -> Tensor | None:
+        """Sinks that each token has of its own."""
+        return self.sinks if self.sinks is not None and self.sinks.dim() == 2 else None
+
+    @property
+    def head_sinks(self) -> Tensor | None:
+        """Sinks that all tokens have."""
+        return self.sinks if self.sinks is not None and self.sinks.dim() == 1 else None
+
+    @property
+    def beside(self) -> list[Tensor]:
+        """What stands beside queries, keys and values, in the order that `Beside.of` reads."""
+        compressed = None if self.compressed is None else self.compressed.key
+        states = None if self.bias is None else self.bias.states
+        given = (compressed, states, self.token_sinks, self.selected)
+        return [x for x in given if x is not None]
+
+
+class Beside(NamedTuple):
+    """The same for a layer on the CPU that is known."""
+
+    compressed: Tensor | None
+    positions: Tensor | None
+    """Of the tokens in their slots, where they count for compressed keys."""
+    bias_states: Tensor | None
+    sinks: Tensor | None
+    selected: Tensor | None
+
+    @classmethod
+    def of(cls, attention: CachedAttention, given: Sequence[Tensor], positions: Tensor) -> "Beside":
+        """Tell which tensor is which, as far as a layer has it; a selection may follow."""
+        rest = iter(given)
+        has_compressed = attention.compressed is not None
+        compressed = next(rest) if has_compressed else None
+        states = next(rest) if attention.has_bias else None
+        sinks = next(rest) if attention.has_token_sinks else None
+        counted = positions if has_compressed else None
+        return cls(compressed, counted, states, sinks, next(rest, None))

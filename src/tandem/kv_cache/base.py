@@ -118,6 +118,11 @@ class SlotCache(ABC):
         """
         raise NotInSlotsError("the model keeps index keys beside keys and values")
 
+    @property
+    @abstractmethod
+    def token_positions(self) -> Tensor:
+        """The positions (n_tokens,) of the step's tokens in their slots, where the model runs."""
+
     def expect(self, layer: int) -> None:
         """Note that a layer has new keys and values: its attention comes next."""
         if self._awaited is not None:

@@ -22,7 +22,7 @@ from tandem.kernels.attention import (
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.kernels.opaque_calls import ATTENTION, SELECTION, STATES, opaque
 from tandem.kernels.recurrent import LayerState, StateOperation, StateTokens
-from tandem.kv_cache.attention_call import AttentionCall
+from tandem.kv_cache.attention_call import AttentionCall, Beside
 from tandem.kv_cache.base import NotInSlotsError, SlotCache
 from tandem.kv_cache.compressed import CompressedStore
 from tandem.kv_cache.cpu_states import CpuStates
@@ -214,14 +214,17 @@ class KvCache(SlotCache):
         kept = self.index_keys.append(new, *tokens, key)
         return self.index_keys.select(kept, self._segments, new.selection, query, weights)
 
+    @property
+    def token_positions(self) -> Tensor:
+        """The positions (n_tokens,) of the step's tokens in their slots."""
+        return self.positions
+
     def attend(self, call: AttentionCall) -> Tensor:
         """Append the new keys and values of the expected layer; attend: (n_tokens, heads, dim)."""
         attention = self._layer_for(call)
         if call.selected is not None and call.form.window and call.compressed is None:
             raise NotInSlotsError("positions are selected within a window")
-        compressed = None if call.compressed is None else call.compressed.key
-        more = [x for x in (compressed, call.selected) if x is not None]
-        tensors = (call.query, call.key, call.value, *more)
+        tensors = (call.query, call.key, call.value, *call.beside)
         return opaque(ATTENTION, KvCache.attend_layer, self, attention, *tensors)
 
     def attend_layer(
@@ -232,20 +235,16 @@ class KvCache(SlotCache):
         value: Tensor,
         *more: Tensor,
     ) -> Tensor:
-        """The same for a layer that is known: compressed keys if it has such, then a selection."""
+        """The same for a layer that is known; `more` are those of `AttentionCall.beside`."""
         slots, positions = self.slots, self.positions_of(attention)
-        compressed, selected, whole = self.beside(attention, more)
-        attention.append(self.threads, slots, positions, key, value, compressed, whole)
-        return attention.attend(self.threads, slots, positions, query, selected, whole)
-
-    def beside(
-        self, attention: CachedAttention, more: Sequence[Tensor]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Tell a layer's compressed keys, what is selected, and positions that count for keys."""
-        has_compressed = attention.compressed is not None
-        compressed = more[0] if has_compressed else None
-        selected = more[has_compressed] if len(more) > has_compressed else None
-        return compressed, selected, self.positions if has_compressed else None
+        given = Beside.of(attention, more, self.positions)
+        attention.append(
+            self.threads, slots, positions, key, value, given.compressed, given.positions
+        )
+        return attention.attend(
+            self.threads, slots, positions, query, given.selected, given.positions,
+            given.bias_states, given.sinks,
+        )  # fmt: skip
 
     def attend_expanded(self, call: AttentionCall, expansion: Expansion) -> Tensor:
         """Append new latents as of `attend`; attend to what slots keep of them, expanded."""
@@ -277,9 +276,13 @@ class KvCache(SlotCache):
     def _add_layer(self, layer: int, call: AttentionCall) -> CachedAttention:
         form, dtype = call.form, call.key.dtype
         attention = CachedAttention(
-            form, dtype if self._kv_dtype == "auto" else self._kv_dtype, call.sinks,
+            form,
+            dtype if self._kv_dtype == "auto" else self._kv_dtype,
+            call.head_sinks,
             self._prompt_lengths,
-        )  # fmt: skip
+            None if call.bias is None else call.bias.profiles,
+        )
+        attention.has_token_sinks = call.token_sinks is not None
         window = self._window_of(form.kept_window)
         if all(known.form.kept_window != form.kept_window for known in self._layers.values()):
             self._expect_kind(attention, self._capacity if window is None else window.capacity)

@@ -19,6 +19,7 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import (
     cache_layer_kinds,
     compresses_windows,
+    has_distance_bias,
     is_empty_cache_layer,
     keeps_prompt,
     own_cache_class,
@@ -179,10 +180,12 @@ def transformers_cache(model: PreTrainedModel, cache: SlotCache) -> DynamicCache
 def sees_all(model: PreTrainedModel) -> bool:
     """Tell whether attention sees all positions before a token, of its window if a layer has one.
 
-    Not where an indexer selects some, where keys of many tokens stand beside a window, or prompts.
+    And adds nothing to their scores. Not where an indexer selects some, where keys of many tokens
+    stand beside a window, or prompts.
     """
-    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    return not any(
+    config = model.config.get_text_config(decoder=True)
+    layers = DynamicCache(config=config).layers
+    return not has_distance_bias(config) and not any(
         type(x) is DynamicIndexedLayer or compresses_windows(x) or keeps_prompt(x) for x in layers
     )
 

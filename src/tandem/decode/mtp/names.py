@@ -62,10 +62,7 @@ def mtp_names(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
 def why_unknown(names: Collection[str], num_layers: int) -> str:
     """Say what is wrong with a checkpoint in which no MTP layer has been found, after its name."""
     if any(_INKLING.match(name) for name in names):
-        return (
-            "has MTP layers in Inkling's layout, whose attention adds a bias by distance: models "
-            "with it run padded, where no drafted token is verified"
-        )
+        return "has MTP layers in Inkling's layout; Tandem does not read it"
     if any(_DSPARK.match(name) for name in names):
         return (
             "has layers in DSpark's layout, which drafts a block at once; Tandem does not read it"

@@ -10,6 +10,7 @@ from functools import partial
 from tandem.decode.substitutions import (
     block_indexers,
     compressors,
+    distance_bias,
     hyper_connections,
     latents,
     norms,
@@ -30,6 +31,7 @@ METHODS: tuple[Substitution, ...] = (
     block_indexers.GLM5,
     block_indexers.POSITIONS_AS_MASK,
     compressors.COMPRESSOR,
+    distance_bias.ATTENTION,
     hyper_connections.CONNECTION,
     hyper_connections.HEAD,
     state_layers.LIGHTNING_ATTENTION,

@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tandem.core.errors import ConfigError
 from tandem.decode.substitutions.latents import attend_latents, has_latents
 from tandem.foreign_types import ModelPart
-from tandem.kernels.attention import AttentionForm
+from tandem.kernels.attention import AttentionForm, DistanceBias
 from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.base import NotInSlotsError, current_cache
 from tandem.kv_cache.indexers import SeesAllBefore, SelectedPositions
@@ -31,7 +31,7 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
-    position_bias: Tensor | None = None,
+    position_bias: Tensor | DistanceBias | None = None,
     indices: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
@@ -39,7 +39,7 @@ def attention_forward(
 
     One sequence of n tokens, of all rows one after the other; or b rows with one token each. `key`
     and `value` are those of the step's tokens alone; `indices` (b, n, most) are the positions that
-    an indexer selected for each, as of `SlotCache.select`.
+    an indexer selected for each, as of `SlotCache.select`. A bias has states (b, heads, n, dim).
     """
     cache = current_cache()
     if cache is None:
@@ -51,7 +51,7 @@ def attention_forward(
     if isinstance(attention_mask, SelectedPositions):
         indices, attention_mask = attention_mask.indices, None
     has_mask = attention_mask is not None and not isinstance(attention_mask, SeesAllBefore)
-    if has_mask or position_bias is not None or not causal:
+    if has_mask or isinstance(position_bias, Tensor) or not causal:
         raise NotInSlotsError("attention has a mask or a bias of the model's own")
     cache.expect_sharing(module)
     compressed = cache.expected_compressed()
@@ -73,7 +73,10 @@ def attention_forward(
     # (heads, all tokens, dim), a view in either case
     query, key, value = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))
     selected = None if indices is None else indices.flatten(0, 1)
-    call = AttentionCall(form, query, key, value, s_aux, selected, compressed)
+    bias = position_bias
+    if bias is not None:
+        bias = bias._replace(states=bias.states.transpose(0, 1).flatten(1, 2))
+    call = AttentionCall(form, query, key, value, s_aux, selected, compressed, bias)
     is_latent = has_latents(module, cache)
     out = attend_latents(module, cache, call) if is_latent else cache.attend(call)
     return out.view(batch, num_tokens, *out.shape[1:]), None

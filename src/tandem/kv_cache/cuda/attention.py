@@ -1,10 +1,15 @@
 """Attention in torch on a GPU's keys and values: what no kernel of Tandem's does."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.kernels.attention import AttentionForm
+
+# Returns what is added to the scores of some queries: (b, h, n, m) fp32.
+BiasOf = Callable[[slice], Tensor]
 
 # Bounds the scores of attention that no fused kernel computes; several copies live at a time.
 _MOST_SCORE_BYTES = 64 << 20
@@ -17,16 +22,31 @@ def visible(place: Tensor, position: Tensor, window: int) -> Tensor:
 
 
 def attention(
-    form: AttentionForm, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None
+    form: AttentionForm,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    sinks: Tensor | None,
+    bias: BiasOf | None = None,
 ) -> Tensor:
-    """Attend (b, h, n, d) to (b, h, m, d); `sinks` (h, n or 1, 1) are scores of nothing."""
-    if not form.softcap and sinks is None:
+    """Attend (b, h, n, d) to (b, h, m, d); `sinks` (h, n or 1, 1) are scores of nothing.
+
+    `bias` returns what is added to some queries' scores.
+    """
+    if not form.softcap and sinks is None and bias is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=form.scale)
-    return attention_in_pieces(form, q, k, v, mask, sinks)
+    return attention_in_pieces(form, q, k, v, mask, sinks, bias)
 
 
 def attention_in_pieces(
-    form: AttentionForm, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None
+    form: AttentionForm,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    sinks: Tensor | None,
+    bias: BiasOf | None = None,
 ) -> Tensor:
     """As `_attention_by_scores`, for some queries at a time."""
     # fp32 scores of 2,048 queries of gpt-oss at 8,192 positions are 4 GB, and there are copies.
@@ -36,8 +56,9 @@ def attention_in_pieces(
     for first in range(0, q.shape[2], count):
         some = slice(first, first + count)
         sink = None if sinks is None else _of_queries(sinks, some)
+        added = None if bias is None else bias(some)
         pieces.append(
-            _attention_by_scores(form, q[:, :, some], k, v, _of_queries(mask, some), sink)
+            _attention_by_scores(form, q[:, :, some], k, v, _of_queries(mask, some), sink, added)
         )
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
 
@@ -48,10 +69,18 @@ def _of_queries(tensor: Tensor, some: slice) -> Tensor:
 
 
 def _attention_by_scores(
-    form: AttentionForm, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None
+    form: AttentionForm,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    sinks: Tensor | None,
+    added: Tensor | None,
 ) -> Tensor:
     """As `attention`, with all scores in memory: what fused kernels do not know."""
     scores = torch.matmul(q, k.transpose(-1, -2)).float() * form.scale
+    if added is not None:
+        scores = scores + added
     if form.softcap:
         scores = form.softcap * torch.tanh(scores / form.softcap)
     scores = scores.masked_fill_(~mask, float("-inf"))

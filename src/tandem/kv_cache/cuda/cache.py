@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.core.errors import CapacityError
-from tandem.kernels.attention import AttentionForm, Segment
+from tandem.kernels.attention import AttentionForm, DistanceBias, Segment
 from tandem.kernels.device_states import StateKernels, TorchStates
 from tandem.kernels.hyper_connections import StreamKernels
 from tandem.kernels.recurrent import StateOperation
 from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.base import NotInSlotsError, SlotCache
-from tandem.kv_cache.cuda.attention import attention, attention_in_pieces, visible
+from tandem.kv_cache.cuda.attention import BiasOf, attention, attention_in_pieces, visible
 from tandem.kv_cache.cuda.index_keys import DeviceIndexKeys
 from tandem.kv_cache.cuda.layers import (
     DecodeKernels,
@@ -186,6 +186,14 @@ class StaticKvCache(SlotCache):
         length, read = self.attended_length, self._read_slots()
         return self.index_keys.of_step(new, self._step, read, length, key, query, weights)
 
+    @property
+    def token_positions(self) -> Tensor:
+        """The positions (n_tokens,) of the step's tokens in their slots, on the device."""
+        if self.is_decoding:
+            return self._step.positions
+        _, first, count = self._segments[0]
+        return torch.arange(first, first + count, device=self._device)
+
     def attend(self, call: AttentionCall) -> Tensor:
         """Append the new keys and values of the expected layer; attend: (n_tokens, heads, dim)."""
         if self.has_compressed:
@@ -236,7 +244,7 @@ class StaticKvCache(SlotCache):
         return layer.read(slot, first + count, key.dtype)
 
     def _decode(self, call: AttentionCall, layer: LayerMemory) -> Tensor:
-        form, query, key, value, sinks, selected, _ = call
+        form, query, key, value, sinks, selected, _, bias = call
         slots, positions = self._step.slots, self._step.positions
         count = len(slots)
         if self._kernels is not None:
@@ -250,32 +258,51 @@ class StaticKvCache(SlotCache):
         q = query.transpose(0, 1).reshape(count, form.num_kv_heads, group, form.key_dim)
         mask = self._step.mask(form, self.capacity)[..., : self.attended_length]
         mask = mask if selected is None else mask & selected[:, None, None]
-        sink = None if sinks is None else sinks.reshape(form.num_kv_heads, group, 1)
-        out = attention(form, q, keys, values, mask, sink)
+        sink = None if sinks is None else sinks.reshape(-1, form.num_kv_heads, group, 1)
+        added = None if bias is None else self._bias_of_step(form, bias)
+        out = attention(form, q, keys, values, mask, sink, added)
         return out.reshape(count, form.num_heads, form.value_dim)
 
+    def _bias_of_step(self, form: AttentionForm, bias: DistanceBias) -> BiasOf:
+        positions = torch.arange(self.attended_length, device=self._device)
+        added = bias.at(self._step.positions[:, None] - positions).transpose(0, 1)
+        # (n_tokens, KV heads, heads of one, positions): heads of a KV head stand as queries
+        whole = added.unflatten(1, (form.num_kv_heads, -1))
+        return lambda some: whole[:, :, some]
+
+    def _bias_of_prompt(self, bias: DistanceBias, total: int) -> BiasOf:
+        positions = torch.arange(total, device=self._device)
+        own = positions[total - bias.states.shape[1] :, None]
+
+        def of_tokens(some: slice) -> Tensor:
+            part = bias._replace(states=bias.states[:, some])
+            return part.at(own[some] - positions)[None]
+
+        return of_tokens
+
     def _prefill(self, call: AttentionCall, keys: Tensor, values: Tensor) -> Tensor:
-        form, query, _, _, sinks, selected, _ = call
+        form, query, _, _, sinks, selected, _, bias = call
         count, total = query.shape[1], keys.shape[1]
         group = form.num_heads // form.num_kv_heads
         keys = keys.repeat_interleave(group, 0)  # (heads, total, dim)
         values = values.repeat_interleave(group, 0)
         window = form.kept_window
         is_whole = count == total and not (window and window < total)
-        is_whole = is_whole and selected is None
+        is_whole = is_whole and selected is None and bias is None
         if is_whole and not form.softcap and sinks is None:  # needs no mask, and has fast kernels
             out = F.scaled_dot_product_attention(
                 query[None], keys[None], values[None], is_causal=True, scale=form.scale
             )
         else:
             mask = self._seen_by_last(count, total, window, selected)
-            heads = None if sinks is None else sinks.reshape(form.num_heads, 1, 1)
-            out = attention(form, query[None], keys[None], values[None], mask, heads)
+            heads = None if sinks is None else sinks.reshape(-1, form.num_heads, 1).transpose(0, 1)
+            added = None if bias is None else self._bias_of_prompt(bias, total)
+            out = attention(form, query[None], keys[None], values[None], mask, heads, added)
         return out[0].transpose(0, 1).contiguous()  # as models' code looks at it
 
     def _prefill_latents(self, call: AttentionCall, keys: Tensor, values: Tensor) -> Tensor:
         """Attend with a prompt's few tokens to the one key that all heads have, copied for none."""
-        form, query, _, _, sinks, selected, _ = call
+        form, query, _, _, sinks, selected, *_ = call
         mask = self._seen_by_last(query.shape[1], keys.shape[1], form.window, selected)[:, None]
         of_tokens = query.transpose(0, 1)[None]  # (1, n_tokens, heads, dim)
         heads = None if sinks is None else sinks.reshape(-1, 1)

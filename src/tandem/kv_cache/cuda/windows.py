@@ -107,7 +107,7 @@ class DeviceWindows:
 
     def of_prompt(self, number: int, segment: Segment, call: AttentionCall) -> Tensor:
         """Append a prompt's tokens of one slot to a layer; attend: (n_tokens, heads, dim)."""
-        form, query, key, _, sinks, selected, new = call
+        form, query, key, _, sinks, selected, new, _ = call
         layer, (slot, first, count) = self._layer(number, call), segment
         memory, ring, ratio, end = layer.memory, layer.ring, layer.ratio, first + count
         own = torch.arange(first, end, device=key.device)

@@ -21,6 +21,7 @@ from tandem.kernels.opaque_calls import (
     WITHOUT_EFFECTS,
 )
 from tandem.kernels.recurrent import StateTokens
+from tandem.kv_cache.attention_call import Beside
 from tandem.recording.fusion.elementwise import are_floats
 from tandem.recording.fusion.graph import Found, Graph
 from tandem.recording.program import NativeCall, require_contiguous
@@ -80,7 +81,7 @@ class _Call(NamedTuple):
 def _attention(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | None:
     """Match a decode step's, for tensors (heads, n_tokens, dim) whose last dimension is dense.
 
-    Compressed keys and what is selected (n_tokens, most) may follow them.
+    What `AttentionCall.beside` has may follow them.
     """
     cache, attention, *refs = operation.args
     tensors = [graph.tensor(ref) for ref in refs]
@@ -90,8 +91,11 @@ def _attention(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | Non
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (q, k, v, *more), (out,) = inputs, outputs
-        keys, chosen, whole = cache.beside(attention, more)
-        program.add_attention(attention.native, slots, positions, q, k, v, chosen, out, whole, keys)
+        given = Beside.of(attention, more, cache.positions)
+        program.add_attention(
+            attention.native, slots, positions, q, k, v, given.selected, out, given.positions,
+            given.compressed, given.bias_states, given.sinks,
+        )  # fmt: skip
 
     return _Call(NativeCall(add, cache.threads), refs)
 

@@ -1,0 +1,57 @@
+"""Attention with a bias by distance that is made of each token's hidden state: Inkling's.
+
+Models make a matrix of it, of every token of a row with every other; tokens of any slots have
+distances of their own, so attention is given what the bias is made of.
+"""
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from tandem.decode.substitutions.attention import attention_forward
+from tandem.decode.substitutions.substitution import Substitution, has
+from tandem.foreign_types import ModelPart
+from tandem.hf.compat import takes_cache
+from tandem.kernels.attention import DistanceBias
+from tandem.kv_cache.base import current_cache
+
+
+@takes_cache
+def _attention(
+    self: ModelPart,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None,
+    conv_mask: object = None,
+    cache: DynamicCache | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None] | None:
+    """Inkling's attention, (b, n_tokens, width); farther on its scores grow with the position."""
+    step = current_cache()
+    if step is None or cache is None:
+        return None
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    key = self.k_sconv(self.k_proj(hidden_states), cache=cache, conv_mask=conv_mask)
+    value = self.v_sconv(self.v_proj(hidden_states), cache=cache, conv_mask=conv_mask)
+    states = self.r_proj(hidden_states).view(*shape[:2], self.num_heads, -1).transpose(1, 2)
+    query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+    floor = self.config.log_scaling_n_floor
+    if not self.is_sliding and floor is not None:
+        ratio = (step.token_positions.view(shape[:2]) + 1).float() / floor
+        factor = 1.0 + self.config.log_scaling_alpha * torch.log(ratio.clamp(min=1.0))
+        query, states = (
+            (x.float() * factor[:, None, :, None]).to(x.dtype) for x in (query, states)
+        )
+    key = self.k_norm(key.view(shape)).transpose(1, 2)
+    value = value.view(shape).transpose(1, 2)
+    cache.update(key, value, self.layer_idx)
+    window, bias = self.sliding_window, DistanceBias(states, self.rel_logits_proj.proj)
+    out, _ = attention_forward(
+        self, query, key, value, attention_mask,
+        scaling=self.scaling, sliding_window=window, position_bias=bias,
+    )  # fmt: skip
+    return self.o_proj(out.reshape(*shape[:2], -1)), None
+
+
+ATTENTION = Substitution(
+    has("rel_logits_proj", "r_proj", "k_sconv", "v_sconv", "q_norm", "k_norm"), _attention
+)
