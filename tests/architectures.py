@@ -140,6 +140,11 @@ SIZES: dict[str, Any] = {
     "ple_embed_dim": 32,
     "split_ngram_parts": 4,
     "canvas_length": 8,
+    # layers that are passed again
+    "n_layers_per_attn_res_block": 1,
+    "loop_layer_index_start": 1,
+    "loop_layer_index_end": 3,
+    "loop_gate_rank": 8,
     # towers for images and sound: present, never run
     "num_heads": 4,
     "image_size": 64,

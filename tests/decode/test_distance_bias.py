@@ -1,4 +1,4 @@
-"""Attention with a bias by distance (Inkling): tokens of any slots, near and beyond its extent."""
+"""Attention with a bias by distance (Inkling and Inkling 2), near and beyond its extent."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ from tests.architectures import build_tiny_model
 from tests.decode.twin_capture import TwinCapture
 from tests.decode.whole_pool import close
 
-pytestmark = pytest.mark.every_isa(first_of="device")
+pytestmark = pytest.mark.every_isa(first_of="model")
 # Shorter than the prompts, so that some positions have no bias; scores grow from the 6th token on.
 VALUES = {"rel_extent": 20, "log_scaling_n_floor": 5}
 PROMPTS = [[40 + 7 * i % 80 for i in range(70)], [50], [60, 61, 62]]
-NAMES = ["inkling"]
+NAMES = ["inkling", "inkling2_loop"]
 
 
 @pytest.fixture(scope="module", params=NAMES)

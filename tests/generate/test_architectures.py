@@ -18,12 +18,6 @@ from tests.conftest import two_threads
 NEW_TOKENS = 9  # some from the model, some compared, the last ones from the recorded graph
 # They write in blocks, or not at all.
 NOT_TOKEN_BY_TOKEN = {"diffusion_gemma", "openai_privacy_filter"}
-# They do something of their own around attention: padded, on Transformers' caches.
-WHY_PADDED = {
-    "inkling2": "attention adds a bias by distance, made of each token's hidden state",
-    "inkling2_loop": "attention adds a bias by distance, made of each token's hidden state",
-}
-ON_THEIR_OWN_CACHES = set(WHY_PADDED)
 # Their own code takes what pads a prompt for a part of it: they are compared alone.
 READS_PADDING = {"deepseek_v4", "unlimited_ocr"}
 # Transformers' own generate fails on text alone.
@@ -75,13 +69,13 @@ def greedy_of_tandem(generator: Generator, prompts: list[list[int]]) -> list[lis
 def test_greedy_tokens_equal_those_of_generate(name: str) -> None:
     model: Any = build_tiny_model(name)
     model.generation_config.eos_token_id = None  # so that every row writes them all
-    assert (why_no_cuda_slots(model) is None) == (name not in ON_THEIR_OWN_CACHES)
+    assert why_no_cuda_slots(model) is None
     generator = Generator(model)
     prompts = prompts_of([7, 3])
     batches = [[prompt] for prompt in prompts] if name in READS_PADDING else [prompts]
     expected = [row for batch in batches for row in greedy_of_transformers(model, batch)]
     assert greedy_of_tandem(generator, prompts) == expected
-    assert (generator.why_padded is None) == (name not in ON_THEIR_OWN_CACHES), generator.why_padded
+    assert generator.why_padded is None
 
 
 def verified(
@@ -104,10 +98,7 @@ def verified(
 
 @pytest.mark.seam
 @pytest.mark.parametrize(
-    "name",
-    sorted(
-        set(architectures()) - NOT_TOKEN_BY_TOKEN - NOT_GENERATING_UPSTREAM - ON_THEIR_OWN_CACHES
-    ),
+    "name", sorted(set(architectures()) - NOT_TOKEN_BY_TOKEN - NOT_GENERATING_UPSTREAM)
 )
 def test_logits_in_slots_are_the_models(name: str) -> None:
     """Prompts, a batch of other lengths, replayed steps, and a beginning that is taken over."""

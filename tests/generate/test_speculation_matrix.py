@@ -40,16 +40,10 @@ from tandem.policy.speculation.prompt_lookup import EarlierAnswers, PromptLookup
 from tests.architectures import VOCABULARY, architectures
 from tests.decode.test_mtp import MODELS, WithMtp
 from tests.decode.twin_capture import TwinCapture
-from tests.generate.test_architectures import (
-    NOT_GENERATING_UPSTREAM,
-    NOT_TOKEN_BY_TOKEN,
-    ON_THEIR_OWN_CACHES,
-)
+from tests.generate.test_architectures import NOT_GENERATING_UPSTREAM, NOT_TOKEN_BY_TOKEN
 from tests.hf.tiny import byte_tokenizer, load_packed, save_tiny_checkpoint
 
-NAMES = sorted(
-    set(architectures()) - NOT_TOKEN_BY_TOKEN - NOT_GENERATING_UPSTREAM - ON_THEIR_OWN_CACHES
-)
+NAMES = sorted(set(architectures()) - NOT_TOKEN_BY_TOKEN - NOT_GENERATING_UPSTREAM)
 TWIN = "twin"  # captured steps of a GPU, on the CPU
 DEVICES: dict[str, dict[str, Any]] = {
     "cpu": {},

@@ -27,7 +27,7 @@ from tests.architectures import (
     takes_cache,
     tiny_inputs,
 )
-from tests.generate.test_architectures import NOT_TOKEN_BY_TOKEN, WHY_PADDED
+from tests.generate.test_architectures import NOT_TOKEN_BY_TOKEN
 from tests.hf import models_document
 from tests.hf.models_document import ModelsDocument
 from tests.inside import runtime_in
@@ -101,8 +101,6 @@ def decode_step(name: str) -> str:
     """Say how a decode step runs: what `tests/generate` and `tests/decode` find."""
     if name in NOT_TOKEN_BY_TOKEN:
         return "none"
-    if name in WHY_PADDED:
-        return f"the model's own code, padded: {WHY_PADDED[name]}"
     pinned = json.loads(TABLE.read_text(encoding="utf-8")).get(name)
     if pinned is None:
         return "recorded, in slots"
@@ -114,8 +112,6 @@ def steps_on_gpu(name: str, model: Any) -> str:
     """Say how its decode steps run on a GPU; `tests/generate` asks which have slots there."""
     if name in NOT_TOKEN_BY_TOKEN:
         return "none"
-    if name in WHY_PADDED:
-        return "padded"
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     has_kernels = sees_all(model) or any(map(compresses_windows, layers))
     return "captured, in slots" + ("" if has_kernels else ", torch attends")

@@ -18,11 +18,7 @@ import tandem
 from tandem.generate.generator import Generator
 from tandem.recording.coverage import coverage_of
 from tests.architectures import architectures, build_tiny_model
-from tests.generate.test_architectures import (
-    NOT_GENERATING_UPSTREAM,
-    NOT_TOKEN_BY_TOKEN,
-    ON_THEIR_OWN_CACHES,
-)
+from tests.generate.test_architectures import NOT_GENERATING_UPSTREAM, NOT_TOKEN_BY_TOKEN
 
 TABLE = Path(__file__).with_name("native_operations.json")
 COMMAND = "pytest tests/recording/test_native_operations.py --write-docs"
@@ -32,14 +28,8 @@ IS_OLDER = tuple(map(int, transformers.__version__.split(".")[:2])) < NEWEST
 PADDED_ON_THE_OLDEST = {"ernie4_5_moe"}
 FAILING = {"deepseek_v4"} if IS_OLDER else set()  # in Transformers' own code, in bf16
 ARCHITECTURES = sorted(
-    set(architectures())
-    - NOT_TOKEN_BY_TOKEN
-    - NOT_GENERATING_UPSTREAM
-    - ON_THEIR_OWN_CACHES
-    - FAILING
+    set(architectures()) - NOT_TOKEN_BY_TOKEN - NOT_GENERATING_UPSTREAM - FAILING
 )
-# Nothing of them is replayed.
-PADDED = sorted(ON_THEIR_OWN_CACHES & set(architectures()))
 TOKENS = 6  # of an answer: some steps are recorded and compared
 
 Step = dict[str, Any]
@@ -116,12 +106,6 @@ def test_a_decode_step_is_as_native_as_it_was(name: str, table: dict[str, Step])
         lost = {op for op, n in step["torch"].items() if n > table[name]["torch"].get(op, 0)}
         found = [line for line in found if "no longer" in line and line.split()[0] in lost]
     assert not found, "\n  ".join([f"{name}:", *found, f"if that is meant: {COMMAND}"])
-
-
-@pytest.mark.seam
-@pytest.mark.parametrize("name", PADDED)
-def test_architectures_that_are_not_replayed_yet(name: str) -> None:
-    assert step_of(name) is None, f"{name} is replayed now: it has no cache of its own; {COMMAND}"
 
 
 def test_a_profile_changes_no_answer() -> None:

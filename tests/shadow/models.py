@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import tandem
-from tandem.decode.padded import PaddedBatch
 from tandem.devices.cuda import hand_over_trial
 from tandem.experts.execution import executor as cpu_executor
 from tandem.generate.generator import Generator
@@ -21,7 +20,6 @@ from tandem.machines import cuda as cuda_machine
 from tests.architectures import result_of, tiny_inputs
 from tests.decode.whole_pool import WholePool, gpu_pool
 from tests.experts.machines import make_machine
-from tests.generate.test_architectures import ON_THEIR_OWN_CACHES
 from tests.gpu.models import compare_logits
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
@@ -150,25 +148,20 @@ def require_same_on_gpu(
 
 
 def require_same_without_slots(name: str, directory: Path) -> None:
-    """As `require_same_on_gpu`, of a text, and of steps on Transformers' own caches if it has any.
+    """As `require_same_on_gpu`, of a text.
 
     Without kernels: none are launched but the experts', which torch does sooner.
     """
     checkpoint = save_tiny_checkpoint(directory / name, name)
 
-    def results(model: Any) -> list[Tensor]:
+    def result(model: Any) -> Tensor:
         inputs = tree_map_only(Tensor, lambda each: each.to(model.device), tiny_inputs(model))
         with torch.no_grad():
-            found = [result_of(model(**inputs)).cpu()]
-        if name in ON_THEIR_OWN_CACHES:
-            rows = PaddedBatch(model, PROMPTS, 0)
-            found += [rows.prefill().cpu(), *(rows.decode([t, t + 1]).cpu() for t in TOKENS[:3])]
-        return found
+            return result_of(model(**inputs)).cpu()
 
-    expected = results(tandem.load(checkpoint, dtype="float32", threads=1))
+    expected = result(tandem.load(checkpoint, dtype="float32", threads=1))
     with shadow_gpu(kernels="none"), quick_loads(), loaded(checkpoint, directory) as model:
-        for ours, theirs in zip(results(model), expected, strict=True):
-            assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
+        assert (result(model) - expected).norm() <= 1e-4 * expected.norm()
 
 
 def require_steps_without_waits(gpu: ShadowGpu, rows: WholePool) -> None:

@@ -9,7 +9,6 @@ from tests.architectures import architectures
 from tests.generate.test_architectures import (
     NOT_GENERATING_UPSTREAM,
     NOT_TOKEN_BY_TOKEN,
-    ON_THEIR_OWN_CACHES,
 )
 from tests.shadow.models import IS_WHOLE, require_same_on_gpu, require_same_without_slots
 
@@ -31,11 +30,11 @@ OWN = {
     "glm5_next": STREAMS | {"add_streams"},
     "hy_v4": STREAMS,
 }
-IN_SLOTS = set(architectures()) - NOT_GENERATING_UPSTREAM - NOT_TOKEN_BY_TOKEN - ON_THEIR_OWN_CACHES
+IN_SLOTS = set(architectures()) - NOT_GENERATING_UPSTREAM - NOT_TOKEN_BY_TOKEN
 
 
-# In `make test`: one that runs padded, one that writes in blocks, one that has no cache.
-FEW = ["inkling2", "diffusion_gemma", "openai_privacy_filter"]
+# In `make test`: one that writes in blocks, one that has no cache.
+FEW = ["diffusion_gemma", "openai_privacy_filter"]
 WITHOUT_SLOTS = sorted(set(architectures()) - IN_SLOTS) if IS_WHOLE else FEW
 
 

@@ -161,6 +161,17 @@ def has_distance_bias(config: PreTrainedConfig) -> bool:
     return hasattr(config, "rel_extent")
 
 
+def layers_again(config: PreTrainedConfig, layers: list[T]) -> list[T]:
+    """Return what a forward passes again of its layers, in order; each pass has its own cache.
+
+    Inkling 2's loop, whose code makes copies of its cache's layers for that (not in 5.17).
+    """
+    if not hasattr(config, "loop_num_passes"):
+        return []
+    looped = layers[config.loop_layer_index_start : config.loop_layer_index_end]
+    return looped * (int(config.loop_num_passes) - 1)
+
+
 def cache_layer_kinds(*names: str) -> tuple[type, ...]:
     """Return the classes of a cache's layers of these names that there are (fewer in 5.17)."""
     return tuple(getattr(cache_utils, name) for name in names if hasattr(cache_utils, name))

@@ -22,6 +22,7 @@ from tandem.hf.compat import (
     has_distance_bias,
     is_empty_cache_layer,
     keeps_prompt,
+    layers_again,
     own_cache_class,
 )
 from tandem.kv_cache.attention_call import NewCompressed
@@ -151,7 +152,9 @@ def transformers_cache(model: PreTrainedModel, cache: SlotCache) -> DynamicCache
 
     Compressed caches and the like need their own kind.
     """
-    shell = DynamicCache(config=model.config.get_text_config(decoder=True))
+    config = model.config.get_text_config(decoder=True)
+    shell = DynamicCache(config=config)
+    shell.layers += layers_again(config, shell.layers)
     kinds = [type(layer) for layer in shell.layers]
     cache.windows_by_layer = {
         number: layer.sliding_window

@@ -32,17 +32,20 @@ METHODS: tuple[Substitution, ...] = (
     block_indexers.POSITIONS_AS_MASK,
     compressors.COMPRESSOR,
     distance_bias.ATTENTION,
+    distance_bias.POSITION_BIAS,
     hyper_connections.CONNECTION,
     hyper_connections.HEAD,
     state_layers.LIGHTNING_ATTENTION,
     state_layers.CONVOLVED_PROJECTION,
     state_layers.EMBEDDED_NGRAMS,
     state_layers.DILATED_CONVOLUTION,
+    state_layers.DYNAMIC_CONVOLUTION,
     norms.NORM,
 )
 
+_BY_NAME = {**recurrences.RECURRENCES, **distance_bias.DISTANCES}
 FUNCTIONS: Mapping[str, Callable[[Function], Function | None]] = {
     "apply_rotary_pos_emb": rotary.rotary_like,
-    **{name: partial(_always, function) for name, function in recurrences.RECURRENCES.items()},
+    **{name: partial(_always, function) for name, function in _BY_NAME.items()},
 }
 """By the names that models' files call: what stands in place of a file's own, if anything."""

@@ -5,6 +5,7 @@ every token sees what is before it in its row, within the layer's window, or of 
 selected.
 """
 
+import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -33,13 +34,15 @@ def attention_forward(
     is_causal: bool | None = None,
     position_bias: Tensor | DistanceBias | None = None,
     indices: Tensor | None = None,
+    sinks: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attend with the KV cache of the step: (b, heads, n, dim) -> (b, n, heads, dim).
 
     One sequence of n tokens, of all rows one after the other; or b rows with one token each. `key`
     and `value` are those of the step's tokens alone; `indices` (b, n, most) are the positions that
-    an indexer selected for each, as of `SlotCache.select`. A bias has states (b, heads, n, dim).
+    an indexer selected for each, as of `SlotCache.select`. A bias has states (b, heads, n, dim);
+    `sinks` (b, heads, n, 1) are of each token, `s_aux` (heads,) of all.
     """
     cache = current_cache()
     if cache is None:
@@ -48,6 +51,8 @@ def attention_forward(
             "attention as it was loaded"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not causal and vars(module).get("layer_idx") is None:  # keeps nothing
+        return _attend_to_given(query, key, value, scaling), None
     if isinstance(attention_mask, SelectedPositions):
         indices, attention_mask = attention_mask.indices, None
     has_mask = attention_mask is not None and not isinstance(attention_mask, SeesAllBefore)
@@ -76,10 +81,19 @@ def attention_forward(
     bias = position_bias
     if bias is not None:
         bias = bias._replace(states=bias.states.transpose(0, 1).flatten(1, 2))
-    call = AttentionCall(form, query, key, value, s_aux, selected, compressed, bias)
+    all_sinks = s_aux if sinks is None else sinks.squeeze(-1).transpose(1, 2).flatten(0, 1)
+    call = AttentionCall(form, query, key, value, all_sinks, selected, compressed, bias)
     is_latent = has_latents(module, cache)
     out = attend_latents(module, cache, call) if is_latent else cache.attend(call)
     return out.view(batch, num_tokens, *out.shape[1:]), None
+
+
+def _attend_to_given(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Attend to all of the keys that are given: (b, heads, n, dim) -> (b, n, heads, dim)."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = torch.matmul(query, key.transpose(2, 3)) * scale
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.matmul(weights, value).transpose(1, 2)
 
 
 def register_attention() -> str:

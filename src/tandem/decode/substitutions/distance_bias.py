@@ -1,4 +1,4 @@
-"""Attention with a bias by distance that is made of each token's hidden state: Inkling's.
+"""Attention with a bias by distance that is made of each token's hidden state: Inkling's, both.
 
 Models make a matrix of it, of every token of a row with every other; tokens of any slots have
 distances of their own, so attention is given what the bias is made of.
@@ -52,6 +52,24 @@ def _attention(
     return self.o_proj(out.reshape(*shape[:2], -1)), None
 
 
+def _position_bias(
+    self: ModelPart, hidden_states: Tensor, relative_distance: object, position_ids: Tensor
+) -> DistanceBias | None:
+    """Inkling 2's bias."""
+    if current_cache() is None:
+        return None
+    states = self.linear(hidden_states).view(*hidden_states.shape[:-1], self.num_heads, -1)
+    return DistanceBias(self.norm(states, position_ids).transpose(1, 2), self.proj)
+
+
+def _relative_distance(inputs_embeds: Tensor, *args: object, **kwargs: object) -> Tensor | None:
+    """Nothing, in place of a matrix that no bias of ours reads."""
+    return None if current_cache() is None else inputs_embeds.new_empty(0)
+
+
+DISTANCES = {"get_relative_distance": _relative_distance}
+"""By the name that Inkling 2's file calls."""
+POSITION_BIAS = Substitution(has("linear", "norm", "proj", "rel_extent"), _position_bias)
 ATTENTION = Substitution(
     has("rel_logits_proj", "r_proj", "k_sconv", "v_sconv", "q_norm", "k_norm"), _attention
 )

@@ -1,8 +1,9 @@
-"""Layers that keep states inside one forward: MiniMax's, ZAYA's, Qwen4's, for tokens of any slots.
+"""Layers that keep states inside one forward, for tokens of any slots: MiniMax's, ZAYA's, more.
 
 Nothing that they call has a name of its own, as `recurrences` have: the whole forward is another.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -164,6 +165,33 @@ def _dilated_convolution(
     return out.view(hidden_states.shape)
 
 
+@takes_cache
+def _dynamic_convolution(
+    self: ModelPart,
+    hidden_states: Tensor,
+    dynamic_input: Tensor,
+    cache: DynamicCache | None = None,
+    conv_mask: object = None,
+    cache_offset: int = 0,
+    **kwargs: object,
+) -> Tensor:
+    """Convolve each channel, (b, n_tokens, channels), by taps of its own and taps of the token.
+
+    A head's channels share the token's.
+    """
+    handle = _handle(cache, self.layer_idx + cache_offset, self.conv_idx)
+    width, shape = self.conv_kernel_size, (*hidden_states.shape[:2], self.num_heads, 1, -1)
+    own = self.static_weight.float().T.view(self.num_heads, -1, width)
+    taps = own + self.weight_proj(dynamic_input).float().view(shape)
+    before = [hidden_states.float().flatten(0, 1)]
+    for lag in range(1, width):
+        before.append(_delayed(handle, f"lag {lag}", before[-1]))
+    # (b, n_tokens, heads, channels of one, taps)
+    windows = torch.stack(before, dim=-1).view(taps.shape)
+    mixed: Tensor = (windows * taps).sum(-1).view(hidden_states.shape) + hidden_states.float()
+    return (mixed / math.sqrt(2 * width + 1)).to(hidden_states.dtype)
+
+
 def _advanced(handle: StateHandle, kind: str, x: Tensor, weight: Callable[[], Tensor]) -> Tensor:
     return handle.advance(kind, lambda: Convolution(weight(), None, has_silu=False), x)
 
@@ -178,6 +206,9 @@ EMBEDDED_NGRAMS = Substitution(
 )
 DILATED_CONVOLUTION = Substitution(
     has("ple_embedding", "short_conv_state_len", "conv1d"), _dilated_convolution, "_short_conv"
+)
+DYNAMIC_CONVOLUTION = Substitution(
+    has("static_weight", "weight_proj", "conv_idx", "conv_kernel_size"), _dynamic_convolution
 )
 CONVOLVED_PROJECTION = Substitution(
     has(
