@@ -1,7 +1,7 @@
 """Tiny random models of every architecture of the installed Transformers with fused experts.
 
-Nothing here lists architectures: they are found in the package, and one table of small sizes is
-laid over whatever keys a configuration has. It knows nothing of Tandem.
+Nothing here lists architectures: they are found in the package and among Tandem's adapters, and one
+table of small sizes is laid over whatever keys a configuration has.
 """
 
 import functools
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from tandem.hf.adapters import ADAPTERS, adapter_of
 from tandem.hf.compat import cache_argument
 
 VOCABULARY = 128
@@ -208,27 +209,51 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     # The configuration class refuses anything else.
     "glm5_next_text": {"qk_rope_head_dim": 0, "head_dim": 0},
     "zaya": {"num_experts_per_tok": 1},
+    # Two chunks of a prompt, and temperatures that grow within it.
+    "llama4_text": {
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 64,
+        "attention_chunk_size": 4,
+        "floor_scale": 4,
+        "attn_scale": 0.5,
+    },
+    "llama4_vision_model": dict.fromkeys(
+        ("vision_output_dim", "projector_input_dim", "projector_output_dim"), 64
+    ),
 }
 
 
 @functools.cache
 def architectures() -> list[str]:
-    """Name every model folder of the installed Transformers whose experts use the interface."""
+    """Name every model folder of the installed Transformers with experts that Tandem computes."""
     models = Path(transformers.__file__).parent / "models"
-    sources = sorted(models.glob("*/modeling_*.py"))
-    return sorted(
-        {
-            path.parent.name
-            for path in sources
-            if "@use_experts_implementation" in path.read_text(encoding="utf-8")
-        }
-    )
+    sources = {
+        path.parent.name: path.read_text(encoding="utf-8")
+        for path in sorted(models.glob("*/modeling_*.py"))
+    }
+    on_it = {name for name, text in sources.items() if "@use_experts_implementation" in text}
+    return sorted(on_it | {name for name in adapted() if name in sources})
+
+
+def adapted() -> set[str]:
+    """Name the model folders whose experts Tandem's adapters put on the interface."""
+    return {name.partition(".")[0] for name in ADAPTERS}
 
 
 def experts_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules whose forward goes through the experts interface."""
     marks = ("has_gate", "has_bias", "is_transposed")
     return [module for module in model.modules() if all(hasattr(module, mark) for mark in marks)]
+
+
+def experts_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the same modules, or what an adapter replaces of them, or has in its place."""
+    blocks = [
+        module
+        for module in model.modules()
+        if isinstance(adapter_of(type(module)), type) or type(module) in ADAPTERS.values()
+    ]
+    return blocks or experts_modules(model)
 
 
 def build_tiny_model(
@@ -244,7 +269,7 @@ def build_tiny_model(
             if class_name not in ("", model_class.__name__):
                 continue
             model = model_class(_tiny_config(model_class, values or {}))
-            if experts_modules(model):
+            if experts_blocks(model):
                 _draw_weights(model)
                 model.train(False)
                 return model
@@ -348,7 +373,7 @@ def _like(default: object, size: Any, layers: list[int]) -> Any:
 def _key_value_heads(stored: dict[str, Any], values: dict[str, Any], prefix: str) -> dict[str, int]:
     """Give keys and values as many heads as queries have, one, or half, as in the default."""
     queries, keys = f"{prefix}_attention_heads", f"{prefix}_key_value_heads"
-    if stored.get(keys) is None:
+    if stored.get(keys) is None or queries not in stored:
         return {}
     if stored[keys] == stored[queries]:
         return {keys: values[queries]}

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import tandem
-from tests.architectures import VOCABULARY, build_tiny_model
+from tests.architectures import VOCABULARY, build_tiny_model, experts_modules
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -60,6 +60,14 @@ def load_packed(directory: Path, **options: Any) -> Any:
     model = tandem.load(directory, threads=1, **{**packed, **options})
     model.generation_config.eos_token_id = None
     return model
+
+
+def as_generated(model: Any, folder: Path) -> Any:
+    """Return a tiny model that slots serve: itself, or as Tandem loads it if it has adapters."""
+    if experts_modules(model):
+        return model
+    model.save_pretrained(folder)
+    return tandem.load(folder, dtype="float32")
 
 
 def edit_json(file: Path, **changes: Any) -> None:

@@ -1,5 +1,6 @@
 """A model on a KV cache of Tandem's: its forward, and its executor."""
 
+import inspect
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import cast
@@ -55,8 +56,7 @@ class ModelRunner:
         self._operations = None if threads is None else PromptOperations(threads)
         self._copy = ShallowCopy(model)
         self._shell = transformers_cache(model, cache)
-        masks = masks_by_layer_type(model, self._shell.layers)
-        self._masks = {"attention_mask": masks} if masks else {}
+        self._takes_rows = _looks_for_embeddings(model)
         self._cache_argument = cache_argument(model)
         self.keeps_logits = takes_logits_to_keep(model)
         """Whether logits can be asked for some of the tokens alone."""
@@ -101,20 +101,23 @@ class ModelRunner:
         native = self._operations if is_prompt else None
         forget_positions(self._shell)
         copy = self._copy.model
+        masks = masks_by_layer_type(self.model, self._shell.layers)
         if self._notes_hidden:
             self._note_hidden(copy.get_decoder())
+        has_rows = self._takes_rows and features is None
+        rows = {"inputs_embeds": copy.get_input_embeddings()(ids)} if has_rows else {}
         with (
             stepping(self._cache),
             given_features(copy, features) as images,
             native or nullcontext(),
         ):
             outputs = copy(
-                input_ids=ids,
                 position_ids=positions,
                 use_cache=True,
                 return_dict=True,
+                **(rows or {"input_ids": ids}),
                 **{self._cache_argument: self._shell},
-                **self._masks,
+                **({"attention_mask": masks} if masks else {}),
                 **images,
                 **({"logits_to_keep": keep} if is_kept else {}),
             )
@@ -146,6 +149,20 @@ class ModelRunner:
         own_forward_hooks(last)  # the model's stay as they are
         last.register_forward_hook(note_streams if has_streams else note)
         self._noted = decoder
+
+
+def _looks_for_embeddings(model: nn.Module) -> bool:
+    """Whether a model's code brings ids to where its embeddings are (Llama 4).
+
+    If that is the host, a captured step cannot: it is given their rows.
+    """
+    forwards = {
+        inspect.unwrap(vars(kind)["forward"])
+        for kind in {type(module) for module in model.modules()}
+        if "forward" in vars(kind)
+    }
+    asked = {"embed_tokens", "weight", "device"}
+    return any(asked <= set(forward.__code__.co_names) for forward in forwards)
 
 
 def executor_of(model: PreTrainedModel) -> Executor | None:

@@ -21,6 +21,7 @@ from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError, ModelError, TandemWarning, capacity_errors
 from tandem.experts.store.host_memory import available_bytes
 from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
+from tandem.hf.adapters import put_on_interface
 from tandem.hf.assembly import assemble
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint, open_model
 from tandem.hf.compat import NEWEST_TESTED, choose_no_implementation, untested_version
@@ -244,7 +245,13 @@ def class_of(config: PreTrainedConfig) -> Any:
 
 
 def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a config's model without memory; raises `ModelError`."""
+    """Build a config's model without memory, as Tandem loads it; raises `ModelError`."""
+    model = _as_transformers(config)
+    put_on_interface(model)
+    return model
+
+
+def _as_transformers(config: PreTrainedConfig) -> PreTrainedModel:
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -292,7 +299,7 @@ def _require_size(checkpoint: Checkpoint, config: PreTrainedConfig) -> None:
     require_top_k(where, config.get_text_config().to_dict())  # with what the file leaves out
     require_layers(where, value_of(config.get_text_config(), "num_hidden_layers"), held)
     with counted_build(where, checkpoint.config, held):
-        empty_model(config)
+        _as_transformers(config)
 
 
 def source_config(checkpoint: Checkpoint) -> PreTrainedConfig:

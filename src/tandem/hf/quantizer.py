@@ -29,6 +29,7 @@ from tandem.experts.store.host_store import HostLayer, HostStore
 from tandem.experts.store.packed_layer import STORED_NAME, STORED_ORDER_NAME
 from tandem.experts.store.stand_in import keep_elsewhere
 from tandem.foreign_types import ModelPart, PreTrainedConfig, PreTrainedModel
+from tandem.hf.adapters import put_on_interface
 from tandem.hf.assembly import assemble
 from tandem.hf.compat import QuantizerHooks, is_expert_merge, target_names, use_experts
 from tandem.hf.config import (
@@ -94,6 +95,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
 
         Returns these modules by name; raises `UnsupportedModelError` for a model without any.
         """
+        put_on_interface(model)
         modules = {n: m for n, m in model.named_modules() if is_experts_module(m)}
         if not modules:
             raise UnsupportedModelError(_why_refused(model))

@@ -24,6 +24,7 @@ from tandem.kernels.opaque_calls import ATTENTION, SELECTION, STATES, opaque
 from tandem.kernels.recurrent import LayerState, StateOperation, StateTokens
 from tandem.kv_cache.attention_call import AttentionCall, Beside
 from tandem.kv_cache.base import NotInSlotsError, SlotCache
+from tandem.kv_cache.chunks import positions_in_chunk
 from tandem.kv_cache.compressed import CompressedStore
 from tandem.kv_cache.cpu_states import CpuStates
 from tandem.kv_cache.index_keys import IndexStore, NewIndexKeys
@@ -218,6 +219,12 @@ class KvCache(SlotCache):
     def token_positions(self) -> Tensor:
         """The positions (n_tokens,) of the step's tokens in their slots."""
         return self.positions
+
+    def select_chunks(self, size: int) -> Tensor | None:
+        """Return the positions that tokens see; see `SlotCache.select_chunks`."""
+        longest = max(s.first_position + s.num_tokens for s in self._segments)
+        is_first = not self.is_decoding and longest <= size
+        return None if is_first else positions_in_chunk(self.positions, size)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Append the new keys and values of the expected layer; attend: (n_tokens, heads, dim)."""

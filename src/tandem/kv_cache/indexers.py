@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tandem.checkpoint.config_values import value_of
 from tandem.foreign_types import PreTrainedModel
+from tandem.kv_cache.chunks import CHUNKED, SeesOwnChunk
 from tandem.kv_cache.index_keys import Selection
 
 # Selects for a layer: new index keys (b, n_tokens, dim), queries (b, n_tokens, heads, dim), weights
@@ -59,12 +60,16 @@ class SeesAllBefore:
 
 def masks_by_layer_type(
     model: PreTrainedModel, layers: Iterable[object]
-) -> dict[str, SeesAllBefore | None]:
-    """Return the masks for a model with indexers, whose code adds them to scores; else nothing.
+) -> dict[str, SeesAllBefore | SeesOwnChunk | None]:
+    """Return the masks for one forward of a model whose code asks for them; else nothing.
 
-    `layers` are those of its cache.
+    That is one with indexers, which adds them to scores, or chunks. `layers` are of its cache.
     """
-    kinds = value_of(model.config.get_text_config(decoder=True), "layer_types") or []
+    config = model.config.get_text_config(decoder=True)
+    kinds = value_of(config, "layer_types") or []
+    if CHUNKED in kinds:
+        chunk = SeesOwnChunk(int(config.attention_chunk_size))
+        return {k: chunk if k == CHUNKED else None for k in kinds}
     indexed = {
         k for k, layer in zip(kinds, layers, strict=False) if hasattr(layer, "update_indexer")
     }

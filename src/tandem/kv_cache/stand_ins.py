@@ -27,6 +27,7 @@ from tandem.hf.compat import (
 )
 from tandem.kv_cache.attention_call import NewCompressed
 from tandem.kv_cache.base import NotInSlotsError, SlotCache
+from tandem.kv_cache.chunks import chunked_layers
 from tandem.kv_cache.index_keys import NewIndexKeys, Pool, Selection
 from tandem.kv_cache.indexers import IndexScores
 from tandem.kv_cache.states import StateHandle
@@ -153,13 +154,13 @@ def transformers_cache(model: PreTrainedModel, cache: SlotCache) -> DynamicCache
     Compressed caches and the like need their own kind.
     """
     config = model.config.get_text_config(decoder=True)
-    shell = DynamicCache(config=config)
+    shell, chunked = DynamicCache(config=config), chunked_layers(config)
     shell.layers += layers_again(config, shell.layers)
     kinds = [type(layer) for layer in shell.layers]
     cache.windows_by_layer = {
         number: layer.sliding_window
         for number, layer in enumerate(shell.layers)
-        if type(layer) in _SLIDING or compresses_windows(layer)
+        if (type(layer) in _SLIDING or compresses_windows(layer)) and number not in chunked
     }
     cache.prompt_windows = {
         number: layer.sliding_window
@@ -168,7 +169,7 @@ def transformers_cache(model: PreTrainedModel, cache: SlotCache) -> DynamicCache
     }
     cache.has_compressed = any(map(compresses_windows, shell.layers))
     cache.num_sliding_layers = len(cache.windows_by_layer)
-    full = sum(kind in _FULL for kind in kinds) + len(cache.prompt_windows)
+    full = sum(kind in _FULL for kind in kinds) + len(cache.prompt_windows) + len(chunked)
     cache.num_layers = max(1, full + cache.num_sliding_layers)
     if not kinds:
         raise NotInSlotsError("the model keeps no keys and values")
@@ -184,13 +185,14 @@ def sees_all(model: PreTrainedModel) -> bool:
     """Tell whether attention sees all positions before a token, of its window if a layer has one.
 
     And adds nothing to their scores. Not where an indexer selects some, where keys of many tokens
-    stand beside a window, or prompts.
+    stand beside a window, or prompts, or in chunks.
     """
     config = model.config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers
-    return not has_distance_bias(config) and not any(
+    selects = any(
         type(x) is DynamicIndexedLayer or compresses_windows(x) or keeps_prompt(x) for x in layers
     )
+    return not selects and not has_distance_bias(config) and not chunked_layers(config)
 
 
 def _stand_in(cache: SlotCache, number: int, layer: Any) -> Any:

@@ -17,6 +17,7 @@ from tandem.decode.substitutions import (
     recurrences,
     rotary,
     state_layers,
+    tempered_attention,
 )
 from tandem.decode.substitutions.substitution import Function, Substitution
 
@@ -41,6 +42,7 @@ METHODS: tuple[Substitution, ...] = (
     state_layers.DILATED_CONVOLUTION,
     state_layers.DYNAMIC_CONVOLUTION,
     norms.NORM,
+    tempered_attention.ATTENTION,
 )
 
 _BY_NAME = {**recurrences.RECURRENCES, **distance_bias.DISTANCES}

@@ -15,6 +15,7 @@ from tandem.foreign_types import ModelPart
 from tandem.kernels.attention import AttentionForm, DistanceBias
 from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.base import NotInSlotsError, current_cache
+from tandem.kv_cache.chunks import SeesOwnChunk
 from tandem.kv_cache.indexers import SeesAllBefore, SelectedPositions
 
 ATTENTION_IMPLEMENTATION = "tandem"
@@ -25,7 +26,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | SeesAllBefore | SelectedPositions | None,
+    attention_mask: Tensor | SeesAllBefore | SeesOwnChunk | SelectedPositions | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -55,6 +56,9 @@ def attention_forward(
         return _attend_to_given(query, key, value, scaling), None
     if isinstance(attention_mask, SelectedPositions):
         indices, attention_mask = attention_mask.indices, None
+    if isinstance(attention_mask, SeesOwnChunk):
+        seen, attention_mask = attention_mask.seen(cache.select_chunks), None
+        indices = None if seen is None else seen[None]
     has_mask = attention_mask is not None and not isinstance(attention_mask, SeesAllBefore)
     if has_mask or isinstance(position_bias, Tensor) or not causal:
         raise NotInSlotsError("attention has a mask or a bias of the model's own")

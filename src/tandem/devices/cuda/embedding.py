@@ -40,12 +40,12 @@ class HostEmbedding(nn.Module):
         return found.pin_memory() if self.device.type == "cuda" else found
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the tokens' embeddings where `ids` are: (...) int64 -> (..., embedding_dim)."""
+        """Return the tokens' embeddings on the device: (...) int64 -> (..., embedding_dim)."""
         given = _GIVEN.get()
         if given is not None and given.shape[:-1] == ids.shape:
             return given
         rows: Tensor = self.on_host(ids.cpu())
-        return rows.to(ids.device)
+        return rows.to(self.device)
 
     @property
     def weight(self) -> Tensor:

@@ -194,6 +194,17 @@ class StaticKvCache(SlotCache):
         _, first, count = self._segments[0]
         return torch.arange(first, first + count, device=self._device)
 
+    def select_chunks(self, size: int) -> Tensor | None:
+        """Return a mask of what tokens see, (n_tokens, positions); None: all before them."""
+        if self._kernels is not None:
+            raise NotInSlotsError("kernels attend to all positions")
+        _, first, count = self._segments[0]
+        length = self.attended_length if self.is_decoding else first + count
+        if length <= size:
+            return None
+        begin = self.token_positions // size * size
+        return torch.arange(length, device=self._device) >= begin[:, None]
+
     def attend(self, call: AttentionCall) -> Tensor:
         """Append the new keys and values of the expected layer; attend: (n_tokens, heads, dim)."""
         if self.has_compressed:

@@ -1,0 +1,36 @@
+"""Adapters: modules of ours for experts that are not on Transformers' experts interface.
+
+One file each. An adapter takes the place of a module of Transformers in a model that is about to be
+loaded, keeps its other parts, and has its experts as an `AdaptedExperts`, its parameters under the
+names that Transformers gives the checkpoint's tensors.
+"""
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from tandem.foreign_types import ModelPart, PreTrainedConfig, PreTrainedModel
+from tandem.hf.adapters.llama4 import Llama4Moe, with_image_outputs
+
+Adapter = Callable[[ModelPart, PreTrainedConfig], nn.Module]
+
+ADAPTERS: Mapping[str, Adapter] = {
+    "llama4.modeling_llama4.Llama4TextMoe": Llama4Moe,
+    "llama4.modeling_llama4.Llama4ForCausalLM": with_image_outputs,
+}
+"""By the class in `transformers.models` whose modules they replace."""
+
+
+def put_on_interface(model: PreTrainedModel) -> None:
+    """Replace a model's modules that have an adapter; what has been replaced stays."""
+    config = model.config.get_text_config()
+    for path, module in list(model.named_modules()):
+        adapter = adapter_of(type(module))
+        if adapter is not None and path:
+            model.set_submodule(path, adapter(module, config))
+
+
+def adapter_of(kind: type) -> Adapter | None:
+    """Return what replaces the modules of a class; None: they stay."""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return ADAPTERS.get(name.removeprefix("transformers.models."))

@@ -1,0 +1,44 @@
+"""Experts that a model computes by itself, as a module of Transformers' experts interface."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from tandem.foreign_types import PreTrainedConfig
+from tandem.hf.experts import experts_forward
+
+
+class AdaptedExperts(nn.Module):
+    """Gated experts of a foreign module: its tensors under the interface's names, in its layout.
+
+    Only Tandem computes them: before their executor is bound, a call is a `ConfigError`.
+    """
+
+    has_gate, has_bias, has_post_expert_norm = True, False, False
+    is_concatenated = True
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        act_fn: Callable[[Tensor], Tensor],
+        *,
+        is_transposed: bool = False,
+    ) -> None:
+        """Take (num_experts, 2 * width, hidden_size) and (num_experts, hidden_size, width).
+
+        With `is_transposed`, the last two dimensions change places.
+        """
+        super().__init__()
+        self.config, self.act_fn, self.is_transposed = config, act_fn, is_transposed
+        self.gate_up_proj = nn.Parameter(gate_up_proj, requires_grad=False)
+        self.down_proj = nn.Parameter(down_proj, requires_grad=False)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Compute the weighted sum of each token's experts: (n_tokens, hidden_size) in and out."""
+        return experts_forward(self, hidden_states, top_k_index, top_k_weights)
+
+    def _apply_gate(self, rows: Tensor) -> Tensor:
+        gate, up = rows.chunk(2, dim=-1)
+        return self.act_fn(gate) * up

@@ -1,0 +1,65 @@
+"""Llama 4: an expert's input is the hidden state times its score, and its output counts once."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.utils.generic import ModelOutput
+
+from tandem.core.errors import UnsupportedModelError
+from tandem.foreign_types import ModelPart, PreTrainedConfig
+from tandem.hf.adapters.adapted_experts import AdaptedExperts
+
+
+def with_image_outputs(model: ModelPart, config: PreTrainedConfig) -> ModelPart:
+    """Return the text model in one with a tower, which reads a field of its outputs (5.24).
+
+    The text model's outputs lack it, so that Transformers' own forward fails.
+    """
+
+    def add(module: nn.Module, args: object, outputs: object) -> None:
+        if isinstance(outputs, ModelOutput) and not hasattr(outputs, "image_outputs"):
+            outputs.image_outputs = None
+
+    model.register_forward_hook(add)
+    return model
+
+
+class Llama4Router(nn.Module):
+    """Chooses a token's expert, and by how much its input is scaled."""
+
+    def __init__(self, router: ModelPart) -> None:
+        """Take over a router's weights."""
+        super().__init__()
+        if router.top_k != 1:
+            raise UnsupportedModelError(
+                f"this Llama 4 sends a token to {router.top_k} experts, each with an input of its "
+                "own; Tandem knows the released models, which have num_experts_per_tok = 1"
+            )
+        self.weight = router.weight
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits (n_tokens, num_experts), and score and expert (n_tokens, 1)."""
+        logits = F.linear(hidden, self.weight)
+        score, expert = torch.topk(logits, 1, dim=-1)
+        return logits, torch.sigmoid(score.float()).to(logits.dtype), expert
+
+
+class Llama4Moe(nn.Module):
+    """The block of a layer's experts: routed ones, and the one that all tokens share."""
+
+    def __init__(self, block: ModelPart, config: PreTrainedConfig) -> None:
+        """Take over the parts of a `Llama4TextMoe`."""
+        super().__init__()
+        self.router = Llama4Router(block.router)
+        own = block.experts
+        self.experts = AdaptedExperts(
+            config, own.gate_up_proj, own.down_proj, own.act_fn, is_transposed=True
+        )
+        self.shared_expert = block.shared_expert
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (n_tokens, hidden_size) of (..., hidden_size), and the router's logits."""
+        hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits, score, expert = self.router(hidden)
+        routed = self.experts(hidden * score, expert, torch.ones_like(score))
+        return self.shared_expert(hidden) + routed, logits

@@ -1,0 +1,66 @@
+"""Llama 4 beside what all architectures are tested for: released models' class, and refusals."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tandem
+from tandem.core.errors import UnsupportedModelError
+from tandem.decode.padded import PaddedBatch
+from tandem.generate.generator import Generator
+from tandem.hf.dense_place import keep_embeddings_on_host
+from tandem.kv_cache.chunks import positions_in_chunk
+from tests.architectures import build_tiny_model, tiny_inputs
+from tests.decode.twin_capture import TwinCapture
+from tests.decode.whole_pool import cuda_pool, logits_of
+
+WHOLE = "Llama4ForConditionalGeneration"
+TOKENS = [60, 71, 82, 93, 104]
+
+
+def test_the_class_of_released_models_answers_as_its_text_part(tmp_path: Path) -> None:
+    """Whose own forward fails on text in Transformers 5.24."""
+    model: Any = build_tiny_model("llama4", class_name=WHOLE)
+    model.save_pretrained(tmp_path)
+    offloaded = tandem.load(tmp_path, dtype="float32")
+    ids = tiny_inputs(model)["input_ids"]
+    with torch.no_grad():
+        found, expected = offloaded(ids).logits, model.language_model(ids).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    generator = Generator(offloaded)
+    answer = generator.generate([40, 41, 42, 43, 44, 45], max_new_tokens=8, temperature=0)[0]
+    assert generator.why_padded is None
+    assert generator.why_slower is None
+    text = model.language_model.generate(
+        torch.tensor([[40, 41, 42, 43, 44, 45]]), max_new_tokens=8, do_sample=False, pad_token_id=0
+    )
+    assert answer.token_ids == text[0, 6:].tolist()[: len(answer.token_ids)]
+
+
+def test_captured_steps_of_slots_are_the_models(tmp_path: Path) -> None:
+    """Each slot in its own chunk, at its own temperature; embeddings that the host brings."""
+    build_tiny_model("llama4").save_pretrained(tmp_path)
+    model, other = (tandem.load(tmp_path, dtype="float32") for _ in range(2))
+    keep_embeddings_on_host(other, other.device)
+    prompts = [[40, 41, 42, 43, 44, 45, 46], [50, 51]]
+    rows = cuda_pool(other, prompts, 20, make_capture=TwinCapture)
+    found = logits_of(rows, 2, TOKENS)
+    assert rows.step.is_replaying, rows.step.why_not
+    alone = [PaddedBatch(model, [prompt], 0) for prompt in prompts]  # padding would count
+    expected = [torch.cat([one.prefill() for one in alone])]
+    for token in TOKENS:
+        expected.append(torch.cat([one.decode([token]) for one in alone]))
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_more_experts_a_token_are_refused(tmp_path: Path) -> None:
+    build_tiny_model("llama4", values={"num_experts_per_tok": 2}).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="sends a token to 2 experts"):
+        tandem.load(tmp_path)
+
+
+def test_tokens_see_their_chunk_and_those_of_the_first_all_before() -> None:
+    seen = positions_in_chunk(torch.tensor([3, 4, 9]), 4)
+    assert seen.tolist() == [[-1] * 4, [4, 5, 6, 7], [8, 9, 10, 11]]
