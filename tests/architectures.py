@@ -209,6 +209,17 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     # The configuration class refuses anything else.
     "glm5_next_text": {"qk_rope_head_dim": 0, "head_dim": 0},
     "zaya": {"num_experts_per_tok": 1},
+    "dbrx": {
+        "n_heads": 4,
+        "max_seq_len": 256,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 10_000.0},
+        "ffn_config": {
+            "hidden_size": 64,
+            "ffn_hidden_size": 32,
+            "moe_num_experts": EXPERTS,
+            "moe_top_k": TOP_K,
+        },
+    },
     # Two chunks of a prompt, and temperatures that grow within it.
     "llama4_text": {
         "num_experts_per_tok": 1,

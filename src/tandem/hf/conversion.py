@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from tandem.checkpoint.packed import packed_name
 from tandem.checkpoint.sources.source import SourceTensor
 from tandem.checkpoint.stored_experts import put_experts, put_fused
 from tandem.core.errors import ModelError, TandemError, UnsupportedModelError
 from tandem.experts.store.host_store import HostLayer
+from tandem.hf.adapters.adapted_experts import StackedRows
 from tandem.hf.load_job import Loaded, StoreWriter
 
 
@@ -94,6 +95,39 @@ class StoreExpertwise(StoreFused):
         except TandemError as error:
             self.writer.keep_error(error)
         return {target_patterns[0]: stub}
+
+
+class StoreStacked(StoreExpertwise):
+    """Move experts into the host store of which each tensor has the rows of all."""
+
+    def __init__(self, writer: StoreWriter, *, are_transposed: bool) -> None:
+        """Write to the layers that a writer knows; rows may be the columns of a matrix."""
+        super().__init__(writer)
+        self.are_transposed = are_transposed
+
+    def convert(
+        self,
+        input_dict: dict[str, list[Loaded]],
+        source_patterns: list[str] | None = None,
+        target_patterns: list[str] | None = None,
+        full_layer_name: str = "",
+        **kwargs: object,
+    ) -> dict[str, Tensor]:
+        """Store {source pattern: [one tensor]} as one fused tensor of the layer."""
+        found = self.writer.find(full_layer_name)
+        assert found is not None, f"{full_layer_name} is no parameter of an experts module"
+        columns: dict[str, list[Loaded]] = {}
+        for pattern, (tensor, *_) in input_dict.items():
+            whole = tensor.values() if isinstance(tensor, SourceTensor) else tensor
+            experts = whole.tensor_split(found[0].arrivals.num_experts)
+            columns[pattern] = [expert.T if self.are_transposed else expert for expert in experts]
+        return super().convert(columns, source_patterns, target_patterns, full_layer_name)
+
+
+def stacked_converter(writer: StoreWriter, rows: StackedRows) -> WeightConverter:
+    """Return what reads such tensors into the host store."""
+    operation = StoreStacked(writer, are_transposed=rows.are_transposed)
+    return WeightConverter(list(rows.sources), rows.target, operations=[operation], force_cpu=True)
 
 
 class StorePacked(StoreFused):

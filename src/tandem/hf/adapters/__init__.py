@@ -2,7 +2,7 @@
 
 One file each. An adapter takes the place of a module of Transformers in a model that is about to be
 loaded, keeps its other parts, and has its experts as an `AdaptedExperts`, its parameters under the
-names that Transformers gives the checkpoint's tensors.
+names that Transformers gives the checkpoint's tensors, or else with `STACKED`, of `StackedRows`.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,11 +10,14 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from tandem.foreign_types import ModelPart, PreTrainedConfig, PreTrainedModel
+from tandem.hf.adapters.adapted_experts import StackedRows
+from tandem.hf.adapters.dbrx import DbrxExperts
 from tandem.hf.adapters.llama4 import Llama4Moe, with_image_outputs
 
 Adapter = Callable[[ModelPart, PreTrainedConfig], nn.Module]
 
 ADAPTERS: Mapping[str, Adapter] = {
+    "dbrx.modeling_dbrx.DbrxExperts": DbrxExperts,
     "llama4.modeling_llama4.Llama4TextMoe": Llama4Moe,
     "llama4.modeling_llama4.Llama4ForCausalLM": with_image_outputs,
 }
@@ -28,6 +31,12 @@ def put_on_interface(model: PreTrainedModel) -> None:
         adapter = adapter_of(type(module))
         if adapter is not None and path:
             model.set_submodule(path, adapter(module, config))
+
+
+def stacked_rows(model: nn.Module) -> list[StackedRows]:
+    """Return which tensors of a checkpoint a model's adapters read in a layout of their own."""
+    kinds = {type(module) for module in model.modules()}
+    return [rows for kind in kinds for rows in getattr(kind, "STACKED", ())]
 
 
 def adapter_of(kind: type) -> Adapter | None:

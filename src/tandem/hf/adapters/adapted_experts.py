@@ -1,11 +1,23 @@
 """Experts that a model computes by itself, as a module of Transformers' experts interface."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from tandem.foreign_types import PreTrainedConfig
 from tandem.hf.experts import experts_forward
+
+
+class StackedRows(NamedTuple):
+    """Tensors of a checkpoint in which all experts' rows lie one below the other."""
+
+    sources: tuple[str, ...]
+    """The ends of their names; an expert's rows of each are stacked."""
+    target: str
+    """The end of the parameter's name that they become."""
+    are_transposed: bool = False
+    """Whether an expert's rows are the columns of its matrix."""
 
 
 class AdaptedExperts(nn.Module):

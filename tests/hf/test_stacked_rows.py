@@ -1,0 +1,32 @@
+"""Tensors in which all experts' rows lie one below the other (DBRX): damaged ones are refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tandem
+from tandem.core.errors import ModelError
+from tests.architectures import build_tiny_model
+
+NAME = "transformer.blocks.1.ffn.experts.mlp.w2"
+
+
+@pytest.mark.parametrize("expert_dtype", ["auto", "int8"])
+def test_rows_that_are_missing_or_not_finite_are_an_error(
+    tmp_path: Path, expert_dtype: str
+) -> None:
+    build_tiny_model("dbrx", values={"n_layers": 2}).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = load_file(file)
+    options: Any = {"dtype": "float32", "expert_dtype": expert_dtype}
+    save_file(whole | {NAME: whole[NAME][:-3].clone()}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"mlp\.down_proj has shape .* but config\.json asks for"):
+        tandem.load(tmp_path, **options)
+    damaged = whole[NAME].clone()
+    damaged[40, 3] = torch.nan
+    save_file(whole | {NAME: damaged}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"weights that are NaN or infinite"):
+        tandem.load(tmp_path, **options)
