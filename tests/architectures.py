@@ -228,6 +228,14 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "floor_scale": 4,
         "attn_scale": 0.5,
     },
+    "longcat_flash": {
+        "num_layers": 2,  # with two attentions each
+        "head_dim": 8,
+        "expert_ffn_hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "zero_expert_num": 4,
+        "routed_scaling_factor": 1.5,
+    },
     "llama4_vision_model": dict.fromkeys(
         ("vision_output_dim", "projector_input_dim", "projector_output_dim"), 64
     ),

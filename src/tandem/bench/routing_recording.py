@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from tandem.core.errors import UnsupportedModelError
 from tandem.experts.execution.recorder import RoutingRecorder
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead, look_ahead
@@ -16,9 +17,14 @@ def recording(model: PreTrainedModel, given: LookAhead | None = None) -> Iterato
     """Record everything that runs inside; each sequence begins with `begin_sequences`.
 
     Where the model's routers can be asked ahead, their guesses are recorded too; `given` asks them
-    if the caller does that already.
+    if the caller does that already. Raises `UnsupportedModelError` for what a trace cannot hold.
     """
     runtime = require_runtime(model)
+    if any(layer.arrivals.num_spare for layer in runtime.store):
+        raise UnsupportedModelError(
+            f"routers of {type(model).__name__} also choose experts without weights, which return "
+            "their input, and a trace holds none such; record another model"
+        )
     inner, own = runtime.executor, runtime.look_ahead
     ahead: LookAhead | str
     if own is not None and inner.needs_hooks:

@@ -185,8 +185,11 @@ def _refuse_values(name: str) -> None:
 def _put_experts(
     layer: HostLayer, tensor_name: str, columns: list[list[Loaded]], *, forgets: bool
 ) -> None:
+    num_experts, num_spare = layer.arrivals.num_experts, layer.arrivals.num_spare
+    for column in columns:
+        if len(column) == num_experts + num_spare:
+            del column[num_experts:]
     counts = {len(column) for column in columns}
-    num_experts = layer.arrivals.num_experts
     if counts != {num_experts}:
         raise ModelError(
             f"the checkpoint has {' and '.join(map(str, sorted(counts)))} tensors for the "

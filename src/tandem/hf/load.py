@@ -268,12 +268,22 @@ def _as_transformers(config: PreTrainedConfig) -> PreTrainedModel:
 def keep_first_layers(config: PreTrainedConfig, num_layers: int) -> None:
     """Cut a config's text model to its first layers, and its lists of one entry per layer."""
     text = config.get_text_config()
-    total = text.num_hidden_layers
+    name = _name_of_count(text)
+    total = getattr(text, name)
     kept = min(num_layers, total)
-    text.num_hidden_layers = kept  # without effect where it is the length of a list
+    setattr(text, name, kept)  # without effect where it is the length of a list
     for name, value in vars(text).items():
         if isinstance(value, list) and len(value) == total:
             setattr(text, name, value[:kept])
+
+
+def _name_of_count(text: PreTrainedConfig) -> str:
+    """Return which value of a config counts the layers that tensors are named after.
+
+    LongCat's have two attentions each, which `num_hidden_layers` counts.
+    """
+    is_derived = isinstance(getattr(type(text), "num_hidden_layers", None), property)
+    return "num_layers" if is_derived and hasattr(text, "num_layers") else "num_hidden_layers"
 
 
 def own_config(checkpoint: Checkpoint) -> PreTrainedConfig:
@@ -296,8 +306,9 @@ def own_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 def _require_size(checkpoint: Checkpoint, config: PreTrainedConfig) -> None:
     """Build a checkpoint's model without memory, and count it."""
     where, held = f"{checkpoint.directory}/config.json", checkpoint.held
-    require_top_k(where, config.get_text_config().to_dict())  # with what the file leaves out
-    require_layers(where, value_of(config.get_text_config(), "num_hidden_layers"), held)
+    text = config.get_text_config()
+    require_top_k(where, text.to_dict())  # with what the file leaves out
+    require_layers(where, value_of(text, _name_of_count(text)), held)
     with counted_build(where, checkpoint.config, held):
         _as_transformers(config)
 

@@ -333,6 +333,7 @@ def _announce(
         expert_dtype=stored_format(expert_dtype, module.down_proj.dtype),
         is_transposed=bool(module.is_transposed),
         is_interleaved=bool(module.has_gate and not module.is_concatenated),
+        num_spare=getattr(module, "num_spare_experts", 0),
     )
 
 

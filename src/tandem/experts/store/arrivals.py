@@ -16,9 +16,13 @@ TENSOR_NAMES = (*WEIGHT_NAMES, *(f"{name}_bias" for name in WEIGHT_NAMES))
 class Arrivals:
     """What has come of one MoE layer; `shapes` are those of its fused tensors."""
 
-    def __init__(self, name: str, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Expect (num_experts, ...) tensors by name."""
+    def __init__(self, name: str, shapes: dict[str, tuple[int, ...]], num_spare: int = 0) -> None:
+        """Expect (num_experts, ...) tensors by name.
+
+        A checkpoint may have tensors of `num_spare` experts behind these, which nothing reads.
+        """
         self.name = name
+        self.num_spare = num_spare
         self.shapes = shapes
         self.num_experts = next(iter(shapes.values()))[0]
         self._num_filled = dict.fromkeys(shapes, 0)

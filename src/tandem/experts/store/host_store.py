@@ -32,12 +32,14 @@ class HostStore:
         expert_dtype: torch.dtype | ExpertFormat | None,
         is_transposed: bool = False,
         is_interleaved: bool = False,
+        num_spare: int = 0,
     ) -> HostLayer:
         """Announce the next MoE layer; its memory is taken when its tensors arrive.
 
         `shapes` are those of the fused tensors; `expert_dtype` None keeps the source's dtype.
+        `num_spare` is as of `Arrivals`.
         """
-        arrivals, number = Arrivals(name, shapes), len(self._layers)
+        arrivals, number = Arrivals(name, shapes, num_spare), len(self._layers)
         layer: HostLayer
         if isinstance(expert_dtype, ExpertFormat):
             layer = PackedLayer(

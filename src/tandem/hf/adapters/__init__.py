@@ -13,12 +13,14 @@ from tandem.foreign_types import ModelPart, PreTrainedConfig, PreTrainedModel
 from tandem.hf.adapters.adapted_experts import StackedRows
 from tandem.hf.adapters.dbrx import DbrxExperts
 from tandem.hf.adapters.llama4 import Llama4Moe, with_image_outputs
+from tandem.hf.adapters.longcat_flash import LongcatFlashExperts
 
 Adapter = Callable[[ModelPart, PreTrainedConfig], nn.Module]
 
 ADAPTERS: Mapping[str, Adapter] = {
     "dbrx.modeling_dbrx.DbrxExperts": DbrxExperts,
     "llama4.modeling_llama4.Llama4TextMoe": Llama4Moe,
+    "longcat_flash.modeling_longcat_flash.LongcatFlashExperts": LongcatFlashExperts,
     "llama4.modeling_llama4.Llama4ForCausalLM": with_image_outputs,
 }
 """By the class in `transformers.models` whose modules they replace."""

@@ -1,0 +1,28 @@
+"""LongCat-Flash: some of a layer's experts have no weights and return their input."""
+
+from torch import Tensor
+
+from tandem.foreign_types import ModelPart, PreTrainedConfig
+from tandem.hf.adapters.adapted_experts import AdaptedExperts
+
+
+class LongcatFlashExperts(AdaptedExperts):
+    """The experts of a layer: those with weights, and behind them those that return their input.
+
+    The router chooses among both. To the executor the latter are padding, which adds nothing.
+    """
+
+    def __init__(self, experts: ModelPart, config: PreTrainedConfig) -> None:
+        """Take over the weights of a `LongcatFlashExperts`."""
+        num_experts = experts.num_routed_experts
+        gate_up = experts.gate_up_proj[:num_experts]  # the others are never read
+        super().__init__(config, gate_up, experts.down_proj, experts.act_fn)
+        self.num_experts = num_experts
+        self.num_spare_experts = experts.zero_expert_num  # Transformers writes matrices of them
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Compute the weighted sum of each token's experts: (n_tokens, hidden_size) in and out."""
+        routed = super().forward(hidden_states, top_k_index, top_k_weights)
+        share = (top_k_weights * (top_k_index >= self.num_experts)).sum(-1, keepdim=True)
+        returned: Tensor = hidden_states * share
+        return routed + returned.to(routed.dtype)
