@@ -8,12 +8,13 @@
 namespace tandem {
 
 // The numbers are those that tandem.kernels.native passes.
-enum class Activation : int { kSwiglu = 0, kGeluTanhGate = 1, kRelu2 = 2 };
+enum class Activation : int { kSwiglu = 0, kGeluTanhGate = 1, kRelu2 = 2, kLimitedSilu = 3 };
 
 struct ActivationSpec {
   Activation kind;
   // kSwiglu: g * sigmoid(alpha * g) * (u + offset) with g = min(gate, limit) and u = up clamped to
   // -limit..limit. Plain SiLU gating has alpha 1, offset 0 and an infinite limit.
+  // kLimitedSilu: min(g * sigmoid(g), limit) * u with that u.
   float alpha, limit, offset;
 };
 

@@ -161,6 +161,12 @@ __m256 activated(const ActivationSpec& spec, __m256 gate, __m256 up) {
       const __m256 s = sigmoid(_mm256_mul_ps(_mm256_set1_ps(spec.alpha), g));
       return _mm256_mul_ps(_mm256_mul_ps(g, s), _mm256_add_ps(u, _mm256_set1_ps(spec.offset)));
     }
+    case Activation::kLimitedSilu: {
+      const __m256 limit = _mm256_set1_ps(spec.limit);
+      const __m256 g = _mm256_min_ps(limit, _mm256_mul_ps(gate, sigmoid(gate)));
+      const __m256 u = _mm256_max_ps(_mm256_set1_ps(-spec.limit), _mm256_min_ps(limit, up));
+      return _mm256_mul_ps(g, u);
+    }
   }
   return gate;
 }

@@ -123,6 +123,12 @@ __m512 activated(const ActivationSpec& spec, __m512 gate, __m512 up) {
       const __m512 s = sigmoid(_mm512_mul_ps(_mm512_set1_ps(spec.alpha), g));
       return _mm512_mul_ps(_mm512_mul_ps(g, s), _mm512_add_ps(u, _mm512_set1_ps(spec.offset)));
     }
+    case Activation::kLimitedSilu: {
+      const __m512 limit = _mm512_set1_ps(spec.limit);
+      const __m512 g = _mm512_min_ps(limit, _mm512_mul_ps(gate, sigmoid(gate)));
+      const __m512 u = _mm512_max_ps(_mm512_set1_ps(-spec.limit), _mm512_min_ps(limit, up));
+      return _mm512_mul_ps(g, u);
+    }
   }
   return gate;
 }

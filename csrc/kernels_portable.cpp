@@ -282,6 +282,8 @@ float activated(const ActivationSpec& spec, float gate, float up) {
       const float u = std::clamp(up, -spec.limit, spec.limit);
       return g * sigmoid(spec.alpha * g) * (u + spec.offset);
     }
+    case Activation::kLimitedSilu:
+      return std::min(gate * sigmoid(gate), spec.limit) * std::clamp(up, -spec.limit, spec.limit);
   }
   return 0;
 }

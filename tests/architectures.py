@@ -174,7 +174,7 @@ SIZES: dict[str, Any] = {
 }
 
 _VISION = ("hidden_size", "intermediate_size", "num_attention_heads", "position_embedding_size")
-_MROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 
 # What one kind of configuration needs besides, by model_type.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
@@ -185,13 +185,13 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
     # The sections of the rotary embedding must add up to half of the rotated width.
     "ernie4_5_vl_moe_text": {
-        "rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]},
+        "rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]},
         "moe_intermediate_size": [64, 32],  # experts for text, experts for images
     },
     "glm4v_moe_text": {
-        "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+        "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
     },
-    "hy_v4_vl_text": {"rope_parameters": {**_MROPE, "mrope_section": [2, 1, 1]}},
+    "hy_v4_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}},
     # Transformers 5.17 has no default for a tower that the model does not go without.
     "diffusion_gemma": {
         "vision_config": {
@@ -235,6 +235,18 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "ffn_hidden_size": 64,
         "zero_expert_num": 4,
         "routed_scaling_factor": 1.5,
+    },
+    "step3p5": {
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "swiglu_limits": [None, None, 0.3, 0.3],
+        "swiglu_limits_shared": [None, None, None, 0.3],
+        "share_expert_dim": 32,
+        "num_sliding_attention_heads": 8,
+        "rope_parameters": {
+            "full_attention": {**_ROPE, "partial_rotary_factor": 0.5},
+            "sliding_attention": _ROPE,
+        },
     },
     "llama4_vision_model": dict.fromkeys(
         ("vision_output_dim", "projector_input_dim", "projector_output_dim"), 64

@@ -35,6 +35,7 @@ ACTIVATIONS = {
     "gelu": NativeActivation(ActivationKind.GELU_TANH_GATE),
     "clamped": NativeActivation(ActivationKind.SWIGLU, 1.702, 0.5, 1.0),
     "relu2": NativeActivation(ActivationKind.RELU2),
+    "limited": NativeActivation(ActivationKind.LIMITED_SILU, limit=0.5),
 }
 
 

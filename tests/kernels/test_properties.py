@@ -19,6 +19,7 @@ ACTIVATIONS = [
     NativeActivation(ActivationKind.GELU_TANH_GATE),
     NativeActivation(ActivationKind.SWIGLU, 1.702, 0.7, 1.0),
     NativeActivation(ActivationKind.RELU2),
+    NativeActivation(ActivationKind.LIMITED_SILU, limit=0.7),
 ]
 # Products of the portable kernels that an example may take: a few hundredths of a second.
 MAX_PRODUCTS = 20_000_000

@@ -16,6 +16,7 @@ ACTIVATIONS = (
     NativeActivation(ActivationKind.GELU_TANH_GATE),
     NativeActivation(ActivationKind.SWIGLU, 1.702, 0.7, 1.0),
     NativeActivation(ActivationKind.RELU2),
+    NativeActivation(ActivationKind.LIMITED_SILU, limit=0.7),
     None,
 )
 

@@ -59,6 +59,9 @@ def apply_activation(activation: NativeActivation, rows: Tensor) -> Tensor:
     gate, up = rows.chunk(2, dim=-1)
     if activation.kind is ActivationKind.GELU_TANH_GATE:
         return torch.nn.functional.gelu(gate, approximate="tanh") * up
+    if activation.kind is ActivationKind.LIMITED_SILU:
+        limit = activation.limit
+        return torch.nn.functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
     gate = gate.clamp(max=activation.limit)
     up = up.clamp(-activation.limit, activation.limit)
     return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.offset)
@@ -72,6 +75,7 @@ def _candidates(is_gated: bool, parameters: object) -> Iterator[NativeActivation
     yield NativeActivation(ActivationKind.GELU_TANH_GATE)
     for limit in _numbers(parameters, _LIMITS):
         yield NativeActivation(ActivationKind.SWIGLU, limit=limit)
+        yield NativeActivation(ActivationKind.LIMITED_SILU, limit=limit)
         for alpha in _numbers(parameters, _ALPHAS):
             yield NativeActivation(ActivationKind.SWIGLU, alpha, limit, offset=1.0)
 

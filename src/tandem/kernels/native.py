@@ -27,6 +27,7 @@ class ActivationKind(IntEnum):
     SWIGLU = 0
     GELU_TANH_GATE = 1
     RELU2 = 2
+    LIMITED_SILU = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class NativeActivation:
     """An activation with its parameters.
 
     SWIGLU is g * sigmoid(alpha * g) * (u + offset) with g = min(gate, limit) and u = up clamped to
-    -limit..limit; the defaults are plain SiLU gating.
+    -limit..limit; the defaults are plain SiLU gating. LIMITED_SILU is min(silu(g), limit) * u.
     """
 
     kind: ActivationKind

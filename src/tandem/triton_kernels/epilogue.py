@@ -11,6 +11,7 @@ from triton.language import constexpr, tensor
 SWIGLU = constexpr(0)
 GELU_TANH_GATE = constexpr(1)
 RELU2 = constexpr(2)
+LIMITED_SILU = constexpr(3)
 PLAIN = constexpr(-1)
 
 
@@ -33,6 +34,9 @@ def gated(gate: tensor, up: tensor, epilogue: constexpr) -> tensor:
         # 0.5 * (1 + tanh(z)) is sigmoid(2 z); the numbers are those of GELU's tanh form.
         z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         inner = gate * _sigmoid(2 * z) * up
+    elif epilogue.activation == LIMITED_SILU:
+        up = tl.minimum(tl.maximum(up, -epilogue.limit), epilogue.limit)
+        inner = tl.minimum(gate * _sigmoid(gate), epilogue.limit) * up
     else:
         if epilogue.has_limit:
             gate = tl.minimum(gate, epilogue.limit)

@@ -14,6 +14,7 @@ from tandem.hf.adapters.adapted_experts import StackedRows
 from tandem.hf.adapters.dbrx import DbrxExperts
 from tandem.hf.adapters.llama4 import Llama4Moe, with_image_outputs
 from tandem.hf.adapters.longcat_flash import LongcatFlashExperts
+from tandem.hf.adapters.step3p7 import Step3p7Experts
 
 Adapter = Callable[[ModelPart, PreTrainedConfig], nn.Module]
 
@@ -21,6 +22,7 @@ ADAPTERS: Mapping[str, Adapter] = {
     "dbrx.modeling_dbrx.DbrxExperts": DbrxExperts,
     "llama4.modeling_llama4.Llama4TextMoe": Llama4Moe,
     "longcat_flash.modeling_longcat_flash.LongcatFlashExperts": LongcatFlashExperts,
+    "step3p7.modeling_step3p7.Step3p7Experts": Step3p7Experts,
     "llama4.modeling_llama4.Llama4ForCausalLM": with_image_outputs,
 }
 """By the class in `transformers.models` whose modules they replace."""

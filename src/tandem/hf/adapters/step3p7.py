@@ -1,0 +1,19 @@
+"""Step-3.7: experts of the last layers clamp what comes out of the activation, not what goes in."""
+
+from torch import Tensor
+
+from tandem.foreign_types import ModelPart, PreTrainedConfig
+from tandem.hf.adapters.adapted_experts import AdaptedExperts
+
+
+class Step3p7Experts(AdaptedExperts):
+    """The experts of a layer; an id behind them is the router's padding and adds nothing."""
+
+    def __init__(self, experts: ModelPart, config: PreTrainedConfig) -> None:
+        """Take over the weights of a `Step3p7Experts`."""
+        super().__init__(config, experts.gate_up_proj, experts.down_proj, experts.act_fn)
+        self.limit = experts.limit  # infinite in most layers
+
+    def _apply_gate(self, rows: Tensor) -> Tensor:
+        gate, up = rows.chunk(2, dim=-1)
+        return self.act_fn(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
