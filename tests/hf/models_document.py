@@ -6,6 +6,7 @@ from pathlib import Path
 
 import transformers
 
+from tandem.hf.adapters.refused import why_no_adapter
 from tests.architectures import adapted
 from tests.conftest import REPOSITORY
 
@@ -21,7 +22,7 @@ class ModelsDocument:
     blind: dict[str, str] = field(default_factory=dict)
     """Why nothing can look ahead in it."""
     refused: dict[str, str] = field(default_factory=dict)
-    """The class of its experts."""
+    """The class of its experts, and why it has no adapter, as its cells."""
 
     def add(self, name: str, cells: str, why_blind: str | None) -> None:
         """Add the rows of one architecture."""
@@ -67,12 +68,12 @@ class ModelsDocument:
             "",
             f"## {len(self.refused)} are refused",
             "",
-            "Their experts do not go through Transformers' experts interface, so there is nothing"
-            " that Tandem could take over;",
+            "Their experts do not go through Transformers' experts interface, and no adapter puts"
+            " them there;",
             "`tandem.load` says so. Dense models are refused too: Transformers alone runs them.",
             "",
-            "| architecture | its own experts class |",
-            "|---|---|",
+            "| architecture | its own experts class | why |",
+            "|---|---|---|",
             *_rows(self.refused),
             "",
         ]
@@ -92,7 +93,7 @@ def written() -> ModelsDocument | None:
 
 
 def models_outside_the_interface() -> dict[str, str]:
-    """Return {model folder: its experts class} of MoE models that own their experts' forward."""
+    """Return {model folder: cells} of MoE models that own their experts' forward."""
     models = Path(transformers.__file__).parent / "models"
     found = {}
     for path in sorted(models.glob("*/modeling_*.py")):
@@ -102,7 +103,7 @@ def models_outside_the_interface() -> dict[str, str]:
         )
         is_run = "use_experts_implementation" in source or path.parent.name in adapted()
         if experts and not is_run:
-            found[path.parent.name] = experts[1]
+            found[path.parent.name] = f"{experts[1]} | {why_no_adapter(path.parent.name)}"
     return found
 
 

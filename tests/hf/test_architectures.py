@@ -19,6 +19,7 @@ from tandem.hf.compat import compresses_windows
 from tandem.hf.lookahead.routers import find_routers
 from tandem.kv_cache.stand_ins import sees_all
 from tests.architectures import (
+    adapted,
     architectures,
     build_tiny_model,
     experts_blocks,
@@ -86,6 +87,7 @@ def describe(name: str, model: Any, experts: Any) -> str:
     words += ["transposed"] if experts.is_transposed else []
     words += [] if experts.is_concatenated else ["interleaved"]
     words += ["post-norm"] if getattr(experts, "has_post_expert_norm", False) else []
+    words += ["by an adapter"] if name in adapted() else []
     steps = "prompt, decode" if takes_cache(model) else "prompt (no cache)"
     cells = [
         type(model).__name__,

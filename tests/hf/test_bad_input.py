@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import tandem
 from tandem.core.errors import ConfigError, ModelError, UnsupportedModelError
+from tandem.hf.adapters.refused import REFUSED
+from tandem.hf.config import OffloadConfig
+from tandem.hf.load import empty_model
+from tandem.hf.quantizer import OffloadQuantizer
 from tests.hf.tiny import edit_json, save_tiny_checkpoint
 
 pytestmark = pytest.mark.seam
@@ -164,6 +168,20 @@ def test_experts_outside_the_interface(tmp_path: Path) -> None:
     JetMoeForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="outside Transformers' experts interface"):
         tandem.load(tmp_path)
+
+
+def test_each_model_without_an_adapter_says_why() -> None:
+    few = {
+        f"{count}layers": 2 for count in ("num_", "encoder_", "decoder_", "num_hidden_")
+    } | dict.fromkeys(("num_experts", "num_local_experts"), 4)
+    heads = dict.fromkeys(("switch_transformers", "nllb_moe"), "ForConditionalGeneration")
+    heads["vitpose_backbone"] = ""
+    for name, why in REFUSED.items():
+        config = AutoConfig.for_model(name.replace("nllb_", "nllb-"), **few)
+        kind = type(config).__name__.removesuffix("Config")
+        config.architectures = [kind + heads.get(name, "ForCausalLM")]
+        with pytest.raises(UnsupportedModelError, match="keeps its experts outside.*: " + why):
+            OffloadQuantizer(OffloadConfig()).announce_layers(empty_model(config))
 
 
 @pytest.mark.parametrize(

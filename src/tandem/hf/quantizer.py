@@ -31,6 +31,7 @@ from tandem.experts.store.stand_in import keep_elsewhere
 from tandem.foreign_types import ModelPart, PreTrainedConfig, PreTrainedModel
 from tandem.hf.adapters import put_on_interface, stacked_rows
 from tandem.hf.adapters.adapted_experts import StackedRows
+from tandem.hf.adapters.refused import why_no_adapter
 from tandem.hf.assembly import assemble
 from tandem.hf.compat import QuantizerHooks, is_expert_merge, target_names, use_experts
 from tandem.hf.config import (
@@ -376,9 +377,10 @@ def _why_refused(model: PreTrainedModel) -> str:
     counts = [v for k, v in vars(config).items() if "experts" in k and isinstance(v, int)]
     name = f"{model.config.model_type} ({type(model).__name__})"
     if max(counts, default=0) > 1:
+        why = why_no_adapter(model.config.model_type) or "Tandem has no adapter for it"
         return (
             f"{name} keeps its experts outside Transformers' experts interface, so Tandem cannot "
-            "take them over; docs/models.md lists the models that run"
+            f"take them over: {why}; docs/models.md lists the models that run"
         )
     return (
         f"{name} is a dense model: it has no experts that Tandem could offload; "

@@ -1,0 +1,17 @@
+"""Architectures whose experts no adapter can put on the interface, and why."""
+
+from collections.abc import Mapping
+
+REFUSED: Mapping[str, str] = {
+    "doge": "its experts are rows of embeddings, and no matrices",
+    "jetmoe": "queries and outputs of its attention are experts, too",
+    "nllb_moe": "it is an encoder with a decoder, which Tandem does not run",
+    "switch_transformers": "it is an encoder with a decoder, which Tandem does not run",
+    "vitpose_backbone": "it finds poses in images, and writes no text",
+}
+"""By the folder in `transformers.models`, which is the model type but for its hyphens."""
+
+
+def why_no_adapter(model_type: str) -> str | None:
+    """Return why a type of models has no adapter; None: it is not known here."""
+    return REFUSED.get(model_type.replace("-", "_"))
