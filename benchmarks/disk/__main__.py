@@ -10,7 +10,9 @@
 Writes a packed model with random weights into `--folder` (kept; by default a temporary one), and
 measures each system in a process of its own, in a control group with each of the limits (GB, 1e9
 bytes; page cache counts, no swap; needs root), after the model's files have left the page cache.
-Systems go forwards and backwards (ABBA) `--rounds` times; what is printed are medians over them.
+The folder keeps a note that the model's steps have passed their trial, as Tandem's cache does: only
+its first start tries them. Systems go forwards and backwards (ABBA) `--rounds` times; what is
+printed are medians over them.
 
 - `slots`: experts come from the disk into slots in memory, as `tandem.load` decides by itself;
 - `mapped`: the same files, mapped, experts in the page cache, as it was before;

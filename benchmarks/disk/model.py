@@ -1,6 +1,7 @@
 """Loads the packed model as users do, mapped as before there were slots, or its first layers."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -73,10 +74,17 @@ class RunningModel:
     The likeliest one after each would repeat itself, and its experts with it.
     """
 
-    def __init__(self, model: Any, room: int) -> None:
-        """Make slots for the sequence, with room for so many tokens."""
+    def __init__(self, model: Any, room: int, notes: Path | None = None) -> None:
+        """Make slots for the sequence, with room for so many tokens.
+
+        With a directory for notes a model whose steps passed their trial at an earlier start is
+        not tried again, as in `tandem run`.
+        """
         self.model = model
-        self.pool = Generator(model, speculate="none").slot_pool(1, capacity=room)
+        generator = Generator(model, speculate="none")
+        if notes is not None:
+            generator.warm_up(notes)
+        self.pool = generator.slot_pool(1, capacity=room)
         vocabulary = model.get_input_embeddings().weight.shape[0]
         random = torch.Generator().manual_seed(0)
         self._ids = torch.randperm(vocabulary, generator=random, device="cpu")

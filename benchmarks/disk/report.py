@@ -71,17 +71,22 @@ def _system_rows(runs: Runs, computing: float | None) -> list[tuple[str, str]]:
     rows.append(("prompt, s", f"{median(_all(runs, 'prompts', 'seconds')):.2f}"))
     if "slots_share" in runs[0]:
         rows += _slots_rows(runs, of, computing)
-    if "first_token_seconds" in runs[0]:
-        needed = median(r["cold_needed_bytes"] / max(r["disk_rates"].values()) for r in runs)
-        rows.append(
-            (
-                "cold start to the first token, s; bytes needed / disk rate",
-                f"{of('first_token_seconds'):.1f}; {needed:.1f} "
-                f"({of('first_token_seconds') / needed:.2f})",
-            )
-        )
+    for is_first, which in ((True, "first start"), (False, "later start")):
+        starts = [run for run in runs if run.get("is_first_start") is is_first]
+        if starts:
+            rows.append((f"{which} to the first token, s; over bytes / disk rate", _start(starts)))
     rows.append(("kills for memory", str(sum(run["kills"] for run in runs))))
     return rows
+
+
+def _start(runs: Runs) -> str:
+    """Return how long a cold start takes, of which loading and making ready, over the bound."""
+    loaded, ready, first = (
+        median(run[name] for run in runs)
+        for name in ("load_seconds", "ready_seconds", "first_token_seconds")
+    )
+    needed = median(run["cold_needed_bytes"] / max(run["disk_rates"].values()) for run in runs)
+    return f"{first:.1f} (loaded {loaded:.1f}, ready {ready:.1f}); {first / needed:.2f}"
 
 
 def _bound_rows(of: Callable[..., float]) -> list[tuple[str, str]]:

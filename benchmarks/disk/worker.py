@@ -60,9 +60,14 @@ def measure_tier(job: Job) -> dict[str, Any]:
         trace, again = planned_trace(trace, job)
     begin, device = time.perf_counter(), DeviceBytes(job.folder)
     before = device.read()
+    notes = job.folder / "trials"
+    is_first_start = not notes.is_dir()
     model = load_model(job)
-    report: dict[str, Any] = {"load_seconds": time.perf_counter() - begin}
-    running = RunningModel(model, job.prompt + job.steps + 64)
+    report: dict[str, Any] = {
+        "load_seconds": time.perf_counter() - begin, "is_first_start": is_first_start,
+    }  # fmt: skip
+    running = RunningModel(model, job.prompt + job.steps + 64, notes)
+    report["ready_seconds"] = time.perf_counter() - begin
     watch = watch_of(running, trace, job.folder)
     watch.time(lambda: running.prompt(job.cold_prompt), job.cold_prompt)
     report |= {

@@ -13,7 +13,10 @@ from transformers import AutoModelForCausalLM
 
 import tandem
 from tandem.checkpoint.mapped_files import map_ahead, reading_along
+from tandem.checkpoint.packed import is_dense_file
 from tandem.hf import disk_tier, packed_reading
+from tandem.hf.checkpoint import Checkpoint, open_model
+from tandem.hf.load import files_read_along
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import logits_of, relative_error
 
@@ -86,6 +89,20 @@ def test_every_byte_that_is_entered_is_told(packed: Path) -> None:
         tensors = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118
         map_ahead(tensors, counted.append)
         assert sum(counted) >= sum(tensor.nbytes for tensor in tensors)
+
+
+def test_of_a_packed_model_the_dense_part_is_read_along(packed: Path) -> None:
+    """Its experts come afterwards, where they are to lie."""
+    (dense,) = files_read_along(checkpoint_of(packed))
+    assert is_dense_file(dense)
+    plain = checkpoint_of(packed.parent / "tiny")
+    assert files_read_along(plain) == plain.weight_files
+
+
+def checkpoint_of(directory: Path) -> Checkpoint:
+    found = open_model(directory)
+    assert isinstance(found, Checkpoint)
+    return found
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="Linux")

@@ -39,6 +39,11 @@ def rows_file(number: int) -> str:
     return f"tandem-rows-{number:05d}.safetensors"
 
 
+def is_dense_file(file: Path) -> bool:
+    """Whether a file of a packed checkpoint holds neither experts nor a table of rows."""
+    return not file.name.startswith(("tandem-experts-", "tandem-rows-"))
+
+
 def packed_name(tensor_name: str) -> str:
     """Return the last part of the name under which an expert tensor stands in the file."""
     return _PREFIX + tensor_name

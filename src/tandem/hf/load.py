@@ -15,6 +15,7 @@ from tandem.checkpoint.config_values import foreign_errors, require_top_k, value
 from tandem.checkpoint.gguf_choice import projectors_beside
 from tandem.checkpoint.hub import HubOptions, find_model_path
 from tandem.checkpoint.mapped_files import reading_along
+from tandem.checkpoint.packed import is_dense_file
 from tandem.checkpoint.sources.source import Source, open_source
 from tandem.checkpoint.weight_report import LoadReport, require_own_weights
 from tandem.core.config import from_mapping
@@ -102,10 +103,8 @@ def load_checkpoint(
         "ignore_mismatched_sizes": True,  # the report names them, and then they are refused
     }
     with foreign_errors(f"Transformers cannot load {checkpoint.path}"), job.under_way():
-        if checkpoint.is_packed:
-            loaded, report = _from_pretrained(checkpoint, job, num_layers, common)
-        elif _is_plain(checkpoint):
-            with reading_along(_readable_ahead(checkpoint, num_layers)):
+        if _is_read_by_transformers(checkpoint):
+            with reading_along(files_read_along(checkpoint, num_layers)):
                 loaded, report = _from_pretrained(checkpoint, job, num_layers, common)
         else:
             loaded, report = _from_source(checkpoint, job, num_layers, common)
@@ -119,16 +118,23 @@ def load_checkpoint(
     return loaded.eval()
 
 
-def _readable_ahead(checkpoint: Checkpoint, num_layers: int | None) -> list[Path]:
-    """Return the files to read ahead: none if all do not fit into memory, or few are wanted."""
+def files_read_along(checkpoint: Checkpoint, num_layers: int | None = None) -> list[Path]:
+    """Return the files to read ahead: none if all do not fit into memory, or few are wanted.
+
+    The experts of a packed checkpoint come afterwards, into slots or into the page cache.
+    """
     files = checkpoint.weight_files
+    if checkpoint.is_packed:
+        files = [file for file in files if is_dense_file(file)]
     num_bytes = sum(file.stat().st_size for file in files)
     return files if num_layers is None and num_bytes <= available_bytes() else []
 
 
-def _is_plain(checkpoint: AnyCheckpoint) -> TypeGuard[Checkpoint]:
-    """Whether Transformers reads the weights by itself: they are not quantised."""
-    return isinstance(checkpoint, Checkpoint) and checkpoint.quantization is None
+def _is_read_by_transformers(checkpoint: AnyCheckpoint) -> TypeGuard[Checkpoint]:
+    """Whether Transformers reads the weights by itself: they are as it knows them, or packed."""
+    if not isinstance(checkpoint, Checkpoint):
+        return False
+    return checkpoint.is_packed or checkpoint.quantization is None
 
 
 def _from_pretrained(
