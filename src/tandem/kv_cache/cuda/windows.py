@@ -131,7 +131,7 @@ class DeviceWindows:
 
         Where keys are not selected, tokens see those of the first `length` positions.
         """
-        form, query, key, _, sinks, selected, new = call
+        form, query, key, _, sinks, selected, new, _ = call
         layer, slots, positions = self._layer(number, call), rows.slots, rows.positions
         if self._kernels is not None:
             compressed = None if new is None else new.key
