@@ -9,6 +9,7 @@ ask for `isa`, so that they start again. `--write-docs` writes generated documen
 """
 
 import functools
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--isa") not in (None, "all"):
         _force(_isas(config)[0], pytest.MonkeyPatch())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    gc.disable()  # what is collected stays
+
+
+def pytest_collection_finish() -> None:
+    """Ten thousand tests need not be looked through in each collection of a test's garbage."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
