@@ -78,7 +78,8 @@ def _append_and_attend_in_windows(
     )
     blocks = _window_blocks(kind, query.dtype, has_small_tiles=has_small_tiles)
     tiles = -(-num_heads // blocks["block_heads"])
-    num_parts = _num_parts(num_processors, tiles * num_tokens)
+    most = _MOST_PARTS if ratio else -(-window // blocks["block_keys"])
+    num_parts = _num_parts(num_processors, tiles * num_tokens, most)
     parts, sums = _new_parts(query, num_parts, dim)
     windows.attend_window_parts[tiles, num_parts, num_tokens](
         where, slots, positions, seen, query, parts, sums, query.stride(1), query.stride(0),
@@ -197,10 +198,10 @@ class DecodeAttention:
         return _joined(parts, sums, sinks, query)
 
 
-def _num_parts(num_processors: int, num_programs: int) -> int:
-    """Return into how many parts keys are split: a power of two."""
+def _num_parts(num_processors: int, num_programs: int, most: int = _MOST_PARTS) -> int:
+    """Return into how many parts keys are split, `most` if that is enough: a power of two."""
     wanted = -(-_PROGRAMS_EACH * num_processors // num_programs)
-    return min(_MOST_PARTS, 1 << (max(1, wanted) - 1).bit_length())
+    return 1 << (max(1, min(most, wanted)) - 1).bit_length()
 
 
 def _new_parts(query: Tensor, num_parts: int, value_dim: int) -> tuple[Tensor, Tensor]:
