@@ -81,12 +81,13 @@ class NoCard:
     def __init__(self, capability: int) -> None:
         """Compile for `sm_{capability}`."""
         self._target = GPUTarget("cuda", capability, 32)
+        self._number = capability  # Triton keeps what it compiled, and for what, by device
 
     def get_current_target(self) -> GPUTarget:
         return self._target
 
     def get_current_device(self) -> int:
-        return 0
+        return self._number
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0
