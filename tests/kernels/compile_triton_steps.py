@@ -52,7 +52,7 @@ from tests.kernels.compile_triton import (
 KERNELS = (
     (attention, ("store_token", "attend_parts", "join_parts")),
     (windows, ("store_in_window", "attend_window_parts")),
-    (small, ("norm_rows", "add_and_norm_rows", "rotate_heads", "choose_experts")),
+    (small, ("norm_rows", "add_and_norm_rows", "rotate_heads", "rotate_pairs", "choose_experts")),
     (hand_over, ("publish", "take_fetched", "combine")),
     (recurrent, ("convolve_tokens", "recur_tokens")),
     (compression, ("compress_tokens",)),
@@ -138,6 +138,7 @@ def do_small(hidden_size: int, head_dim: int, num_experts: int, top_k: int) -> N
     operations.add_and_norm(hidden, hidden, torch.ones(hidden_size), 1e-6, False)
     operations.rotate(heads, table, table, 1)
     operations.rotate_two(heads, fewer, table, table, 1)
+    operations.rotate_pairs(heads, *[table[..., : head_dim // 4]] * 2, 1)
     operations.choose(logits, top_k, 1.0, True, torch.float32)
 
 

@@ -81,3 +81,22 @@ def test_choices(operations: ModuleType, num_experts: int, top_k: int, is_normal
     assert index.dtype == torch.int64
     torch.testing.assert_close(index[1:], chosen[1:])
     torch.testing.assert_close(weights, (2.5 * expected).half(), rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_neighbours_that_heads_end_with_are_turned(
+    operations: ModuleType, heads: int, dtype: torch.dtype
+) -> None:
+    """As DeepSeek-V4 has them: the last 6 of 20 values; the others stay as they are."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 3, 40, generator=random).to(dtype)[..., ::2][:, :, :, :20]
+    x = x if heads == 1 else x.transpose(1, 2)
+    angles = torch.randn(2, 3, 3, generator=random)
+    cos, sin = angles.cos(), angles.sin()
+    turns = torch.complex(cos, sin).unsqueeze(heads)
+    pairs = torch.view_as_complex(x[..., 14:].float().unflatten(-1, (3, 2)).contiguous())
+    expected = torch.cat([x[..., :14], torch.view_as_real(pairs * turns).flatten(-2).to(dtype)], -1)
+    found = operations.rotate_pairs(x, cos, sin, heads)
+    torch.testing.assert_close(found, expected, **near(dtype))
+    assert torch.equal(found[..., :14], x[..., :14])

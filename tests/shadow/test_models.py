@@ -26,7 +26,8 @@ NOT_HANDED = {"ernie4_5_vl_moe", "muse_spark"}
 # Kernels of a step beside what all have.
 STREAMS = {"multiply_streams", "weigh_streams"}
 OWN = {
-    "deepseek_v4": STREAMS | {"add_streams", "attend_window_parts", "compress_tokens"},
+    "deepseek_v4": STREAMS
+    | {"add_streams", "attend_window_parts", "compress_tokens", "rotate_pairs"},
     "glm5_next": STREAMS | {"add_streams"},
     "hy_v4": STREAMS,
 }

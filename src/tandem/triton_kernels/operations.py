@@ -82,6 +82,23 @@ def _rotate(
     )  # fmt: skip
 
 
+@torch.library.custom_op("tandem::rotate_pairs", mutates_args=())
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    """Return x (rows, ., ., dim), whose dimension `heads` has the heads, with last pairs turned.
+
+    Pairs are neighbours; cos and sin are (rows, tokens, pairs).
+    """
+    x, cos, sin = x if x.stride(3) == 1 else x.contiguous(), cos.contiguous(), sin.contiguous()
+    out, tokens = torch.empty(x.shape, dtype=x.dtype, device=x.device), 3 - heads
+    num_rows, num_heads, num_tokens, half = len(x), x.shape[heads], x.shape[tokens], x.shape[3] // 2
+    small.rotate_pairs[num_heads, num_tokens, num_rows](
+        x, cos, sin, out, x.stride(0), x.stride(heads), x.stride(tokens), out.stride(heads),
+        out.stride(tokens), num_heads=num_heads, num_tokens=num_tokens, num_pairs=cos.shape[2],
+        half=half, width=_width(half), num_warps=1,
+    )  # fmt: skip
+    return out
+
+
 @torch.library.custom_op("tandem::choose", mutates_args=())
 def choose(
     logits: Tensor, top_k: int, scale: float, is_normalised: bool, dtype: torch.dtype

@@ -8,6 +8,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 _ROWS = ("row_stride", "other_stride")
+_HEAD_STRIDES = ("stride", "head_stride", "token_stride", "out_head_stride", "out_token_stride")
 
 
 @triton.jit
@@ -141,6 +142,35 @@ def rotate_heads(
         source = other + row * other_stride + head * other_head_stride
         target = other_out + (row * num_others + head) * dim
         _rotate(source, target, cos, sin, place, mask, half)
+
+
+@triton.jit(do_not_specialize=_HEAD_STRIDES)
+def rotate_pairs(
+    x: tensor, cos: tensor, sin: tensor, out: tensor, stride: tensor, head_stride: tensor,
+    token_stride: tensor, out_head_stride: tensor, out_token_stride: tensor, num_heads: constexpr,
+    num_tokens: constexpr, num_pairs: constexpr, half: constexpr, width: constexpr,
+) -> None:  # fmt: skip
+    """Write heads whose last `num_pairs` of `half` pairs of neighbours are turned.
+
+    The tables are (rows, tokens, num_pairs). A program is (head, token, row).
+    """
+    head, token, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    place = tl.arange(0, width)
+    mask = place < half
+    source = x + row * stride + head * head_stride + token * token_stride + 2 * place
+    first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + 1, mask=mask, other=0.0).to(tl.float32)
+    at = (row * num_tokens + token) * num_pairs + place - (half - num_pairs)
+    turns = mask & (place >= half - num_pairs)
+    by_cos = tl.load(cos + at, mask=turns, other=0.0).to(tl.float32)
+    by_sin = tl.load(sin + at, mask=turns, other=0.0).to(tl.float32)
+    target = out + row * num_heads * num_tokens * 2 * half + head * out_head_stride
+    target += token * out_token_stride + 2 * place
+    dtype: constexpr = out.dtype.element_ty
+    turned = first * by_cos - second * by_sin
+    tl.store(target, tl.where(turns, turned, first).to(dtype), mask=mask)
+    turned = second * by_cos + first * by_sin
+    tl.store(target + 1, tl.where(turns, turned, second).to(dtype), mask=mask)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
-"""Rotary embeddings of prompts in one pass, in place of the function that models call for them.
+"""Rotary embeddings in one pass, in place of the function that models call for them.
 
-The function is known by its name and parameters, and trusted when it has turned random heads as the
-kernels do: halves against each other, of whole heads or of their first values; or neighbours, of
-those that a head ends with.
+In prompts on the CPU; of neighbours in a GPU's decode steps, too. The function is known by its name
+and parameters, and trusted when it has turned random heads as the kernels do: halves against each
+other, of whole heads or of their first values; or neighbours, of those that a head ends with.
 """
 
 import functools
@@ -16,6 +16,8 @@ from torch import Tensor
 from tandem.decode.substitutions.prompt_operations import active_operations
 from tandem.decode.substitutions.substitution import Function, instead
 from tandem.foreign_types import ModelPart
+from tandem.kv_cache.base import current_cache
+from tandem.kv_cache.cuda.cache import StaticKvCache
 
 
 def rotary_like(own: Function) -> Function | None:
@@ -32,14 +34,18 @@ def rotary_like(own: Function) -> Function | None:
     turns_pairs = not trusted and _turns_pairs(own, len(turned))
 
     def rotate(*args: Any, **kwargs: Any) -> Any:
-        ops = active_operations()
+        ops, on_gpu = active_operations(), turns_pairs and _has_gpu_kernels()
         given = dict(zip(names, args, strict=False)) | kwargs
         heads = given.get("unsqueeze_dim", 1)
-        if ops is None or heads not in (1, 2) or not {*turned, "cos", "sin"} <= given.keys():
+        if heads not in (1, 2) or not {*turned, "cos", "sin"} <= given.keys():
             return None
         cos, sin = given["cos"], given["sin"]
         parts: list[Tensor] = [given[name] for name in turned]
-        if turns_pairs:
+        if on_gpu:
+            results = [_rotated_on_gpu(x, cos, sin, heads) for x in parts]
+        elif ops is None:
+            return None
+        elif turns_pairs:
             results = [ops.rotate_pairs(x, cos, sin, heads) for x in parts]
         elif (cos.shape[-1] < parts[0].shape[-1]) in trusted:
             results = [ops.rotate(x, cos, sin, heads) for x in parts]
@@ -52,8 +58,26 @@ def rotary_like(own: Function) -> Function | None:
     return rotate if trusted or turns_pairs else None
 
 
+def _has_gpu_kernels() -> bool:
+    cache = current_cache()
+    return isinstance(cache, StaticKvCache) and cache.is_decoding and cache.has_kernels
+
+
+def _rotated_on_gpu(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor | None:
+    """Return a step's heads (rows, ., ., dim) turned by one kernel; None for other tables."""
+    from tandem.triton_kernels import operations
+
+    if x.dim() != 4 or x.shape[3] % 2:
+        return None
+    table = len(x), x.shape[3 - heads], cos.shape[-1]
+    if cos.shape != table or sin.shape != table:
+        return None
+    result: Tensor = operations.rotate_pairs(x, cos, sin, heads)
+    return result
+
+
 def rotary_of(module: ModelPart) -> Function:
-    """Return the function of a module's file, with what stands in its place while a prompt runs."""
+    """Return the function of a module's file, with what stands in its place."""
     return _with_native(vars(sys.modules[type(module).__module__])["apply_rotary_pos_emb"])
 
 

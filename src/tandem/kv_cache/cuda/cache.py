@@ -86,6 +86,11 @@ class StaticKvCache(SlotCache):
         self.windows.reserve(self.capacity, 0)
 
     @property
+    def has_kernels(self) -> bool:
+        """Whether Triton's kernels do what they can in a decode step."""
+        return self.stream_kernels is not None
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that the cache takes now, with the host's copies of states."""
         return self.kv_bytes + self.states.num_bytes
