@@ -18,6 +18,7 @@ _JOINED_COLS = 64
 _MOST_ELEMENTS = 128 * 64
 _SMALL_WIDTH = 256  # dimensions of values in small tiles
 _WINDOW_WARPS = 8
+_AS_THEY_ARE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @torch.library.custom_op("tandem::decode_attention", mutates_args=())
@@ -251,7 +252,8 @@ def _window_blocks(kind: str, dtype: torch.dtype, *, has_small_tiles: bool) -> d
     if has_small_tiles or dtype == torch.float32:
         heads = _BLOCK_HEADS // (2 if has_small_tiles else 1)
         return {"block_heads": heads, "block_keys": 16, "num_stages": 1}
-    return {"block_heads": _BLOCK_HEADS, "block_keys": 32, "num_stages": 1 if kind == "int8" else 2}
+    num_stages = 2 if _AS_THEY_ARE.get(kind) == dtype else 1
+    return {"block_heads": _BLOCK_HEADS, "block_keys": 32, "num_stages": num_stages}
 
 
 def _width(dim: int) -> int:
