@@ -209,7 +209,7 @@ def test_windows_become_keys_wherever_a_step_begins(
     kernels: StateKernels, ratio: int, dim: int, num_series: int
 ) -> None:
     """Of two slots, in steps of up to eight tokens of one, of which some are taken back."""
-    count, width = 28, num_series * dim
+    count, width = 22, num_series * dim
     operation = Compression(draw(ratio, width, seed=3), num_series)
     tokens = [[draw(count, width, seed=n) for n in (slot, slot + 2)] for slot in range(2)]
     zeros = torch.zeros(3, *ring_shape(operation))
