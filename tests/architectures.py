@@ -145,6 +145,7 @@ SIZES: dict[str, Any] = {
     "n_layers_per_attn_res_block": 1,
     "loop_layer_index_start": 1,
     "loop_layer_index_end": 3,
+    "loop_num_passes": 2,  # more would magnify rounding
     "loop_gate_rank": 8,
     # towers for images and sound: present, never run
     "num_heads": 4,

@@ -14,7 +14,7 @@ from tests.architectures import build_tiny_model
 from tests.decode.twin_capture import TwinCapture
 from tests.decode.whole_pool import close
 
-pytestmark = pytest.mark.every_isa(first_of="model")
+every_isa = pytest.mark.every_isa(first_of="model")
 # Shorter than the prompts, so that some positions have no bias; scores grow from the 6th token on.
 VALUES = {"rel_extent": 20, "log_scaling_n_floor": 5}
 PROMPTS = [[40 + 7 * i % 80 for i in range(70)], [50], [60, 61, 62]]
@@ -40,6 +40,7 @@ def alone(model: Any, prompt: list[int], said: list[int]) -> Tensor:
     return torch.stack([batch.prefill()[0], *(batch.decode([token])[0] for token in said)])
 
 
+@every_isa
 def test_prompts_in_chunks_and_replayed_steps(model: Any, pool: Any) -> None:
     pool.prefill({0: PROMPTS[0][:1]})
     pool.prefill({0: PROMPTS[0][1:66]})
@@ -52,6 +53,19 @@ def test_prompts_in_chunks_and_replayed_steps(model: Any, pool: Any) -> None:
         close(ours, alone(model, prompt, [tokens[slot] for tokens in said]))
 
 
+def test_steps_by_the_kernels_of_a_gpu(find_kernels: Any) -> None:
+    """In Triton's interpreter: slots of other lengths, one of them beyond the extent."""
+    model: Any = build_tiny_model("inkling", values={**VALUES, "rel_extent": 5})
+    pool = CudaSlotPool(model, 2, find_kernels=find_kernels)
+    prompts, said = [PROMPTS[0][:7], PROMPTS[1]], [[90, 40], [91, 41]]
+    found = [pool.prefill(dict(enumerate(prompts))).clone()]
+    found += [pool.decode(dict(enumerate(tokens))).clone() for tokens in said]
+    for slot, prompt in enumerate(prompts):
+        ours = torch.stack([logits[slot] for logits in found])
+        close(ours, alone(model, prompt, [tokens[slot] for tokens in said]))
+
+
+@every_isa
 def test_a_slot_goes_back_and_on_and_lends_its_beginning(model: Any, pool: Any) -> None:
     prompt = [40 + 11 * i % 80 for i in range(120)]
     pool.prefill({0: prompt})

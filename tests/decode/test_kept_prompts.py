@@ -13,7 +13,7 @@ from tandem.kernels.dense import CpuThreads
 from tests.architectures import build_tiny_model
 from tests.decode.whole_pool import close
 
-pytestmark = pytest.mark.every_isa(first_of="device")
+every_isa = pytest.mark.every_isa(first_of="device")
 WINDOW = 4
 PROMPT = [40 + 7 * i % 80 for i in range(70)]  # more than a chunk of positions
 SAID = [35 + 11 * i % 90 for i in range(20)]
@@ -44,6 +44,7 @@ def decoded(pool: Any, slot: int, said: list[int]) -> list[Tensor]:
     return [pool.decode({slot: token})[0].clone() for token in said]
 
 
+@every_isa
 def test_prompts_in_chunks_stay_and_decoded_tokens_slide(
     model: Any, threads: CpuThreads, device: str
 ) -> None:
@@ -54,6 +55,14 @@ def test_prompts_in_chunks_stay_and_decoded_tokens_slide(
     close(torch.stack(found), torch.stack(alone(model, PROMPT, SAID)))
 
 
+def test_steps_by_the_kernels_of_a_gpu(model: Any, find_kernels: Any) -> None:
+    """In Triton's interpreter: of the tokens that are decoded two slide out."""
+    pool = CudaSlotPool(model, 1, find_kernels=find_kernels)
+    found = [pool.prefill({0: PROMPT[:3]})[0].clone(), *decoded(pool, 0, SAID[:6])]
+    close(torch.stack(found), torch.stack(alone(model, PROMPT[:3], SAID[:6])))
+
+
+@every_isa
 def test_a_slot_goes_back_and_on(model: Any, threads: CpuThreads, device: str) -> None:
     """Drafts are taken back behind what has slid out; a copied slot knows its prompt."""
     pool = pool_of(model, threads, device)
@@ -67,6 +76,7 @@ def test_a_slot_goes_back_and_on(model: Any, threads: CpuThreads, device: str) -
         close(torch.stack(decoded(pool, slot, SAID[12:])), torch.stack(expected))
 
 
+@every_isa
 def test_a_prompt_goes_on_from_what_saw_all_before_it(
     model: Any, threads: CpuThreads, device: str
 ) -> None:
@@ -83,6 +93,7 @@ def test_a_prompt_goes_on_from_what_saw_all_before_it(
     close(torch.stack(decoded(pool, 1, SAID)), torch.stack(expected))
 
 
+@every_isa
 def test_what_a_window_has_left_is_not_moved(model: Any, threads: CpuThreads) -> None:
     """Segments on disk are of prompts: none has tokens that did not see all before them."""
     pool = CpuSlotPool(model, threads, 2)

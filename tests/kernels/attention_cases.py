@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.kernels.attention import AttentionForm, Segment
+from tandem.kernels.attention import AttentionForm, DistanceBias, Segment
 from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.cuda.cache import StaticKvCache
 from tandem.kv_cache.cuda.layers import DecodeKernels
@@ -46,10 +46,24 @@ def attend_both(
     has_sinks: bool = False,
     device: str = "cpu",
     steps: int = 2,
+    extent: int = 0,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Fill slots to some lengths and decode from there, by torch and by the kernels."""
+    """Fill slots to some lengths and decode from there, by torch and by the kernels.
+
+    With an `extent` scores have a bias by distance, and sinks are of each token.
+    """
     sinks = torch.linspace(-1, 2, form.num_heads).to(device, dtype) if has_sinks else None
     found = []
+
+    def call(count: int, random: torch.Generator) -> AttentionCall:
+        parts = tokens(form, count, dtype, random, device)
+        if not extent:
+            return AttentionCall(form, *parts, sinks)
+        states = torch.randn(count, form.num_heads, 5, generator=random).to(device, dtype)
+        profiles = torch.randn(5, extent, generator=random).to(device, dtype)
+        bias = DistanceBias(states.transpose(0, 1), profiles)
+        return AttentionCall(form, *parts, states[..., 0], bias=bias)
+
     for used in (None, kernels):
         random = torch.Generator().manual_seed(1)
 
@@ -60,15 +74,13 @@ def attend_both(
             if length:
                 cache.begin(Segment(slot, 0, length))
                 cache.expect(0)
-                query, key, value = tokens(form, length, dtype, random, device)
-                cache.attend(AttentionCall(form, query, key, value, sinks))
+                cache.attend(call(length, random))
                 cache.commit()
         results = []
         for _ in range(steps):
             cache.begin_decode(dict.fromkeys(range(len(lengths)), 1), len(lengths))
             cache.expect(0)
-            query, key, value = tokens(form, len(lengths), dtype, random, device)
-            results.append(cache.attend(AttentionCall(form, query, key, value, sinks)))
+            results.append(cache.attend(call(len(lengths), random)))
             cache.commit()
         found.append(results)
     return found[0], found[1]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tandem.devices.cuda import handing
-from tandem.kernels.attention import AttentionForm
+from tandem.kernels.attention import AttentionForm, DistanceBias
 from tandem.kernels.dense import pack_dense
 from tandem.kernels.device_compression import ring_shape
 from tandem.kernels.device_states import Run, SlotTokens, StateMemory, logged_values
@@ -59,8 +59,8 @@ KERNELS = (
     (hyper_connections, ("multiply_streams", "weigh_streams", "add_streams")),
     (chains, ("run_chain",)),
 )
-# Heads, KV heads, key and value dimensions, what lies in memory, dtype, window, sinks: as models
-# have them; of latents the values are a part of the keys.
+# Heads, KV heads, key and value dimensions, what lies in memory, dtype, window, sinks, the extent
+# of a bias by distance: as models have them; of latents the values are a part of the keys.
 CASES = (
     (32, 4, 128, 128, "bf16", torch.bfloat16, 0, False),
     (64, 8, 64, 64, "int8", torch.bfloat16, 128, True),
@@ -72,6 +72,8 @@ CASES = (
     (32, 8, 64, 64, "fp16", torch.float16, 1024, False),
     (16, 2, 256, 256, "fp32", torch.float32, 0, True),
     (128, 1, 576, 512, "int8", torch.bfloat16, 0, False),
+    (64, 8, 128, 128, "bf16", torch.bfloat16, 0, True, 1024),
+    (64, 16, 128, 128, "int8", torch.bfloat16, 512, False, 512),
 )
 
 
@@ -93,10 +95,10 @@ def launches_of(work: Callable[..., None], *args: Any) -> list[Launch]:
 
 def attend(case: tuple[Any, ...], capability: int) -> None:
     """Launch what a decode step of two slots does on a GPU."""
-    heads, kv_heads, key_dim, value_dim, kind, dtype, window, has_sinks = case
+    heads, kv_heads, key_dim, value_dim, kind, dtype, window, has_sinks, *extents = case
     form = AttentionForm(
         num_heads=heads, num_kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim,
-        scale=0.1, window=window,
+        scale=0.1, window=window, keeps_prompt=bool(window and extents),
     )  # fmt: skip
     is_latent = kv_heads == 1
     where, places = torch.zeros(5, dtype=torch.int64), (torch.zeros(2, dtype=torch.int64),) * 2
@@ -108,7 +110,15 @@ def attend(case: tuple[Any, ...], capability: int) -> None:
     sinks = torch.zeros(heads, dtype=dtype) if has_sinks else None
     kernels = DecodeAttention(128, has_small_tiles=capability < 80)
     kernels.store(where, *places, key, value, kind)
-    kernels.attend(form, where, *places, query, sinks, kind, has_values=not is_latent)
+    bias = None
+    for extent in extents:
+        profiles = torch.zeros(16, extent, dtype=dtype)
+        bias = DistanceBias(torch.zeros(heads, 2, 16, dtype=dtype), profiles)
+        sinks = None if sinks is None else torch.zeros(2, heads, dtype=dtype)
+    kernels.attend(
+        form, where, *places, query, sinks, kind, has_values=not is_latent,
+        prompt_lengths=places[0] if form.keeps_prompt else None, bias=bias,
+    )  # fmt: skip
 
 
 def attend_in_windows(case: tuple[Any, ...], capability: int) -> None:

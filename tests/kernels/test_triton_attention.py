@@ -78,6 +78,17 @@ def test_windows_softcaps_and_sinks(
     require_same(kernels, form, [150, 2, 63], has_sinks=has_sinks)
 
 
+def test_windows_that_keep_prompts(kernels: DecodeKernels) -> None:
+    """Of the tokens that are decoded the first ones slide out; a prompt may be none or short."""
+    form = form_of(4, 2, 16, window=4, keeps_prompt=True)
+    require_same(kernels, form, [70, 0, 9], steps=9)
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_a_bias_by_distance_and_sinks_of_each_token(kernels: DecodeKernels, window: int) -> None:
+    require_same(kernels, form_of(8, 2, 32, window=window), [150, 2, 63], extent=50)
+
+
 @pytest.mark.parametrize(
     ("kv_dtype", "dtype", "tolerance"),
     [

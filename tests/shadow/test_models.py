@@ -21,8 +21,9 @@ KINDS = {
     "qwen3_5_moe": 4,  # states, and weights that a recording makes
 }
 """With numbers of layers that have all there is between two that hand over."""
-# Text passes experts for images by, or a norm stands behind experts: their layers break the graph.
-NOT_HANDED = {"ernie4_5_vl_moe", "muse_spark"}
+# Text passes experts for images by, a norm stands behind experts, or between their projections what
+# no kernel computes: their layers break the graph.
+NOT_HANDED = {"ernie4_5_vl_moe", "inkling2", "inkling2_loop", "muse_spark"}
 # Kernels of a step beside what all have.
 STREAMS = {"multiply_streams", "weigh_streams"}
 OWN = {

@@ -156,11 +156,6 @@ def keeps_prompt(layer: object) -> bool:
     return hasattr(layer, "sliding_window") and hasattr(layer, "prefill_length")
 
 
-def has_distance_bias(config: PreTrainedConfig) -> bool:
-    """Tell whether attention adds a bias by distance: Inkling's (not in 5.17)."""
-    return hasattr(config, "rel_extent")
-
-
 def layers_again(config: PreTrainedConfig, layers: list[T]) -> list[T]:
     """Return what a forward passes again of its layers, in order; each pass has its own cache.
 

@@ -19,7 +19,6 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import (
     cache_layer_kinds,
     compresses_windows,
-    has_distance_bias,
     is_empty_cache_layer,
     keeps_prompt,
     layers_again,
@@ -184,15 +183,12 @@ def transformers_cache(model: PreTrainedModel, cache: SlotCache) -> DynamicCache
 def sees_all(model: PreTrainedModel) -> bool:
     """Tell whether attention sees all positions before a token, of its window if a layer has one.
 
-    And adds nothing to their scores. Not where an indexer selects some, where keys of many tokens
-    stand beside a window, or prompts, or in chunks.
+    Not where an indexer selects some, keys of many tokens stand beside a window, or in chunks.
     """
     config = model.config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers
-    selects = any(
-        type(x) is DynamicIndexedLayer or compresses_windows(x) or keeps_prompt(x) for x in layers
-    )
-    return not selects and not has_distance_bias(config) and not chunked_layers(config)
+    selects = any(type(x) is DynamicIndexedLayer or compresses_windows(x) for x in layers)
+    return not selects and not chunked_layers(config)
 
 
 def _stand_in(cache: SlotCache, number: int, layer: Any) -> Any:

@@ -15,7 +15,7 @@ from triton.language import constexpr, tensor
 
 # One number each for all dtypes and layers, which no kernel should be compiled again for.
 _STRIDES = ("key_stride", "key_head_stride", "value_stride", "value_head_stride")
-_QUERY_STRIDES = ("query_stride", "query_head_stride")
+_QUERY_STRIDES = ("query_stride", "query_head_stride", "state_stride", "state_head_stride")
 
 
 @triton.jit
@@ -144,15 +144,46 @@ def _line_scales(
 
 @triton.jit
 def _bounds(
-    position: tensor, window: constexpr, num_parts: constexpr, block_keys: constexpr
+    position: tensor,
+    prompt_length: tensor,
+    window: constexpr,
+    num_parts: constexpr,
+    block_keys: constexpr,
 ) -> tensor:
-    """Return the first and the end of the positions of this program's part."""
+    """Return the first and the end of the positions of this program's part.
+
+    Those of a prompt that its window has left count as the ones just before the window: then the
+    window's first one, and how far they are from their places.
+    """
     length = (position + 1).to(tl.int32)
     first = tl.maximum(length - window, 0) if window > 0 else 0
-    blocks = (length - first + block_keys - 1) // block_keys
+    skipped = first - tl.minimum(first, prompt_length)
+    blocks = (length - skipped + block_keys - 1) // block_keys
     each = (blocks + num_parts - 1) // num_parts * block_keys
-    begin = first + tl.program_id(1) * each
-    return begin, tl.minimum(begin + each, length)
+    begin = skipped + tl.program_id(1) * each
+    return begin, tl.minimum(begin + each, length), first, skipped
+
+
+@triton.jit
+def _bias(
+    states: tensor,
+    profiles: tensor,
+    is_head: tensor,
+    distance: tensor,
+    bias_dim: constexpr,
+    extent: constexpr,
+) -> tensor:
+    """Return what is added to scores at some distances: (heads, distances) fp32.
+
+    `states` are where those of each head begin.
+    """
+    is_near = distance < extent
+    total = tl.full((is_head.shape[0], distance.shape[0]), 0.0, dtype=tl.float32)
+    for number in tl.static_range(bias_dim):
+        state = tl.load(states + number, mask=is_head, other=0.0).to(tl.float32)
+        profile = tl.load(profiles + number * extent + distance, mask=is_near, other=0.0)
+        total += state[:, None] * profile.to(tl.float32)[None, :]
+    return total
 
 
 @triton.jit
@@ -171,16 +202,22 @@ def _weights(scores: tensor, is_seen: tensor, largest: tensor, softcap: constexp
 @triton.jit(do_not_specialize=_QUERY_STRIDES)
 def attend_parts(
     where: tensor, slots: tensor, positions: tensor, query: tensor, parts: tensor, sums: tensor,
-    query_stride: tensor, query_head_stride: tensor, num_heads: constexpr,
-    num_kv_heads: constexpr, key_dim: constexpr, value_dim: constexpr, value_width: constexpr,
+    prompt_lengths: tensor, states: tensor, profiles: tensor, query_stride: tensor,
+    query_head_stride: tensor, state_stride: tensor, state_head_stride: tensor,
+    num_heads: constexpr, num_kv_heads: constexpr, key_dim: constexpr, value_dim: constexpr,
+    value_width: constexpr,
     line_dim: constexpr, kind: constexpr, scale: constexpr, softcap: constexpr, window: constexpr,
     num_parts: constexpr, block_heads: constexpr, block_keys: constexpr, block_dim: constexpr,
+    bias_dim: constexpr, extent: constexpr,
 ) -> None:  # fmt: skip
     """Attend to a part of the positions. A program is (some heads of a KV head, part, token).
 
     Where `value_width` is less than the values' dimensions, some of these, heads before them.
     Writes parts (tokens, heads, num_parts, value_dim), and in sums (tokens, heads, num_parts, 2)
     the largest score and the sum of exponentials over it. `line_dim` is how far values lie apart.
+    With `prompt_lengths` (n_tokens,) tokens see so many first positions besides their window; with
+    `states` (heads, n_tokens, bias_dim) scores have the sum of so many `profiles` (bias_dim,
+    extent) by distance.
     """
     group: constexpr = num_heads // num_kv_heads
     tiles: constexpr = (group + block_heads - 1) // block_heads
@@ -189,7 +226,10 @@ def attend_parts(
     token, kv_head = tl.program_id(2).to(tl.int64), tile // tiles
     in_group = tile % tiles * block_heads + tl.arange(0, block_heads)
     head, is_head = kv_head * group + in_group, in_group < group
-    begin, end = _bounds(tl.load(positions + token), window, num_parts, block_keys)
+    position, prompt = tl.load(positions + token), 0
+    if prompt_lengths is not None:
+        prompt = tl.load(prompt_lengths + token).to(tl.int32)
+    begin, end, first, skipped = _bounds(position, prompt, window, num_parts, block_keys)
     base = (tl.load(slots + token) * num_kv_heads + kv_head) * tl.load(where + 4)
     keys, values = _pointer(tl.load(where), kind), _pointer(tl.load(where + 1), kind)
     queries = _queries(
@@ -201,9 +241,16 @@ def attend_parts(
     dim = tl.program_id(0) % blocks * value_width + tl.arange(0, value_width)
     for start in range(begin, end, block_keys):
         place = start + tl.arange(0, block_keys)
-        is_seen, line = place < end, base + place
+        is_seen = place < end
+        if prompt_lengths is not None:
+            place = tl.where(place < first, place - skipped, place)
+        line = base + place
         scores = _scores(queries, keys, line, is_seen, key_dim, block_dim, block_heads, block_keys)
         scores *= _line_scales(where + 2, line, is_seen, scale, kind)[None, :]
+        if bias_dim > 0:
+            of_heads = states + token * state_stride + head * state_head_stride
+            distance = tl.maximum(position - place, 0)
+            scores += _bias(of_heads, profiles, is_head, distance, bias_dim, extent)
         weights, fade, largest = _weights(scores, is_seen, largest, softcap)
         total = total * fade + tl.reduce(weights, 1, tl.standard._sum_combine)
         weights *= _line_scales(where + 3, line, is_seen, 1.0, kind)[None, :]
@@ -229,10 +276,12 @@ def join_parts(
     num_parts: constexpr,
     has_sinks: constexpr,
     block_cols: constexpr,
+    sink_stride: constexpr,
 ) -> None:
     """Write out (n_tokens, heads, value_dim). A program is (columns, head, token).
 
-    `sinks` (heads,) are scores of nothing, which take their share of the weight.
+    `sinks` (heads,), or (n_tokens, heads) `sink_stride` apart, are scores of nothing, which take
+    their share of the weight.
     """
     head, token = tl.program_id(1), tl.program_id(2).to(tl.int64)
     line, part = token * num_heads + head, tl.arange(0, num_parts)
@@ -240,7 +289,7 @@ def join_parts(
     largest, total = tl.load(sums + 2 * at), tl.load(sums + 2 * at + 1)
     top = tl.reduce(largest, 0, tl.standard._elementwise_max)
     if has_sinks:
-        sink = tl.load(sinks + head).to(tl.float32)
+        sink = tl.load(sinks + token * sink_stride + head).to(tl.float32)
         top = tl.maximum(top, sink)
     share = tl.exp(largest - top)
     whole = tl.reduce(share * total, 0, tl.standard._sum_combine)

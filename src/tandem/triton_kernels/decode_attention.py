@@ -6,7 +6,7 @@ A step's launches depend on its shapes alone: not on how long texts are, nor on 
 import torch
 from torch import Tensor
 
-from tandem.kernels.attention import AttentionForm
+from tandem.kernels.attention import AttentionForm, DistanceBias
 from tandem.triton_kernels import attention, windows
 
 _BLOCK_HEADS = 16  # the fewest rows of a matrix unit
@@ -37,16 +37,24 @@ def _append_and_attend(
     window: int,
     num_processors: int,
     has_small_tiles: bool,
+    prompt_lengths: Tensor | None = None,
+    states: Tensor | None = None,
+    profiles: Tensor | None = None,
 ) -> Tensor:
     """Do what `DecodeAttention.__call__` says; writes to memory that only `where` knows."""
     form = AttentionForm(
         num_heads=query.shape[0], num_kv_heads=key.shape[0], key_dim=key.shape[2],
         value_dim=value_dim, scale=scale, softcap=softcap, window=window,
+        keeps_prompt=prompt_lengths is not None,
     )  # fmt: skip
+    bias = None if states is None or profiles is None else DistanceBias(states, profiles)
     kernels = DecodeAttention(num_processors, has_small_tiles=has_small_tiles)
     kernels.store(where, slots, positions, key, value, kind)
     has_values = value.shape[2] > 0
-    return kernels.attend(form, where, slots, positions, query, sinks, kind, has_values=has_values)
+    return kernels.attend(
+        form, where, slots, positions, query, sinks, kind, has_values=has_values,
+        prompt_lengths=prompt_lengths, bias=bias,
+    )  # fmt: skip
 
 
 @torch.library.custom_op("tandem::window_attention", mutates_args=())
@@ -112,11 +120,14 @@ class DecodeAttention:
         value: Tensor,
         sinks: Tensor | None,
         kind: str,
+        prompt_lengths: Tensor | None = None,
+        bias: DistanceBias | None = None,
     ) -> Tensor:
         """Append tokens to their slots and attend; see `store` and `attend`."""
         result: Tensor = _append_and_attend(
             where, slots, positions, query, key, value, sinks, kind, form.value_dim, form.scale,
             form.softcap, form.window, self._num_processors, self._has_small_tiles,
+            prompt_lengths if form.keeps_prompt else None, *(bias or (None, None)),
         )  # fmt: skip
         return result
 
@@ -175,11 +186,14 @@ class DecodeAttention:
         kind: str,
         *,
         has_values: bool = True,
+        prompt_lengths: Tensor | None = None,
+        bias: DistanceBias | None = None,
     ) -> Tensor:
         """Return (n_tokens, heads, value_dim) of queries (heads, n_tokens, key_dim), as they are.
 
         Each token sees its slot's positions up to and with its own. Without `has_values` the
-        values are the first dimensions of the keys.
+        values are the first dimensions of the keys. With `prompt_lengths` (n_tokens,) a token sees
+        all of its slot's prompt besides a window. `sinks` are (heads,) or (n_tokens, heads).
         """
         num_heads, num_tokens, _ = query.shape
         query = _dense_lines(query)
@@ -188,13 +202,15 @@ class DecodeAttention:
         tiles *= -(-form.value_dim // blocks["value_width"])
         num_parts = _num_parts(self._num_processors, tiles * num_tokens)
         parts, sums = _new_parts(query, num_parts, form.value_dim)
+        added, strides, (bias_dim, extent) = _of_bias(bias)
         attention.attend_parts[tiles, num_parts, num_tokens](
-            where, slots, positions, query, parts, sums, query.stride(1), query.stride(0),
+            where, slots, positions, query, parts, sums, prompt_lengths, *added, query.stride(1),
+            query.stride(0), *strides,
             num_heads=num_heads, num_kv_heads=form.num_kv_heads, key_dim=form.key_dim,
             value_dim=form.value_dim,
             line_dim=form.value_dim if has_values else form.key_dim, kind=kind,
             scale=form.scale, softcap=form.softcap, window=form.window, num_parts=num_parts,
-            block_heads=_BLOCK_HEADS, **blocks,
+            block_heads=_BLOCK_HEADS, **blocks, bias_dim=bias_dim, extent=extent,
         )  # fmt: skip
         return _joined(parts, sums, sinks, query)
 
@@ -217,11 +233,24 @@ def _joined(parts: Tensor, sums: Tensor, sinks: Tensor | None, query: Tensor) ->
     num_tokens, num_heads, num_parts, value_dim = parts.shape
     out = query.new_empty(num_tokens, num_heads, value_dim)
     attention.join_parts[-(-value_dim // _JOINED_COLS), num_heads, num_tokens](
-        parts, sums, parts if sinks is None else sinks, out,
+        parts, sums, parts if sinks is None else sinks.contiguous(), out,
         num_heads=num_heads, value_dim=value_dim, num_parts=num_parts,
         has_sinks=sinks is not None, block_cols=_JOINED_COLS,
+        sink_stride=num_heads if sinks is not None and sinks.dim() == 2 else 0,
     )  # fmt: skip
     return out
+
+
+_OfBias = tuple[tuple[Tensor | None, Tensor | None], tuple[int, int], tuple[int, int]]
+
+
+def _of_bias(bias: DistanceBias | None) -> _OfBias:
+    """Return what the kernel takes of a bias by distance: states, profiles; strides; sizes."""
+    if bias is None:
+        return (None, None), (0, 0), (0, 0)
+    states, profiles = _dense_lines(bias.states), bias.profiles.contiguous()
+    sizes = profiles.shape[0], profiles.shape[1]
+    return (states, profiles), (states.stride(1), states.stride(0)), sizes
 
 
 def _blocks(form: AttentionForm, dtype: torch.dtype, *, has_small_tiles: bool) -> dict[str, int]:

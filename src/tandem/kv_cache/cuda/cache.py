@@ -265,7 +265,10 @@ class StaticKvCache(SlotCache):
         count = len(slots)
         if self._kernels is not None:
             tokens = (query, key, value, sinks)
-            return self._kernels(form, layer.where, slots, positions, *tokens, layer.kind)
+            prompts = self._step.prompt_lengths
+            return self._kernels(
+                form, layer.where, slots, positions, *tokens, layer.kind, prompts, bias
+            )
         layer.store(slots, positions, key.transpose(0, 1), value.transpose(0, 1))
         keys, values = layer.read(self._read_slots(), self.attended_length, query.dtype)
         keys, values = (x.expand(count, -1, -1, -1) for x in (keys, values))

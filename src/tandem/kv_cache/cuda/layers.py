@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ConfigError
-from tandem.kernels.attention import AttentionForm
+from tandem.kernels.attention import AttentionForm, DistanceBias
 from tandem.kernels.device_states import Run
 from tandem.kv_cache.cuda.attention import visible
 from tandem.kv_cache.index_keys import Zeros
@@ -43,10 +43,12 @@ class DecodeKernels(Protocol):
         value: Tensor,
         sinks: Tensor | None,
         kind: str,
+        prompt_lengths: Tensor | None = None,
+        bias: DistanceBias | None = None,
     ) -> Tensor:
-        """Attend to all positions, or those of a window.
+        """Attend to all positions, or those of a window, and of the prompt if it keeps that.
 
-        A value of no dimensions is part of the key.
+        A value of no dimensions is part of the key. `prompt_lengths` are of the tokens' slots.
         """
 
     def in_windows(
