@@ -16,6 +16,7 @@ from tandem.decode.substitutions import (
     norms,
     recurrences,
     rotary,
+    routers,
     state_layers,
     tempered_attention,
 )
@@ -43,6 +44,7 @@ METHODS: tuple[Substitution, ...] = (
     state_layers.DYNAMIC_CONVOLUTION,
     norms.NORM,
     tempered_attention.ATTENTION,
+    routers.WITH_SHARED,
 )
 
 _BY_NAME = {**recurrences.RECURRENCES, **distance_bias.DISTANCES}
