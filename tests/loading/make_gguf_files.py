@@ -84,6 +84,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "full_attention": _half_turned(5e6), "sliding_attention": _half_turned(1e4),
         },
     }),
+    "llama4": ("llama4", {
+        "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1,
+        "interleave_moe_layer_step": 2, "moe_layers": [1, 3],
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 5e5, "factor": 16.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+        },
+    }),
     "deepseek4": ("deepseek_v4", {
         "layer_types": ["sliding_attention", _SPARSE, _HEAVY, _SPARSE], "num_hidden_layers": 4,
         "mlp_layer_types": ["hash_moe"] * 2 + ["moe"] * 2, "compress_rates": _RATES,

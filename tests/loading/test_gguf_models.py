@@ -87,6 +87,20 @@ def test_layers_in_an_order_that_no_config_of_a_jamba_says(
         tandem.load(damaged.file)
 
 
+def test_factors_of_frequencies_that_are_not_llama_4s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = read_header(unpacked("llama4", tmp_path))
+    factors = header.tensors["rope_freqs.weight"]
+    assert sorted(set(factors.data.tolist())) == [1.0, 16.0]
+    other = dataclasses.replace(factors, data=factors.data[::-1])
+    tensors = {**header.tensors, "rope_freqs.weight": other}
+    damaged = dataclasses.replace(header, tensors=tensors)
+    monkeypatch.setattr("tandem.checkpoint.sources.gguf.read_header", lambda file: damaged)
+    with pytest.raises(ModelError, match=r"scales its positions in a way"):
+        tandem.load(damaged.file)
+
+
 def test_every_architecture_has_a_file() -> None:
     older = {
         "qwen2moe",

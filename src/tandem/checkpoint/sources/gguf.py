@@ -147,6 +147,7 @@ def gguf_source(
             name=name,
             tensors=tuple(header.tensors[tensor] for tensor in recipe.tensors),
             is_interleaved=architecture.is_interleaved,
+            is_transposed=architecture.is_transposed,
             row_order=recipe.rows and recipe.rows(config),
             column_order=recipe.columns and recipe.columns(config),
             factors=tuple(found) if any(factor is not None for factor in found) else (),

@@ -30,7 +30,9 @@ class GgufWeight:
     name: str
     tensors: tuple[GgufTensor, ...] = field(repr=False)
     is_interleaved: bool = False
-    """Rows of several tensors are interleaved instead; matrices of plain numbers are transposed."""
+    """Rows of several tensors are interleaved instead."""
+    is_transposed: bool = False
+    """Experts' matrices of plain numbers are turned."""
     row_order: Tensor | None = field(default=None, repr=False)
     factors: tuple[GgufTensor | None, ...] = field(default=(), repr=False)
     """Of each tensor, one number or one for each expert, beside NVFP4; without entries: none."""
@@ -150,7 +152,7 @@ class PlainTensor:
         values = weight.in_order(parts, axis)
         if weight.column_order is not None:
             values = values[..., weight.column_order.argsort()]
-        is_turned = values.dim() == 3 and weight.is_interleaved
+        is_turned = values.dim() == 3 and weight.is_transposed
         return self._chosen(values.transpose(1, 2) if is_turned else values, index)
 
     def _chosen(self, values: Tensor, index: Index) -> Tensor:

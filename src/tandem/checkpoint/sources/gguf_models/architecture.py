@@ -41,7 +41,9 @@ class Architecture:
     names: Names = field(default_factory=dict)
     """Beside those of `COMMON`, and before them."""
     is_interleaved: bool = False
-    """Whether Transformers keeps gate and up row by row in turn, and experts' matrices turned."""
+    """Whether Transformers keeps gate and up row by row in turn."""
+    is_transposed: bool = False
+    """Whether it keeps experts' matrices turned."""
 
     def recipe(self, parameter: str, has: Callable[[str], bool]) -> Recipe | None:
         """Return how a parameter, named within its layer, is made of tensors that the file has."""

@@ -164,7 +164,7 @@ ARCHITECTURES = {
     "minimax-m2": Architecture(minimax_m2),
     "llama": Architecture(mixtral, paired()),
     "olmoe": Architecture(olmoe),
-    "gpt-oss": Architecture(gpt_oss, is_interleaved=True),
+    "gpt-oss": Architecture(gpt_oss, is_interleaved=True, is_transposed=True),
     "glm4moe": Architecture(glm4),
     "ernie4_5-moe": Architecture(ernie),
     "hunyuan-moe": Architecture(hunyuan, HUNYUAN),

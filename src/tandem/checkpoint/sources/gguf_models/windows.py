@@ -1,4 +1,4 @@
-"""Architectures with two kinds of attention, whole and in a window, such as Gemma 4."""
+"""Architectures with two kinds of attention, whole and in a window or chunks, such as Gemma 4."""
 
 import numpy as np
 
@@ -10,11 +10,14 @@ from tandem.checkpoint.sources.gguf_models.config_values import (
     head_dim,
     mlp_types,
     num_dense_layers,
+    num_layers,
     partial_rope,
+    rope,
     routing,
     widths,
     windowed_layers,
 )
+from tandem.core.errors import ModelError
 from tandem.foreign_types import PreTrainedConfig
 
 
@@ -152,6 +155,54 @@ def laguna(header: GgufHeader) -> PreTrainedConfig:
     )
 
 
+def llama4(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of a Llama 4; what files do not say is as llama.cpp has it."""
+    has_chunks = header.value("attention.sliding_window") != 0
+    in_chunks = [has_chunks and layer % 4 != 3 for layer in range(num_layers(header))]
+    num_experts = header.value("expert_count")
+    return config_of(
+        header,
+        "llama4_text",
+        num_local_experts=num_experts,
+        head_dim=head_dim(header),
+        intermediate_size=header.expert_width,
+        intermediate_size_mlp=header.value("feed_forward_length"),
+        interleave_moe_layer_step=header.value("interleave_moe_layer_step"),
+        use_qk_norm=num_experts != 128,
+        no_rope_layers=[int(chunk or not has_chunks) for chunk in in_chunks],  # 1: it has some
+        layer_types=["chunked_attention" if chunk else "full_attention" for chunk in in_chunks],
+        attention_chunk_size=8192,
+        floor_scale=8192,
+        attn_scale=0.1,
+        rope_parameters=_scaled_above(header, 8192),
+    )
+
+
+def _scaled_above(header: GgufHeader, length: int) -> dict[str, object]:
+    """Return the rotary embedding's parameters, where waves longer than `length` may be stretched.
+
+    Files have a factor for each frequency; raises `ModelError` for others than these.
+    """
+    parameters, tensor = rope(header), header.tensors.get("rope_freqs.weight")
+    if tensor is None:
+        return parameters
+    factors = tensor.data.astype(np.float32).ravel()
+    exponents = np.arange(len(factors)) / len(factors)
+    waves = 2 * np.pi * float(header.value("rope.freq_base", 1e4)) ** exponents
+    if not np.allclose(factors, np.where(waves > length, factors.max(), 1)):
+        raise ModelError(
+            f"{header.file} scales its positions in a way that Tandem does not read from GGUF; use "
+            "the model's safetensors instead"
+        )
+    return parameters | {
+        "rope_type": "llama3",
+        "factor": float(factors.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": length,
+    }
+
+
 AFMOE: Names = {
     "self_attn.gate_proj": "attn_gate",
     "post_attention_layernorm": "post_attention_norm",
@@ -186,4 +237,5 @@ ARCHITECTURES = {
     "gemma4": Architecture(gemma4, GEMMA4),
     "afmoe": Architecture(afmoe, AFMOE),
     "laguna": Architecture(laguna, LAGUNA),
+    "llama4": Architecture(llama4, is_transposed=True),
 }
