@@ -7,12 +7,17 @@ import pytest
 import torch
 
 import tandem
+from tandem.bench.model_shapes import ModelShape
+from tandem.bench.random_model import build_random_model
 from tandem.core.errors import UnsupportedModelError
+from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.padded import PaddedBatch
 from tandem.generate.generator import Generator
+from tandem.hf.config import OffloadConfig
 from tandem.hf.dense_place import keep_embeddings_on_host
 from tandem.kv_cache.chunks import positions_in_chunk
 from tests.architectures import build_tiny_model, tiny_inputs
+from tests.conftest import two_threads
 from tests.decode.twin_capture import TwinCapture
 from tests.decode.whole_pool import cuda_pool, logits_of
 
@@ -53,6 +58,20 @@ def test_captured_steps_of_slots_are_the_models(tmp_path: Path) -> None:
     for token in TOKENS:
         expected.append(torch.cat([one.decode([token]) for one in alone]))
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_random_weights_make_a_model_whose_head_reads_what_is_noted() -> None:
+    config = build_tiny_model("llama4").config.to_dict()
+    dropped = ("model_type", "architectures", "dtype", "transformers_version")
+    values = {key: value for key, value in config.items() if key not in dropped}
+    options = OffloadConfig(expert_dtype="int4", threads=1)
+    model = build_random_model(ModelShape("llama4_text", values), options, dense_dtype="none")
+    pool = CpuSlotPool(model, two_threads(), 1, notes_hidden=True)
+    pool.prefill({0: [40, 41, 42]})
+    logits = pool.decode({0: 43})
+    assert pool.hidden is not None
+    with torch.no_grad():
+        torch.testing.assert_close(model.lm_head(pool.hidden), logits)
 
 
 def test_more_experts_a_token_are_refused(tmp_path: Path) -> None:

@@ -24,7 +24,14 @@ _COUNTS = (
 # Of these, 0 says that the model has none, or finds the size elsewhere.
 _OPTIONAL_COUNTS = ("head_dim", "index_topk", "intermediate_size", "moe_intermediate_size")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+_TOP_K = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "top_k_experts",
+    "moe_topk",
+    "moe_k",
+    "moe_top_k",
+)
 _ITERATIONS = ("hc_sinkhorn_iters",)  # in each layer, for every token; released models have 20
 _MOST_ITERATIONS = 1000
 _ACTIVATIONS = ("hidden_act", "hidden_activation")
@@ -66,8 +73,12 @@ def value_of(config: PreTrainedConfig, name: str) -> Any:
 
 
 def experts_per_token(config: PreTrainedConfig) -> int:
-    """Return to how many experts of a layer a text model's config sends a token."""
-    return next((int(k) for name in _TOP_K if (k := value_of(config, name))), 1)
+    """Return to how many experts of a layer a text model's config sends a token.
+
+    DBRX's has a config of its own for these.
+    """
+    parts = [part for part in (config, value_of(config, "ffn_config")) if part is not None]
+    return next((int(k) for part in parts for name in _TOP_K if (k := value_of(part, name))), 1)
 
 
 def require_generation_config(directory: Path) -> None:

@@ -103,7 +103,7 @@ class ModelRunner:
         copy = self._copy.model
         masks = masks_by_layer_type(self.model, self._shell.layers)
         if self._notes_hidden:
-            self._note_hidden(copy.get_decoder())
+            self._note_hidden(_before_head(copy))
         has_rows = self._takes_rows and features is None
         rows = {"inputs_embeds": copy.get_input_embeddings()(ids)} if has_rows else {}
         with (
@@ -149,6 +149,12 @@ class ModelRunner:
         own_forward_hooks(last)  # the model's stay as they are
         last.register_forward_hook(note_streams if has_streams else note)
         self._noted = decoder
+
+
+def _before_head(model: PreTrainedModel) -> nn.Module:
+    """Return what makes a model's last hidden state; Llama 4's `get_decoder` has a head, too."""
+    decoder: ModelPart = model.get_decoder()
+    return decoder.model if hasattr(decoder, "lm_head") else decoder
 
 
 def _looks_for_embeddings(model: nn.Module) -> bool:

@@ -1,7 +1,6 @@
 """Llama 4: an expert's input is the hidden state times its score, and its output counts once."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
@@ -24,12 +23,12 @@ def with_image_outputs(model: ModelPart, config: PreTrainedConfig) -> ModelPart:
     return model
 
 
-class Llama4Router(nn.Module):
+class Llama4Router(nn.Linear):
     """Chooses a token's expert, and by how much its input is scaled."""
 
     def __init__(self, router: ModelPart) -> None:
         """Take over a router's weights."""
-        super().__init__()
+        super().__init__(router.in_features, router.out_features, bias=False, device="meta")
         if router.top_k != 1:
             raise UnsupportedModelError(
                 f"this Llama 4 sends a token to {router.top_k} experts, each with an input of its "
@@ -37,9 +36,9 @@ class Llama4Router(nn.Module):
             )
         self.weight = router.weight
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         """Return logits (n_tokens, num_experts), and score and expert (n_tokens, 1)."""
-        logits = F.linear(hidden, self.weight)
+        logits = super().forward(hidden)
         score, expert = torch.topk(logits, 1, dim=-1)
         return logits, torch.sigmoid(score.float()).to(logits.dtype), expert
 

@@ -1,4 +1,4 @@
-"""Tensors in which all experts' rows lie one below the other (DBRX): damaged ones are refused."""
+"""DBRX beside what all architectures are tested for: damaged tensors, and its config's parts."""
 
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,19 @@ from safetensors.torch import load_file, save_file
 
 import tandem
 from tandem.core.errors import ModelError
-from tests.architectures import build_tiny_model
+from tandem.forecast.sizes import model_sizes
+from tandem.hf.checkpoint import open_model
+from tandem.hf.config import OffloadConfig
+from tests.architectures import TOP_K, build_tiny_model
 
 NAME = "transformer.blocks.1.ffn.experts.mlp.w2"
+
+
+def test_forecasts_know_how_many_experts_a_token_has(tmp_path: Path) -> None:
+    """DBRX's config says it in a part of its own."""
+    build_tiny_model("dbrx", values={"n_layers": 1}).save_pretrained(tmp_path)
+    sizes = model_sizes(open_model(tmp_path), OffloadConfig())
+    assert sizes.top_k == TOP_K
 
 
 @pytest.mark.parametrize("expert_dtype", ["auto", "int8"])
