@@ -5,13 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import tandem
 from tandem.bench.routing_recording import recording
 from tandem.core.errors import UnsupportedModelError
 from tests.architectures import EXPERTS, build_tiny_model, experts_modules
-from tests.inside import logits_of
+from tests.inside import logits_of, relative_error, runtime_in
+from tests.loading.checkpoints import (
+    FORMATS,
+    lose_tensors,
+    write_decoded,
+    write_plain,
+    write_quantised,
+)
 
 
 @pytest.fixture
@@ -23,13 +29,18 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_released_checkpoints_have_no_matrices_for_them(checkpoint: Path) -> None:
     """Transformers writes some, which nothing reads."""
     expected = logits_of(tandem.load(checkpoint, dtype="float32"))
-    file = checkpoint / "model.safetensors"
-    spare = tuple(f".experts.{EXPERTS + i}." for i in range(4))
-    tensors = load_file(file)
-    kept = {n: t for n, t in tensors.items() if not any(part in n for part in spare)}
-    assert len(kept) < len(tensors)
-    save_file(kept, file, {"format": "pt"})
+    for spare in range(EXPERTS, EXPERTS + 4):
+        lose_tensors(checkpoint, f"model.layers.1.mlp.experts.{spare}.")
     assert torch.equal(logits_of(tandem.load(checkpoint, dtype="float32")), expected)
+
+
+def test_codes_of_a_quantised_checkpoint_are_kept(tmp_path: Path) -> None:
+    plain = write_plain(tmp_path / "plain", "longcat_flash", zero_expert_num=0)
+    released = write_quantised(tmp_path / "fp8", plain, FORMATS["fp8"])
+    decoded = tandem.load(write_decoded(tmp_path / "decoded", released), dtype="float32")
+    model = tandem.load(released, dtype="float32")
+    assert {layer.layout.format.name for layer in runtime_in(model).store} == {"fp8"}
+    assert relative_error(logits_of(model), logits_of(decoded)) < 0.03
 
 
 @pytest.mark.parametrize("expert_dtype", ["auto", "int8"])
