@@ -40,6 +40,6 @@ def positions_in_chunk(positions: Tensor, size: int) -> Tensor:
 
     -1 throughout for tokens of a first chunk, which see all before them.
     """
-    first = (positions // size * size)[:, None]
-    chunk = first + torch.arange(size, device=positions.device)
-    return torch.where(first > 0, chunk, -1).int()
+    first = (positions // size * size).int()[:, None]
+    chunk = first + torch.arange(size, dtype=torch.int32, device=positions.device)
+    return torch.where(first > 0, chunk, -1)
