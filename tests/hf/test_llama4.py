@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import tandem
 from tandem.bench.model_shapes import ModelShape
@@ -20,6 +21,9 @@ from tests.architectures import build_tiny_model, tiny_inputs
 from tests.conftest import two_threads
 from tests.decode.twin_capture import TwinCapture
 from tests.decode.whole_pool import cuda_pool, logits_of
+from tests.inside import logits_of as logits_in
+from tests.inside import relative_error, runtime_in
+from tests.loading.checkpoints import FORMATS, write_decoded, write_plain, write_quantised
 
 WHOLE = "Llama4ForConditionalGeneration"
 TOKENS = [60, 71, 82, 93, 104]
@@ -58,6 +62,41 @@ def test_captured_steps_of_slots_are_the_models(tmp_path: Path) -> None:
     for token in TOKENS:
         expected.append(torch.cat([one.decode([token]) for one in alone]))
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+
+
+def one_by_one(directory: Path) -> None:
+    """Write a checkpoint's experts as quantised ones have them."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if ".experts." in name]:
+        fused, path = tensors.pop(name), name.rpartition(".")[0]
+        for expert, matrix in enumerate(fused.transpose(1, 2)):
+            parts = matrix.chunk(2) if "gate_up" in name else [matrix]
+            words = ("gate", "up") if len(parts) > 1 else ("down",)
+            for part, rows in zip(words, parts, strict=True):
+                tensors[f"{path}.{expert}.{part}_proj.weight"] = rows.contiguous()
+    save_file(tensors, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("expert_dtype", ["auto", "int8"])
+def test_experts_may_come_one_by_one(tmp_path: Path, expert_dtype: str) -> None:
+    build_tiny_model("llama4").save_pretrained(tmp_path)
+    options: Any = {"dtype": "float32", "expert_dtype": expert_dtype}
+    expected = logits_in(tandem.load(tmp_path, **options))
+    one_by_one(tmp_path)
+    assert torch.equal(logits_in(tandem.load(tmp_path, **options)), expected)
+
+
+@pytest.mark.parametrize("name", ["packed-int4", "fp8"])
+def test_codes_of_quantised_experts_are_kept(tmp_path: Path, name: str) -> None:
+    plain = write_plain(tmp_path / "plain", "llama4")
+    one_by_one(plain)
+    quantised = write_quantised(tmp_path / "quantised", plain, FORMATS[name])
+    decoded = tandem.load(write_decoded(tmp_path / "decoded", quantised), dtype="float32")
+    model = tandem.load(quantised, dtype="float32")
+    formats = {layer.layout.format.name for layer in runtime_in(model).store}
+    assert formats == {"fp8" if name == "fp8" else "int4-g32"}
+    assert relative_error(logits_in(model), logits_in(decoded)) < 0.03
 
 
 def test_random_weights_make_a_model_whose_head_reads_what_is_noted() -> None:

@@ -42,12 +42,14 @@ def put_experts(
 ) -> None:
     """Store all experts' tensors, each given in parts that are stacked: one column of each part.
 
-    The columns are emptied as it goes: a layer is never whole twice. Raises `ModelError`; `forgets`
-    is that of `put_fused`.
+    Parts are row by row of their outputs, also for a layer that has them turned. The columns are
+    emptied as it goes: a layer is never whole twice. Raises `ModelError`; `forgets` is that of
+    `put_fused`.
     """
     plain = [[part for part in column if isinstance(part, Tensor)] for column in columns]
     if isinstance(layer, PackedLayer) and list(map(len, plain)) == list(map(len, columns)):
-        layer.put_all(tensor_name, list(zip(*plain, strict=True)))
+        parts = list(zip(*plain, strict=True))
+        layer.put_all(tensor_name, [_as_kept(layer, part) for part in parts])
         return
     unread = [
         [(part.weight, None) for part in parts if isinstance(part, SourceTensor)]
@@ -72,7 +74,12 @@ def _put_expert(
         _put_codes(layer, tensor_name, expert, read)
         return
     tensors = [part.values() if isinstance(part, SourceTensor) else part for part in parts]
-    layer.put_expert(tensor_name, expert, tensors)
+    layer.put_expert(tensor_name, expert, _as_kept(layer, tensors))
+
+
+def _as_kept(layer: HostLayer, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return an expert's parts as a layer takes them."""
+    return [torch.cat(list(parts)).T] if layer.is_transposed else parts
 
 
 def _put_rows(

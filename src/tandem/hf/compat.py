@@ -85,12 +85,24 @@ def is_expert_merge(converter: object) -> bool:
     return not rest or (len(rest) == 1 and type(rest[0]) is Concatenate and rest[0].dim == 1)
 
 
+def separate_experts(model: PreTrainedModel) -> list[WeightConverter]:
+    """Return conversions of experts that a checkpoint has one by one, where adapters know such."""
+    paths = {module.SEPARATE for module in model.modules() if hasattr(module, "SEPARATE")}
+    merge, found = MergeModulelist(dim=0), list[WeightConverter]()
+    for path in sorted(paths):
+        gate, up, down = (f"{path}.*.{part}_proj.weight" for part in ("gate", "up", "down"))
+        joined = [merge, Concatenate(dim=1)]
+        found.append(WeightConverter([gate, up], f"{path}.gate_up_proj", operations=joined))
+        found.append(WeightConverter([down], f"{path}.down_proj", operations=[merge]))
+    return found
+
+
 def target_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """Return in which parameter each name of a checkpoint ends, by the model's conversions.
 
     Where several tensors become one parameter (the experts of a layer) all have its name.
     """
-    conversions = get_model_conversion_mapping(model)
+    conversions = [*get_model_conversion_mapping(model), *separate_experts(model)]
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     parameters = model.state_dict()

@@ -16,7 +16,9 @@ from tandem.checkpoint.sources.source import SourceTensor
 from tandem.checkpoint.stored_experts import put_experts, put_fused
 from tandem.core.errors import ModelError, TandemError, UnsupportedModelError
 from tandem.experts.store.host_store import HostLayer
-from tandem.hf.adapters.adapted_experts import StackedRows
+from tandem.foreign_types import PreTrainedModel
+from tandem.hf.adapters import stacked_rows
+from tandem.hf.compat import separate_experts
 from tandem.hf.load_job import Loaded, StoreWriter
 
 
@@ -124,10 +126,14 @@ class StoreStacked(StoreExpertwise):
         return super().convert(columns, source_patterns, target_patterns, full_layer_name)
 
 
-def stacked_converter(writer: StoreWriter, rows: StackedRows) -> WeightConverter:
-    """Return what reads such tensors into the host store."""
-    operation = StoreStacked(writer, are_transposed=rows.are_transposed)
-    return WeightConverter(list(rows.sources), rows.target, operations=[operation], force_cpu=True)
+def adapter_conversions(model: PreTrainedModel, writer: StoreWriter) -> list[WeightConverter]:
+    """Return what reads experts in layouts that a model's adapters alone know."""
+    found = separate_experts(model)
+    for rows in stacked_rows(model):
+        operations = [StoreStacked(writer, are_transposed=rows.are_transposed)]
+        sources = list(rows.sources)
+        found.append(WeightConverter(sources, rows.target, operations=operations, force_cpu=True))
+    return found
 
 
 class StorePacked(StoreFused):

@@ -29,8 +29,7 @@ from tandem.experts.store.host_store import HostLayer, HostStore
 from tandem.experts.store.packed_layer import STORED_NAME, STORED_ORDER_NAME
 from tandem.experts.store.stand_in import keep_elsewhere
 from tandem.foreign_types import ModelPart, PreTrainedConfig, PreTrainedModel
-from tandem.hf.adapters import put_on_interface, stacked_rows
-from tandem.hf.adapters.adapted_experts import StackedRows
+from tandem.hf.adapters import put_on_interface
 from tandem.hf.adapters.refused import why_no_adapter
 from tandem.hf.assembly import assemble
 from tandem.hf.compat import QuantizerHooks, is_expert_merge, target_names, use_experts
@@ -45,7 +44,7 @@ from tandem.hf.conversion import (
     StoreExpertwise,
     StoreFused,
     StorePacked,
-    stacked_converter,
+    adapter_conversions,
 )
 from tandem.hf.dense import has_kernels, has_quantised_experts, place_on, tied_weights
 from tandem.hf.dense_bytes import dense_bytes_with, short_memory
@@ -82,8 +81,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         self._targets: dict[str, str] = {}
         """Of the source's names, the parameters in which they end."""
         self._from_source: set[str] = set()
-        self._stacked: list[StackedRows] = []
-        """Tensors of the checkpoint in which experts lie one below the other."""
+        self._own_conversions: list[WeightConverter] = []
+        """Of experts in layouts that adapters alone know."""
         self._shapes: dict[str, torch.Size] = {}
         """Of the dense parameters, by the config."""
 
@@ -106,7 +105,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         Returns these modules by name; raises `UnsupportedModelError` for a model without any.
         """
         put_on_interface(model)
-        self._stacked = stacked_rows(model)
+        self._own_conversions = adapter_conversions(model, self._writer)
         modules = {n: m for n, m in model.named_modules() if is_experts_module(m)}
         if not modules:
             raise UnsupportedModelError(_why_refused(model))
@@ -257,8 +256,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             names = sorted(TENSOR_NAMES, key=len, reverse=True)
             whole_layer = self._packed_converter([STORED_NAME, STORED_ORDER_NAME], "down_proj")
             return [whole_layer, *(self._packed_converter([name], name) for name in names)]
-        stacked = [stacked_converter(self._writer, rows) for rows in self._stacked]
-        conversions = [*conversions, *stacked]
+        conversions = [*conversions, *self._own_conversions]
         for converter in conversions:
             if not isinstance(converter, WeightConverter):
                 continue

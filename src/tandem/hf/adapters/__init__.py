@@ -2,7 +2,8 @@
 
 One file each. An adapter takes the place of a module of Transformers in a model that is about to be
 loaded, keeps its other parts, and has its experts as an `AdaptedExperts`, its parameters under the
-names that Transformers gives the checkpoint's tensors, or else with `STACKED`, of `StackedRows`.
+names that Transformers gives the checkpoint's tensors, or else with `STACKED`, of `StackedRows`, or
+`SEPARATE`, the path of experts that a checkpoint may have one by one, each with three projections.
 """
 
 from collections.abc import Callable, Mapping

@@ -46,6 +46,8 @@ class Llama4Router(nn.Linear):
 class Llama4Moe(nn.Module):
     """The block of a layer's experts: routed ones, and the one that all tokens share."""
 
+    SEPARATE = "feed_forward.experts"  # where quantised checkpoints have experts one by one
+
     def __init__(self, block: ModelPart, config: PreTrainedConfig) -> None:
         """Take over the parts of a `Llama4TextMoe`."""
         super().__init__()
