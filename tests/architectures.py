@@ -288,6 +288,19 @@ def experts_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks or experts_modules(model)
 
 
+def build_tiny_dense_model(
+    name: str, *, class_name: str = "", values: Mapping[str, Any] | None = None
+) -> PreTrainedModel:
+    """Build a random model of an architecture without experts, as `build_tiny_model` does."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        of_name = (kind for kind in _model_classes(name) if class_name in ("", kind.__name__))
+        model_class = next(of_name)
+        model = model_class(_tiny_config(model_class, values or {}))
+        _draw_weights(model)
+        return model.eval()
+
+
 def build_tiny_model(
     name: str, seed: int = 0, *, class_name: str = "", values: Mapping[str, Any] | None = None
 ) -> PreTrainedModel:

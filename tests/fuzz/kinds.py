@@ -13,7 +13,6 @@ import torch
 
 import tandem
 from tandem.checkpoint.sources.gguf_header import read_header
-from tandem.cli.header_check import refuse_dense
 from tandem.cli.model_choice import ModelChoice, import_transformers, load_tokenizer
 from tandem.core.errors import TandemError
 from tests.fuzz.mutations import mutate_headed_json, mutate_json, mutate_words
@@ -130,8 +129,6 @@ def _join(sharded: Path, whole: Path) -> None:
 
 def _run(path: Path, *, has_tokenizer: bool = False) -> None:
     """Load a model and let it say two tokens."""
-    if path.is_dir():
-        refuse_dense(path)
     if has_tokenizer:
         load_tokenizer(ModelChoice(model=str(path)))
     model = tandem.load(path, threads=1)

@@ -70,11 +70,20 @@ class ModelsDocument:
             "",
             "Their experts do not go through Transformers' experts interface, and no adapter puts"
             " them there;",
-            "`tandem.load` says so. Dense models are refused too: Transformers alone runs them.",
+            "`tandem.load` says so.",
             "",
             "| architecture | its own experts class | why |",
             "|---|---|---|",
             *_rows(self.refused),
+            "",
+            "## Dense models",
+            "",
+            "A model without experts runs too, on the CPU: its linear layers packed by"
+            " `dense_dtype`,",
+            "in sequence slots, its steps recorded, with drafts. There are no experts to share, so"
+            " options of",
+            "experts, and devices beside the CPU, are refused with a sentence"
+            " ([decision 22](decisions/0022-dense-models.md)).",
             "",
         ]
         return "\n".join(lines)

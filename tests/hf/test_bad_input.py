@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import tandem
 from tandem.core.errors import ConfigError, ModelError, UnsupportedModelError
@@ -144,18 +144,6 @@ def test_a_checkpoint_that_does_not_load(
 def test_missing_directory() -> None:
     with pytest.raises(ModelError, match="no/such/place is not a directory"):
         tandem.load("/no/such/place")
-
-
-def test_dense_model(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"llama .* is a dense model"):
-        tandem.load(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="is a dense model"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=tandem.OffloadConfig())
 
 
 def test_experts_outside_the_interface(tmp_path: Path) -> None:

@@ -8,7 +8,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import tandem
-from tests.architectures import VOCABULARY, build_tiny_model, experts_modules
+from tests.architectures import (
+    VOCABULARY,
+    build_tiny_dense_model,
+    build_tiny_model,
+    experts_modules,
+)
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -38,6 +43,13 @@ def save_tiny_checkpoint(directory: Path, name: str = "mixtral", **values: int) 
     `values` are of its config.
     """
     build_tiny_model(name, values=values).save_pretrained(directory, max_shard_size="500KB")
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def save_tiny_dense(directory: Path, name: str = "qwen3") -> Path:
+    """Write a tiny model without experts, with its tokenizer."""
+    build_tiny_dense_model(name).save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
     return directory
 

@@ -1,18 +1,13 @@
-"""What a user may say about the server, without a model: names, strictness, dense models."""
+"""What a user may say about the server, without a model: names, strictness."""
 
 import contextlib
-import json
 import logging
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from tandem.cli.header_check import refuse_dense
-from tandem.cli.main import main
 from tandem.core.errors import ConfigError
 from tandem.engine.messages import EngineSettings
 from tandem.server.app import create_app
@@ -97,22 +92,3 @@ def test_a_refusal_is_one_line_of_log_without_the_prompt(
         f"{refused}: 400, messages.0.role is not {expected}",
         f"{refused}: 503, the model is being loaded; ask again soon",
     ]
-
-
-def test_a_dense_model_is_refused_before_anything_is_loaded(
-    tmp_path: Path,
-    tiny_checkpoint: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    config = LlamaConfig(**sizes, num_attention_heads=1)
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    monkeypatch.setattr("tandem.cli.serve.find_model", never_called)
-    assert main(["serve", str(tmp_path), "--port", "0", "--json"]) == 2
-    said = capsys.readouterr()
-    assert "holds a dense model (llama)" in said.err
-    assert "holds a dense model" in json.loads(said.out)["error"]["message"]
-    refuse_dense(tiny_checkpoint)  # has experts
-    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
-    refuse_dense(tmp_path)  # damaged: told by who loads it

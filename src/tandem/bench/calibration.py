@@ -18,7 +18,7 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead
 from tandem.hf.lookahead.residuals import Residuals
 from tandem.hf.lookahead.routers import find_routers
-from tandem.hf.runtime import require_runtime
+from tandem.hf.runtime import require_experts
 from tandem.trace import RoutingTrace
 
 WINDOW_TOKENS = 256
@@ -61,7 +61,7 @@ def calibrate(
             f"the text has {len(token_ids)} tokens; expected at least {4 * WINDOW_TOKENS}"
         )
     num_taught = 3 * len(windows) // 4
-    runtime = require_runtime(model)
+    runtime = require_experts(model)
     with runtime.using(runtime.cpu_executor()):  # nothing is planned for a calibration
         routers = find_routers(model, runtime.bound)
         if isinstance(routers, str):

@@ -9,7 +9,7 @@ from tandem.core.errors import UnsupportedModelError
 from tandem.experts.execution.recorder import RoutingRecorder
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead, look_ahead
-from tandem.hf.runtime import require_runtime
+from tandem.hf.runtime import require_experts
 
 
 @contextmanager
@@ -19,7 +19,7 @@ def recording(model: PreTrainedModel, given: LookAhead | None = None) -> Iterato
     Where the model's routers can be asked ahead, their guesses are recorded too; `given` asks them
     if the caller does that already. Raises `UnsupportedModelError` for what a trace cannot hold.
     """
-    runtime = require_runtime(model)
+    runtime = require_experts(model)
     if any(layer.arrivals.num_spare for layer in runtime.store):
         raise UnsupportedModelError(
             f"routers of {type(model).__name__} also choose experts without weights, which return "

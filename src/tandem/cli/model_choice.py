@@ -146,8 +146,9 @@ def load_model_and_tokenizer(
 
     checkpoint = open_model(path, may_run_code=found.trust_remote_code)  # what is wrong with it
     tokenizer = load_tokenizer(found)  # before the model, which may take minutes
+    load = functools.partial(_load, offload=offload, dense_dtype=dense_dtype, quiet=quiet)
     if keeper is None or checkpoint.is_packed or found.trust_remote_code:
-        return _load(found, offload, dense_dtype), tokenizer
+        return load(found), tokenizer
     on_device = kind_of(offload.device).holds_dense_parts  # "auto" means other layers there
     options = {
         "expert_dtype": offload.expert_dtype,
@@ -157,14 +158,14 @@ def load_model_and_tokenizer(
     label = source_label(choice.model, path)
     origin = keeper.origin(label, [*checkpoint.weight_files, *configs], options)
     if (copy := keeper.find(origin)) is not None:
-        return _load(dataclasses.replace(found, model=str(copy)), offload, dense_dtype), tokenizer
+        return load(dataclasses.replace(found, model=str(copy))), tokenizer
     sizes = functools.partial(_sizes, checkpoint, offload, dense_dtype)
     keeper.look_ahead(origin, lambda: sizes().total_bytes)
     begin = time.perf_counter()
     try:
         if offload.expert_memory_bytes is not None:  # of a copy on the disk, which is not there yet
             raise HostCapacityError(f"{label} is not packed, and --expert-memory is given")
-        model = _load(found, offload, dense_dtype)
+        model = load(found)
     except HostCapacityError as error:
         if offload.expert_memory_bytes is not None and sizes().has_plain_experts:
             raise offload.no_slots_for_plain() from None
@@ -172,7 +173,7 @@ def load_model_and_tokenizer(
         copy = keeper.packed_on_disk(origin, num_bytes, _packing(path, offload, dense_dtype))
         if copy is None:
             raise HostCapacityError(f"{error}; or {keeper.how_to_pack(num_bytes)}") from None
-        return _load(dataclasses.replace(found, model=str(copy)), offload, dense_dtype), tokenizer
+        return load(dataclasses.replace(found, model=str(copy))), tokenizer
     keeper.begin(origin, model, time.perf_counter() - begin)
     return model, tokenizer
 
@@ -208,17 +209,20 @@ def load_model(
     """Load a model through Tandem, for what needs no tokenizer."""
     found = find_model(choice, quiet=quiet)
     import_transformers(quiet=quiet)
-    return _load(found, offload, dense_dtype)
+    return _load(found, offload=offload, dense_dtype=dense_dtype, quiet=quiet)
 
 
-def _load(found: ModelChoice, offload: OffloadOptions, dense_dtype: str) -> PreTrainedModel:
+def _load(
+    found: ModelChoice, *, offload: OffloadOptions, dense_dtype: str, quiet: bool
+) -> PreTrainedModel:
     import tandem
     from tandem.demo import is_demo_model, verify_demo_model
+    from tandem.hf.runtime import require_runtime
 
     is_demo = is_demo_model(Path(found.model))
     if found.verify and is_demo:
         verify_demo_model(Path(found.model))
-    return tandem.load(
+    model = tandem.load(
         found.model,
         trust_remote_code=found.trust_remote_code,
         verify=found.verify and not is_demo,
@@ -227,6 +231,9 @@ def _load(found: ModelChoice, offload: OffloadOptions, dense_dtype: str) -> PreT
         dense_dtype=dense_dtype,
         **dataclasses.asdict(offload),
     )
+    if not (quiet or len(require_runtime(model).store)):
+        print("a dense model: it has no experts to share, the CPU computes all", file=sys.stderr)
+    return model
 
 
 def load_tokenizer(found: ModelChoice) -> Tokenizer:

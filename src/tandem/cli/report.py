@@ -72,7 +72,7 @@ class RunReport:
             f"first token {answer.time_to_first_token_seconds:.2f} s",
             f"prefill {answer.prefill_tokens_per_second:.1f} tok/s ({_prompt_parts(answer)})",
             f"decode {answer.decode_tokens_per_second:.1f} tok/s ({len(answer.token_ids)} tokens)",
-            f"experts read {format_bytes(self._experts.touched_bytes)}",
+            *self._read_parts(),
             f"memory {format_bytes(process_bytes())}",
         ]
         if self._context_tokens is not None:
@@ -90,6 +90,11 @@ class RunReport:
             told = why.format(tokens=len(answer.token_ids), context=self._context_tokens)
             lines.append(f"[the answer is cut off: {told}]")
         return "\n".join(lines)
+
+    def _read_parts(self) -> list[str]:
+        """Return how much of the experts was read; nothing of a dense model, which has none."""
+        has_experts = len(self._executor.store) > 0
+        return [f"experts read {format_bytes(self._experts.touched_bytes)}"] * has_experts
 
     def _end(self, answer: "Answer") -> str:
         """Return why an answer ended: `FinishReason`, or "context" where that is full."""

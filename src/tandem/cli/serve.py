@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tandem.cli.drafting import DraftChoice
-from tandem.cli.header_check import refuse_dense
 from tandem.cli.images import load_image_reader
 from tandem.cli.keeping import Keeper, KeepOptions, cache_dir
 from tandem.cli.model_choice import (
@@ -82,11 +81,9 @@ def run(flags: argparse.Namespace) -> int:
             'pip install "tandem-moe[server]"'
         ) from error
     directory = allowed_directory(options.image_files)
-    refuse_dense(Path(flags.model))
     level = logging.WARNING if own.quiet else logging.INFO
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(message)s")
     found = find_model(from_flags(ModelChoice, flags), quiet=own.quiet)
-    refuse_dense(Path(found.model))  # a hub id has its files now
     source = Source(
         name=options.names(Path(flags.model).name)[0],
         load_model=functools.partial(

@@ -18,6 +18,7 @@ from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.settings import POOLS, PlannerSettings
 
 _OF_ONE_DEVICE = {"emulated_speed": "emulated"}
+_OF_DENSE_PARTS = ("threads", "device", "context", "sequences")
 # What is copied ahead where steps are planned, if nothing is asked for.
 DEFAULT_PREDICTION, DEFAULT_PREFETCH_COUNT = "foresight", 2
 
@@ -151,6 +152,28 @@ class OffloadOptions:
             "they run from memory alone; leave it out, or pack the model with another expert_dtype "
             "(bf16, int8)"
         )
+
+    def require_dense(self, model: str, *, is_on_gpu: bool) -> None:
+        """Raise `ConfigError` for what a model without experts cannot follow.
+
+        `is_on_gpu` tells whether its parts are to go to a GPU, whatever `device` is.
+        """
+        if self.device != "cpu" or is_on_gpu:
+            place = "a GPU" if is_on_gpu else f"device {self.device!r}"
+            raise ConfigError(
+                f"{model} is a dense model: it has no experts to share with {place}, and Tandem "
+                "runs it on the CPU alone; give device 'cpu', or let Transformers run it on a GPU "
+                "that holds it"
+            )
+        of_experts = (
+            f for f in dataclasses.fields(OffloadOptions) if f.name not in _OF_DENSE_PARTS
+        )
+        given = [f.name for f in of_experts if getattr(self, f.name) != f.default]
+        if given:
+            raise ConfigError(
+                f"{', '.join(given)}: that is of experts, and {model} is a dense model, which has "
+                "none; leave it out (dense_dtype packs linear layers)"
+            )
 
     def require_slots_follow(self) -> None:
         """Raise `ConfigError` for what experts on a disk cannot follow."""

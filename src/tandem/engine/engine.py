@@ -140,7 +140,7 @@ class Engine:
             context=context_tokens(self._model),
             max_running=self._scheduler.max_running,
             num_layers=len(executor.store),
-            num_experts=max(layer.arrivals.num_experts for layer in executor.store),
+            num_experts=max((x.arrivals.num_experts for x in executor.store), default=0),
             device=str(self._model.device) if cache is None else cache.device.name,
             why_padded=generator.why_padded,
             why_no_images=why_no_images(self._model, is_padded=generator.why_padded is not None),

@@ -27,7 +27,7 @@ class LiveSnapshots:
         """Describe an executor's model; see `watch`."""
         self._executor = executor
         self._num_layers = len(executor.store)
-        self._num_experts = max(layer.arrivals.num_experts for layer in executor.store)
+        self._num_experts = max((x.arrivals.num_experts for x in executor.store), default=0)
         self._is_watched = False
         self._last_sent = 0.0
         self._clear()

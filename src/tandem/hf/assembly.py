@@ -34,7 +34,7 @@ from tandem.hf.identity import model_identity
 from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead, look_ahead
 from tandem.hf.machine.parts import DeviceParts, ObservedModel, observe
 from tandem.hf.machine.profile import measured_profile, profile_path
-from tandem.hf.runtime import Runtime, require_runtime
+from tandem.hf.runtime import Runtime, require_experts, require_runtime
 from tandem.policy.cost import HardwareProfile
 
 
@@ -81,7 +81,7 @@ def _bring_dense_parts(model: PreTrainedModel, runtime: Runtime, options: Offloa
 
 def profile_of(model: PreTrainedModel, *, refresh: bool = False) -> HardwareProfile:
     """Return this machine's profile for a loaded model; measure it if there is none, or again."""
-    runtime = require_runtime(model)
+    runtime = require_experts(model)
     with runtime.using(runtime.executor):  # to measure binds the experts modules to others
         return measured_profile(observe(model, runtime), refresh=refresh)
 

@@ -102,7 +102,7 @@ def parse_dtype(name: str | torch.dtype, *, field: str) -> torch.dtype | None:
 
 @dataclass(kw_only=True, repr=False)
 class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[misc]
-    """Options of a model whose experts Tandem keeps in host memory.
+    """Options of a model whose experts, if it has any, Tandem keeps in host memory.
 
     Pass it as `quantization_config` to `from_pretrained`, or its fields to `tandem.load`.
     """
@@ -110,7 +110,8 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
     quant_method: str = dataclasses.field(default=QUANT_METHOD, init=False)
     dense_dtype: str = "none"
     """Linear layers: "none" (as loaded), "int8", "int4", "bf16" or another packed
-    format; "auto": int8 if the experts are quantised too."""
+    format; "auto": those that the checkpoint has quantised keep their codes, and the others are
+    int8 if the experts (a dense model's linear layers) are quantised, else as loaded."""
     isa: str | None = None
     """Instruction set of the CPU kernels; None takes the best that the processor has."""
     cache_dir: str | None = None

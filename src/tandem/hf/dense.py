@@ -229,7 +229,8 @@ def pack_dense_layers(model: PreTrainedModel, dense_dtype: str, threads: CpuThre
     """Replace a model's linear layers by packed ones, one by one; return the bytes of these.
 
     Only the layers of a model on the CPU; towers for images and sound stay. "auto" leaves a model
-    whose experts are not quantised as it was loaded. Layers that are packed stay as they are.
+    whose experts (a dense model's linear layers) are not quantised as it was loaded. Layers that
+    are packed stay as they are.
     """
     fmt = format_on_cpu(model, dense_dtype)
     return 0 if fmt is None else _pack_here(model, lambda dtype: fmt, threads)
@@ -240,10 +241,15 @@ def format_on_cpu(model: PreTrainedModel, dense_dtype: str) -> WeightFormat | No
     fmt = parse_dense_dtype(dense_dtype)
     if fmt is None or model.device.type != "cpu":
         return None
+    return fmt if plain_name(dense_dtype) != "auto" or _is_quantised(model) else None
+
+
+def _is_quantised(model: PreTrainedModel) -> bool:
+    """Whether a model's experts are quantised; of a dense model, whether linear layers are."""
     runtime = runtime_of(model)
-    store = () if runtime is None else runtime.store
-    is_asked = plain_name(dense_dtype) != "auto"
-    return fmt if is_asked or has_quantised_experts(store) else None
+    if runtime is None or not len(runtime.store):
+        return any(_has_few_bits(layer.packed.matrix.format) for _, layer in packed_layers(model))
+    return has_quantised_experts(runtime.store)
 
 
 def pack_as_loaded(model: PreTrainedModel, threads: CpuThreads) -> int:
@@ -338,7 +344,11 @@ def share_threads(model: nn.Module, threads: CpuThreads) -> None:
 
 def has_quantised_experts(store: Iterable[HostLayer]) -> bool:
     """Whether some of a store's layers are packed in eight bits or fewer."""
-    return any(isinstance(x, PackedLayer) and x.layout.format.bits <= 8 for x in store)
+    return any(isinstance(x, PackedLayer) and _has_few_bits(x.layout.format) for x in store)
+
+
+def _has_few_bits(fmt: WeightFormat) -> bool:
+    return fmt.bits <= 8
 
 
 def is_tower(path: str) -> bool:

@@ -199,7 +199,7 @@ def is_widened_on(
         return False
     wanted = offload.parsed_expert_dtype
     if wanted is None:
-        return not source.plain_experts
+        return bool(source.weights) and not source.plain_experts
     return not isinstance(wanted, torch.dtype) and formats_of(wanted)[0].bits <= 8
 
 

@@ -18,7 +18,7 @@ from tandem.checkpoint.packed import is_experts_file
 from tandem.checkpoint.packed_files import require_checksums
 from tandem.core.errors import TandemWarning
 from tandem.core.units import format_bytes
-from tandem.experts.store.host_memory import available_bytes
+from tandem.experts.store.host_memory import available_bytes, require_host_memory
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint
 from tandem.hf.config import OffloadConfig
@@ -53,6 +53,8 @@ def read_packed(
     dense = [file for file in files if not is_experts_file(file)]
     total = _num_bytes(checkpoint.weight_files) - sum(place.num_bytes for place in places)
     available = available_bytes()
+    if not experts:
+        require_host_memory(total, available, what="the model's weights")
     is_on_disk = options.expert_memory_bytes is not None or total > available
 
     def read_experts() -> None:

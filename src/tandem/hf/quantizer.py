@@ -102,13 +102,16 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
     def announce_layers(self, model: PreTrainedModel) -> dict[str, ModelPart]:
         """Find a model's experts modules and announce a layer in the store for each of its own.
 
-        Returns these modules by name; raises `UnsupportedModelError` for a model without any.
+        Returns these modules by name, none of a dense model; raises `UnsupportedModelError` for
+        experts that are in other modules, and `ConfigError` for options that need some.
         """
         put_on_interface(model)
         self._own_conversions = adapter_conversions(model, self._writer)
         modules = {n: m for n, m in model.named_modules() if is_experts_module(m)}
         if not modules:
-            raise UnsupportedModelError(_why_refused(model))
+            _require_no_experts(model)
+            is_on_gpu = self.runtime.device.type != "cpu"
+            self._job.options.require_dense(_named(model), is_on_gpu=is_on_gpu)
         sources = {name: _tied_to(model, name) for name in modules}
         own = {name: module for name, module in modules.items() if sources[name] == name}
         formats = self._expert_formats(model, list(own))
@@ -130,7 +133,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         if source is not None:
             require_source_shapes(model, source.weights, self._targets)
         if sink is not None:
-            source_dtype = next(iter(own.values())).down_proj.dtype
+            source_dtype = _source_dtype(own, model.dtype)
             tables = sum(table.weight.nbytes for table in row_tables(model).values())
             sink.begin(store.expected_bytes(source_dtype), tables)
             for layer in store:
@@ -149,7 +152,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         if sink is None and not self.pre_quantized:  # a packed file is mapped
             # Plain weights on their way to a GPU are views of the files.
             is_counted = is_here or source is not None
-            room = _room_beside(store, own, dense_bytes_with(model, formats) if is_counted else 0)
+            dense_bytes = dense_bytes_with(model, formats) if is_counted else 0
+            room = _room_beside(store, own, dense_bytes, model.dtype)
             self._writer.bytes_to_forget = 0 if source is None else source.num_bytes - room
         self._shapes = {
             name: parameter.shape
@@ -171,7 +175,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         """
         job, device = self._job, self.runtime.device
         short = short_memory(
-            self.runtime.store.expected_bytes(next(iter(experts.values())).down_proj.dtype),
+            self.runtime.store.expected_bytes(_source_dtype(experts, model.dtype)),
             dense_bytes_with(model, formats),
             host_memory.available_bytes(),
             expert_memory_bytes=job.options.expert_memory_bytes,
@@ -198,8 +202,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         if source is None:
             return {}
         found = quantised_layers(model, source, self._targets, are_apart=on_device)
-        is_auto = self.quantization_config.dense_dtype == "auto"
-        keeps_codes = is_auto and has_quantised_experts(self.runtime.store)
+        is_auto, store = self.quantization_config.dense_dtype == "auto", self.runtime.store
+        keeps_codes = is_auto and (has_quantised_experts(store) or not len(store))
         return found if keeps_codes else dict.fromkeys(found)
 
     def _expert_formats(
@@ -306,16 +310,16 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
     def is_serializable(self, *args: object, **kwargs: object) -> bool:
         """Refuse `save_pretrained`: it would write the empty placeholders."""
         raise ConfigError(
-            "save_pretrained cannot write offloaded experts; use tandem.save(model, directory)"
+            "save_pretrained cannot write what Tandem keeps; use tandem.save(model, directory)"
         )
 
     @property
     def is_trainable(self) -> bool:
         """Refuse: Transformers' Trainer asks, and would send users of ours to Transformers."""
         raise ConfigError(
-            "a model whose experts Tandem keeps cannot be trained, nor can adapters on it: no "
-            "gradients come through its experts; train the model as Transformers loads it, without "
-            "an OffloadConfig"
+            "a model that Tandem computes cannot be trained, nor can adapters on it: no gradients "
+            "come through experts and packed layers; train the model as Transformers loads it, "
+            "without an OffloadConfig"
         )
 
 
@@ -336,25 +340,31 @@ def _announce(
     )
 
 
-def _room_beside(store: HostStore, modules: dict[str, ModelPart], dense_bytes: int) -> int:
+def _source_dtype(experts: dict[str, ModelPart], default: torch.dtype) -> torch.dtype:
+    """Return the dtype that experts modules were built in; a dense model has none."""
+    return next((module.down_proj.dtype for module in experts.values()), default)
+
+
+def _room_beside(
+    store: HostStore, modules: dict[str, ModelPart], dense_bytes: int, dtype: torch.dtype
+) -> int:
     """Return the bytes that a model leaves free; nothing of it has been read yet.
 
     Raises `CapacityError`, which says what would fit.
     """
-    source_dtype = next(iter(modules.values())).down_proj.dtype
+    source_dtype = _source_dtype(modules, dtype)
     needed = store.expected_bytes(source_dtype) + dense_bytes
     available = host_memory.available_bytes()
     if needed > available:
-        formats = " and ".join(_fitting_formats(modules, dense_bytes, available))
-        what = "the model's experts and dense parts"
+        formats = " and ".join(_fitting_formats(modules, source_dtype, dense_bytes, available))
+        what = "the model's experts and dense parts" if modules else "the model's weights"
         host_memory.require_host_memory(needed, available, what=what, formats=formats)
     return available - needed
 
 
 def _fitting_formats(
-    modules: dict[str, ModelPart], dense_bytes: int, available: int
+    modules: dict[str, ModelPart], source_dtype: torch.dtype, dense_bytes: int, available: int
 ) -> Iterator[str]:
-    source_dtype = next(iter(modules.values())).down_proj.dtype
     for name in SMALLER_FORMATS:
         smaller = HostStore()
         for module_name, module in modules.items():
@@ -369,21 +379,20 @@ def _tied_to(model: PreTrainedModel, name: str) -> str:
     return tied_weights(model).get(own := f"{name}.down_proj", own).rpartition(".")[0]
 
 
-def _why_refused(model: PreTrainedModel) -> str:
-    config = model.config.get_text_config()
+def _named(model: PreTrainedModel) -> str:
+    return f"{model.config.model_type} ({type(model).__name__})"
+
+
+def _require_no_experts(model: PreTrainedModel) -> None:
+    """Raise `UnsupportedModelError` if a model without experts modules has experts all the same."""
     # Transformers' configs count experts under many names, all of which contain this.
-    counts = [v for k, v in vars(config).items() if "experts" in k and isinstance(v, int)]
-    name = f"{model.config.model_type} ({type(model).__name__})"
-    if max(counts, default=0) > 1:
+    values = vars(model.config.get_text_config()).items()
+    if max((v for k, v in values if "experts" in k and isinstance(v, int)), default=0) > 1:
         why = why_no_adapter(model.config.model_type) or "Tandem has no adapter for it"
-        return (
-            f"{name} keeps its experts outside Transformers' experts interface, so Tandem cannot "
-            f"take them over: {why}; docs/models.md lists the models that run"
+        raise UnsupportedModelError(
+            f"{_named(model)} keeps its experts outside Transformers' experts interface, so Tandem "
+            f"cannot take them over: {why}; docs/models.md lists the models that run"
         )
-    return (
-        f"{name} is a dense model: it has no experts that Tandem could offload; "
-        "load it with Transformers alone"
-    )
 
 
 def _warn_of_rounding(rounded: list[str]) -> None:

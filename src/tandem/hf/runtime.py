@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from tandem.core.errors import ConfigError, ModelError
+from tandem.core.errors import ConfigError, ModelError, UnsupportedModelError
 from tandem.experts.cache.host_slots import HostSlots
 from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
 from tandem.experts.execution.executor import CpuExecutor, Executor
@@ -144,6 +144,21 @@ def runtime_of(model: PreTrainedModel) -> Runtime | None:
 def give_runtime(model: PreTrainedModel, runtime: Runtime) -> None:
     """Let a model have a runtime."""
     vars(model)[_ATTRIBUTE] = runtime
+
+
+def require_experts(model: PreTrainedModel) -> Runtime:
+    """Return the runtime of a model with experts; raises `UnsupportedModelError` for a dense one.
+
+    And as `require_runtime`.
+    """
+    runtime = require_runtime(model)
+    runtime.require_open()
+    if not len(runtime.store):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is a dense model: it has no experts to route, share or "
+            "measure; give a model with experts"
+        )
+    return runtime
 
 
 def require_runtime(model: PreTrainedModel) -> Runtime:

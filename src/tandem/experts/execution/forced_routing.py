@@ -27,7 +27,7 @@ class ForcedRouting(PassingExecutor):
         """Hand everything to `inner`; `ConfigError` for a trace of another shape."""
         super().__init__(inner)
         meta = trace.meta
-        num_experts = max(layer.arrivals.num_experts for layer in inner.store)
+        num_experts = max((x.arrivals.num_experts for x in inner.store), default=0)
         if (meta.n_moe_layers, meta.n_experts) != (len(inner.store), num_experts):
             raise ConfigError(
                 f"the trace is of a model with {meta.n_moe_layers} MoE layers of {meta.n_experts} "

@@ -55,11 +55,14 @@ function writeFigures(snapshot, numUsed, cells) {
     find("hits").textContent = `${Math.round(rate * 100)} %`;
   } else {
     find("hits-name").textContent = "Experts used now";
-    find("hits").textContent = `${Math.round(100 * numUsed / cells)} %`;
-    push(live.rates, numUsed / cells);
+    const share = cells ? numUsed / cells : 0;
+    find("hits").textContent = `${Math.round(100 * share)} %`;
+    push(live.rates, share);
   }
   const where = snapshot.device ? `${onDevice} of ${cells} on the device` : "all on the CPU";
-  find("grid-note").textContent = `${live.layers} layers × ${live.experts} experts, ${where}`;
+  find("grid-note").textContent = cells
+    ? `${live.layers} layers × ${live.experts} experts, ${where}`
+    : "a dense model: no experts to share";
   find("grid").setAttribute("aria-label",
     `${live.layers} layers of ${live.experts} experts, ${where}, ${numUsed} used just now`);
 }
