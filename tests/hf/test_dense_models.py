@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import tandem
 from tandem.bench.routing_recording import recording
-from tandem.core.errors import ConfigError, UnsupportedModelError
+from tandem.core.errors import CapacityError, ConfigError, UnsupportedModelError
 from tandem.hf.assembly import profile_of
 from tandem.hf.dense import PackedLinear, packed_layers
 from tandem.hf.runtime import require_runtime
@@ -116,3 +116,27 @@ def test_what_measures_experts_is_refused(checkpoint: Path) -> None:
         profile_of(model)
     with pytest.raises(UnsupportedModelError, match="no experts"), recording(model):
         pass
+
+
+def test_a_saved_model_answers_to_the_bit(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tandem.load(checkpoint, dtype="bfloat16", dense_dtype="int4", threads=1)
+    directory = tandem.save(model, tmp_path / "packed")
+    again = tandem.load(directory, threads=1)
+    assert torch.equal(logits_of(again), logits_of(model))
+    by_itself: Any = AutoModelForCausalLM.from_pretrained(directory)
+    assert torch.equal(logits_of(by_itself), logits_of(model))
+    with pytest.raises(ConfigError, match=r"packed with dense_dtype 'int4.*cannot be loaded as"):
+        tandem.load(directory, dense_dtype="int8")
+    monkeypatch.setattr("tandem.hf.packed_reading.available_bytes", lambda: 1000)
+    with pytest.raises(CapacityError, match=r"the model's weights take .* of host memory"):
+        tandem.load(directory)
+
+
+def test_one_that_memory_does_not_hold_is_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.experts.store.host_memory.available_bytes", lambda: 1000)
+    with pytest.raises(CapacityError, match=r"the model's weights take .* smaller model"):
+        tandem.load(checkpoint)

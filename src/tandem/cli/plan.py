@@ -100,13 +100,14 @@ def _plan(
     from tandem.generate.generator import Generator  # noqa: F401  its modules are part of a run
     from tandem.hf.config import OffloadConfig
 
-    def config(expert_dtype: str) -> OffloadConfig:
-        own = {"expert_dtype": expert_dtype, "dense_dtype": options.dense_dtype}
+    def config(**own: str) -> OffloadConfig:
         return OffloadConfig(
-            **asdict(offload) | own, isa=os.environ.get("TANDEM_ISA"), cache_dir=str(cache_dir())
+            **asdict(offload) | {"dense_dtype": options.dense_dtype} | own,
+            isa=os.environ.get("TANDEM_ISA"),
+            cache_dir=str(cache_dir()),
         )
 
-    chosen = config(offload.expert_dtype)
+    chosen = config()
     process, elsewhere = process_bytes(), host_bytes_elsewhere(chosen)
     # Of another machine's memory this program would take there what it takes here.
     available = available_bytes() if elsewhere is None else max(0, elsewhere - process)
@@ -121,7 +122,9 @@ def _plan(
 
     is_packed = bool(packed_files)
     sizes = sizes_with(chosen)
-    others = {} if is_packed else {name: sizes_with(config(name)) for name in _OTHER_FORMATS}
+    what = "dense_dtype" if sizes.is_dense else "expert_dtype"
+    formats = () if is_packed else _OTHER_FORMATS
+    others = {name: sizes_with(config(**{what: name})) for name in formats}
     context = sizes.context(options.context)
     slots, gpu_bytes = plan_slots(
         sizes, device=offload.device, gpu_memory=offload.gpu_memory, memory=memory,
@@ -163,7 +166,8 @@ def _over_disk(
     from tandem.hf.disk_tier import room_for_experts
 
     has_all = plan.fits if given is None else given >= plan.sizes.experts_bytes
-    if has_all or not files or is_plain or (given is None and offload.device != "cpu"):
+    is_elsewhere = given is None and offload.device != "cpu"
+    if has_all or not files or is_plain or plan.sizes.is_dense or is_elsewhere:
         return None, None
     room = given
     if room is None:  # as loading shares the memory out, once the dense parts are there
@@ -228,9 +232,10 @@ def _speed(
 def _table(plan: "Plan") -> str:
     """Return the plan for people."""
     sizes = plan.sizes
-    formats = ", ".join(sizes.expert_formats)
-    rows = [(f"experts ({sizes.num_experts} in {formats})", sizes.experts_bytes)]
-    rows += [(part, num_bytes) for part, num_bytes in sizes.dense_bytes.items()]
+    rows = [(part, num_bytes) for part, num_bytes in sizes.dense_bytes.items()]
+    if not sizes.is_dense:
+        formats = ", ".join(sizes.expert_formats)
+        rows.insert(0, (f"experts ({sizes.num_experts} in {formats})", sizes.experts_bytes))
     if sizes.disk_table_bytes:
         rows.append(("tables of rows, which stay on the disk", sizes.disk_table_bytes))
     rows += [
@@ -239,7 +244,8 @@ def _table(plan: "Plan") -> str:
         ("activations of a prompt, at most", plan.workspace_bytes),
         ("the program itself", plan.process_bytes),
     ]
-    lines = [f"{name:<42} {format_bytes(num_bytes):>10}" for name, num_bytes in rows]
+    lines = ["a dense model: it has no experts to share"] * sizes.is_dense
+    lines += [f"{name:<42} {format_bytes(num_bytes):>10}" for name, num_bytes in rows]
     verdict = "fits" if plan.fits else "does not fit"
     free = format_bytes(plan.available_bytes + plan.process_bytes)
     lines.append(f"{'host memory':<42} {format_bytes(plan.host_bytes):>10}  {verdict}: {free} free")

@@ -136,15 +136,15 @@ def advice(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
         lines.append(
             "pack it once (tandem pack) and it loads at the disk's speed, without the original"
         )
-    here = plan.sizes.experts_bytes
+    here = plan.sizes.layers_bytes
     for name, sizes in others.items():
-        ratio = sizes.experts_bytes / here
+        ratio = sizes.layers_bytes / here
         if plan.fits and ratio < 0.7:
             faster = ""
             if isinstance(plan.speed, SpeedForecast):
                 faster = f", up to {_decode_with(plan.speed, plan.sizes, sizes):.1f} tok/s"
             lines.append(
-                f"with {name} experts: {format_bytes(sizes.experts_bytes)} instead of "
+                f"with {_packed_in(name, sizes)}: {format_bytes(sizes.layers_bytes)} instead of "
                 f"{format_bytes(here)}{faster} (answers change a little)"
             )
     lines += _rounded_dense_layers(plan.sizes)
@@ -155,6 +155,11 @@ def advice(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
             "a smaller context means more hits"
         )
     return lines
+
+
+def _packed_in(name: str, sizes: ModelSizes) -> str:
+    """Say what a format is given to."""
+    return f"--dense-dtype {name}" if sizes.is_dense else f"{name} experts"
 
 
 def _rounded_dense_layers(sizes: ModelSizes) -> list[str]:
@@ -180,7 +185,7 @@ def _to_fit(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
         smaller = dataclasses.replace(plan, sizes=sizes)
         if smaller.fits:
             lines.append(
-                f"with {name} experts it fits: {format_bytes(smaller.needed_bytes)} of "
+                f"with {_packed_in(name, sizes)} it fits: {format_bytes(smaller.needed_bytes)} of "
                 f"{format_bytes(plan.available_bytes)}"
             )
             break

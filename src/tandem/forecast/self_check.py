@@ -1,9 +1,11 @@
-"""Does this machine compute a model's experts rightly? A few layers, the kernels and the reference.
+"""Does this machine compute a model rightly? A few layers, the kernels and the reference.
 
 Both read the same packed weights, so that what differs is the arithmetic alone: the kernels round
 activations to int8, and nothing else may differ.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +16,10 @@ from tandem.decode.finite_logits import require_finite_logits
 from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
 from tandem.experts.execution.executor import Executor
 from tandem.experts.store.host_store import HostLayer
+from tandem.foreign_types import PreTrainedModel
 from tandem.hf.checkpoint import AnyCheckpoint
 from tandem.hf.config import OffloadConfig
+from tandem.hf.dense import PackedLinear, pack_dense_layers, packed_layers
 from tandem.hf.load import load_checkpoint
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.reference import expert_ffn
@@ -52,8 +56,10 @@ def check_model(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> Agreement:
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (1, CHECKED_TOKENS), generator=random, device="cpu")
     runtime = require_runtime(model)
+    if not len(runtime.store):
+        pack_dense_layers(model, "int8", runtime.threads)  # what has no codes of the checkpoint's
     found = _log_probabilities(model, ids)
-    with runtime.using(ReferenceExecutor(runtime.store)):
+    with runtime.using(ReferenceExecutor(runtime.store)), _unpacked(model):
         expected = _log_probabilities(model, ids)
     runtime.executor.close()
     kl = F.kl_div(found, expected, reduction="batchmean", log_target=True)
@@ -67,6 +73,23 @@ def _log_probabilities(model: torch.nn.Module, ids: Tensor) -> Tensor:
         logits: Tensor = model(input_ids=ids).logits[0].float()
     require_finite_logits(model, logits, lambda place: ids[0, : place + 1].tolist())
     return logits.log_softmax(-1)
+
+
+@contextmanager
+def _unpacked(model: PreTrainedModel) -> Iterator[None]:
+    """Let torch multiply with the numbers of packed linear layers, inside."""
+    layers = [layer for _, layer in packed_layers(model) if not layer.groups]
+    handles = [layer.register_forward_hook(_in_torch) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _in_torch(layer: PackedLinear, given: tuple[Tensor], found: Tensor) -> Tensor:
+    bias = None if layer.bias is None else layer.bias.float()
+    return F.linear(given[0].float(), layer.values(), bias).to(found.dtype)
 
 
 class ReferenceExecutor(Executor):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -40,6 +41,8 @@ _PARTS = (
 )
 _OTHER = "norms and the rest"
 _TABLES = "tables of rows"
+# What the files of a packed checkpoint say, whatever the user does.
+_OF_FILES = ("expert_dtype", "expert_formats", "dense_formats", "packed_format")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class ModelSizes:
     """Bytes of the largest expert, which is what a slot takes."""
     expert_formats: tuple[str, ...]
     num_experts: int
-    """Of all MoE layers together."""
+    """Of all MoE layers together; a dense model has none."""
     moe_layers: tuple[int, ...]
     """The numbers of the layers that hold experts."""
     num_layers: int
@@ -67,6 +70,8 @@ class ModelSizes:
     """Of the dense parts, what is on a GPU."""
     dense_layers_with_codes: int
     """Linear layers that are quantised in the checkpoint and keep their codes."""
+    dense_format: str
+    """The format of most of the linear layers, "none" if they are as loaded."""
     dense_layers_without: int
     """Linear layers that are quantised in the checkpoint and are dequantised."""
     kv: KvSizes
@@ -120,6 +125,21 @@ class ModelSizes:
         return len(self.moe_layers)
 
     @property
+    def is_dense(self) -> bool:
+        """Whether the model has no experts."""
+        return not self.moe_layers
+
+    @property
+    def layers_bytes(self) -> int:
+        """Bytes of all experts, which are most of a model; of a dense one, of its weights."""
+        return self.total_dense_bytes if self.is_dense else self.experts_bytes
+
+    @property
+    def layer_bytes(self) -> float:
+        """The share of these that one layer has."""
+        return self.layers_bytes / (self.num_layers if self.is_dense else self.num_moe_layers)
+
+    @property
     def top_k(self) -> int:
         """Experts that a token is sent to in each layer."""
         return experts_per_token(self.config)
@@ -152,11 +172,11 @@ def model_sizes(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> ModelSizes
             return config_sizes(config, offload, source, kv_dtype=torch.bfloat16)
         return config_sizes(config, offload, source)
     if checkpoint.is_packed:
-        dense_dtype, device = offload.dense_dtype, offload.device
-        offload = OffloadConfig.from_dict(checkpoint.quantization or {})
-        offload.device = device
-        if offload.dense_dtype == "none":  # then loading packs what the files have not
-            offload.dense_dtype = dense_dtype
+        stored = OffloadConfig.from_dict(checkpoint.quantization or {})
+        of_files = {name: getattr(stored, name) for name in _OF_FILES}
+        if stored.dense_dtype != "none":  # else loading packs what the files have not
+            of_files["dense_dtype"] = stored.dense_dtype
+        offload = dataclasses.replace(offload, **of_files)
     sizes = config_sizes(source_config(checkpoint), offload)
     return dataclasses.replace(sizes, are_experts_mapped=checkpoint.is_packed)
 
@@ -189,7 +209,8 @@ def config_sizes(
         config=text,
         experts_bytes=store.expected_bytes(dtype),
         expert_image_bytes=max(
-            layer.expected_bytes(dtype) // layer.arrivals.num_experts for layer in store
+            (layer.expected_bytes(dtype) // layer.arrivals.num_experts for layer in store),
+            default=0,
         ),
         expert_formats=tuple(dict.fromkeys(_format_name(layer, dtype) for layer in store)),
         num_experts=sum(layer.arrivals.num_experts for layer in store),
@@ -200,11 +221,17 @@ def config_sizes(
         host_bytes=host_bytes,
         device_bytes=sum(dense_bytes.values()) - shared,
         dense_layers_with_codes=sum(fmt is not None for fmt in codes.values()),
+        dense_format=_most_common(packed),
         dense_layers_without=sum(fmt is None for fmt in codes.values()),
         kv=kv_sizes_of(text, kv_dtype or dtype),
         device_kv=kv_sizes_of(text, kv_dtype or dtype, latents=1),
         state_bytes=state_bytes_of(model),
     )
+
+
+def _most_common(formats: Mapping[str, WeightFormat]) -> str:
+    names = Counter(fmt.name for fmt in formats.values())
+    return names.most_common(1)[0][0] if names else "none"
 
 
 def _without_tables(parts: Mapping[str, int]) -> dict[str, int]:
@@ -231,7 +258,9 @@ def _packed_formats(
 ) -> dict[str, WeightFormat]:
     """Return the formats of the linear layers that will be packed, by path."""
     fmt, is_auto = parse_dense_dtype(offload.dense_dtype), offload.dense_dtype == "auto"
-    if fmt is None or (is_auto and not has_quantised_experts(store)):
+    # A dense model's codes are kept if it has some.
+    is_quantised = has_quantised_experts(store) or any(codes.values())
+    if fmt is None or (is_auto and not is_quantised):
         return {}
     kept = {name.removesuffix(".weight"): own for name, own in codes.items() if own is not None}
     layers = packable_layers(model, on_device=kind_of(offload.device).holds_dense_parts)

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from tandem.bench.generation import WARM_UP_STEPS, Workload, measure
 from tandem.bench.model_shapes import ModelShape
 from tandem.bench.random_model import build_random_model
@@ -109,10 +111,11 @@ def why_not_measured(sizes: ModelSizes) -> str:
     """Return why a few layers of a model cannot be timed here; empty if they can."""
     if len(sizes.expert_formats) > 1:
         return "its layers are in several formats"
-    if sizes.expert_formats[0] == "float32":
+    if sizes.has_plain_experts:
         return "experts in fp32 run on the torch reference, which is for tests"
-    layer_bytes = sizes.experts_bytes / sizes.num_moe_layers
-    if (2 * _FEW_LAYERS + 1) * layer_bytes > _SHARE_OF_MEMORY * available_bytes():
+    if sizes.is_dense and sizes.dense_format == "none" and sizes.config.dtype is torch.float32:
+        return "its linear layers are in fp32, and layers are timed in bf16"
+    if (2 * _FEW_LAYERS + 1) * sizes.layer_bytes > _SHARE_OF_MEMORY * available_bytes():
         return "the memory that is free does not hold a few of its layers"
     return ""
 
@@ -155,18 +158,19 @@ def _median(times: Sequence[Times]) -> Times:
 
 def _layers_to_time(sizes: ModelSizes) -> list[int]:
     """Return of how many layers the models are that are timed; small ones are whole."""
-    if sizes.experts_bytes <= _WHOLE_BYTES:
+    if sizes.layers_bytes <= _WHOLE_BYTES:
         return [sizes.num_layers]
     listed = cut_shape(sizes, sizes.num_layers).kinds
-    kinds = [(layer in sizes.moe_layers, kind) for layer, kind in enumerate(map(repr, listed))]
-    layer_bytes = sizes.experts_bytes / sizes.num_moe_layers
-    return prefixes_to_time(kinds, int(_SHARE_OF_MEMORY * available_bytes() / layer_bytes))
+    large = range(len(listed)) if sizes.is_dense else sizes.moe_layers
+    kinds = [(layer in large, kind) for layer, kind in enumerate(map(repr, listed))]
+    return prefixes_to_time(kinds, int(_SHARE_OF_MEMORY * available_bytes() / sizes.layer_bytes))
 
 
 def prefixes_to_time(kinds: Sequence[tuple[bool, str]], room: int) -> list[int]:
     """Return how long two prefixes of a model's layers are that say what the other layers take.
 
-    `kinds` says of each layer whether it holds experts, and what else it is; there are two or more.
+    `kinds` says of each layer whether it holds experts, as if all of a dense model's did, and what
+    else it is; there are two or more.
     The first prefix is the shortest with each kind that more than one layer has; what the second
     has more is mixed most like the layers after the first. Together they have no more than `room`
     layers with experts, if two such prefixes exist.
@@ -193,14 +197,18 @@ def _difference(some: Counter[tuple[bool, str]], others: Counter[tuple[bool, str
 
 def _build(sizes: ModelSizes, offload: OffloadConfig, num_layers: int) -> PreTrainedModel:
     """Return a model of so many layers with random weights."""
-    options = OffloadConfig(
-        expert_dtype=sizes.expert_formats[0], threads=offload.threads, isa=offload.isa
-    )
+    (expert_dtype,) = sizes.expert_formats or ("auto",)
+    options = OffloadConfig(expert_dtype=expert_dtype, threads=offload.threads, isa=offload.isa)
     shape = cut_shape(sizes, num_layers)
     return build_random_model(
-        shape, options, dense_dtype=offload.dense_dtype,
+        shape, options, dense_dtype=_dense_dtype(sizes, offload),
         has_huge_pages=not sizes.are_experts_mapped,
     )  # fmt: skip
+
+
+def _dense_dtype(sizes: ModelSizes, offload: OffloadConfig) -> str:
+    """Return how linear layers are packed; of a dense model, whose whole step they are, exactly."""
+    return sizes.dense_format if sizes.is_dense else offload.dense_dtype
 
 
 def time_model(model: PreTrainedModel) -> Times:
@@ -233,6 +241,7 @@ def _key(sizes: ModelSizes, offload: OffloadConfig) -> str:
     config = json.dumps(shape.values, sort_keys=True, default=str)
     parts = (
         MEASUREMENT, cpu.model_name, cpu.instruction_sets, offload.threads or cpu.num_threads,
-        offload.isa, sizes.expert_formats, sizes.are_experts_mapped, offload.dense_dtype, config,
+        offload.isa, sizes.expert_formats, sizes.are_experts_mapped, _dense_dtype(sizes, offload),
+        config,
     )  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -32,14 +32,14 @@ _USUAL_TOP_K = 8
 def slots_over(model: PreTrainedModel, options: OffloadConfig, *, beside_bytes: int = 0) -> bool:
     """Let a model's packed experts come from the disk into slots in memory; tells whether it could.
 
-    `beside_bytes` of the free memory are taken by other things soon. It cannot where a layer is
-    plain, or lies in no mapped file, nor with next to no memory. Raises `TandemError` for that if
-    the options give a memory for experts, and `ConfigError` for an eviction that slots in memory
-    cannot follow. `HostSlots.fill` reads experts into them.
+    `beside_bytes` of the free memory are taken by other things soon. It cannot for a dense
+    model, where a layer is plain, or lies in no mapped file, nor with next to no memory. Raises
+    `TandemError` for that if the options give a memory for experts, and `ConfigError` for an
+    eviction that slots in memory cannot follow. `HostSlots.fill` reads experts into them.
     """
     runtime = require_runtime(model)
     layers = [layer for layer in runtime.store if isinstance(layer, PackedLayer)]
-    places = _places(layers) if len(layers) == len(runtime.store) else None
+    places = _places(layers) if layers and len(layers) == len(runtime.store) else None
     if places is None:
         if options.expert_memory_bytes is None:
             return False
