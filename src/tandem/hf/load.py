@@ -1,5 +1,6 @@
 """`tandem.load`: open a checkpoint with its experts in host memory."""
 
+import dataclasses
 import warnings
 from collections.abc import Iterable
 from functools import partial
@@ -288,8 +289,8 @@ def _name_of_count(text: PreTrainedConfig) -> str:
 
     LongCat's have two attentions each, which `num_hidden_layers` counts.
     """
-    is_derived = isinstance(getattr(type(text), "num_hidden_layers", None), property)
-    return "num_layers" if is_derived and hasattr(text, "num_layers") else "num_hidden_layers"
+    declared = {field.name for field in dataclasses.fields(text)}
+    return "num_layers" if "num_layers" in declared else "num_hidden_layers"
 
 
 def own_config(checkpoint: Checkpoint) -> PreTrainedConfig:
