@@ -44,7 +44,7 @@ void require_in_range(const ExpertCall& call, std::int64_t num_rows) {
 
 ActivationSpec activation_spec(const ExpertLayout& layout, int activation, float alpha, float limit,
                                float offset) {
-  const bool is_known = activation >= 0 && activation <= static_cast<int>(Activation::kLimitedSilu);
+  const bool is_known = activation >= 0 && activation <= static_cast<int>(Activation::kSoftcapped);
   const auto kind = static_cast<Activation>(activation);
   require(is_known && (kind != Activation::kRelu2) == layout.is_gated,
           "an activation for as many halves as the first matrix has");

@@ -8,13 +8,16 @@
 namespace tandem {
 
 // The numbers are those that tandem.kernels.native passes.
-enum class Activation : int { kSwiglu = 0, kGeluTanhGate = 1, kRelu2 = 2, kLimitedSilu = 3 };
+enum class Activation : int {
+  kSwiglu = 0, kGeluTanhGate = 1, kRelu2 = 2, kLimitedSilu = 3, kSoftcapped = 4
+};
 
 struct ActivationSpec {
   Activation kind;
   // kSwiglu: g * sigmoid(alpha * g) * (u + offset) with g = min(gate, limit) and u = up clamped to
   // -limit..limit. Plain SiLU gating has alpha 1, offset 0 and an infinite limit.
   // kLimitedSilu: min(g * sigmoid(g), limit) * u with that u.
+  // kSoftcapped: c(g, alpha) * sigmoid(g) * c(u, limit) with c(x, cap) = cap * tanh(x / cap).
   float alpha, limit, offset;
 };
 

@@ -141,6 +141,19 @@ __m256 sigmoid(__m256 x) {
   return _mm256_div_ps(one, _mm256_add_ps(one, exp_ps(_mm256_sub_ps(_mm256_setzero_ps(), x))));
 }
 
+// cap * tanh(x / cap); near zero by its series, as 2 * sigmoid(2 x) - 1 has fewer digits there.
+__m256 softcapped(__m256 x, float cap) {
+  const __m256 one = _mm256_set1_ps(1.0f);
+  x = _mm256_div_ps(x, _mm256_set1_ps(cap));
+  const __m256 square = _mm256_mul_ps(x, x);
+  const __m256 two = _mm256_set1_ps(2.0f);
+  const __m256 far = _mm256_sub_ps(_mm256_mul_ps(two, sigmoid(_mm256_mul_ps(two, x))), one);
+  const __m256 rest = _mm256_fmadd_ps(square, _mm256_set1_ps(2.0f / 15), _mm256_set1_ps(-1.0f / 3));
+  const __m256 near = _mm256_mul_ps(x, _mm256_fmadd_ps(square, rest, one));
+  const __m256 is_near = _mm256_cmp_ps(square, _mm256_set1_ps(0.01f), _CMP_LT_OQ);
+  return _mm256_mul_ps(_mm256_blendv_ps(far, near, is_near), _mm256_set1_ps(cap));
+}
+
 // Minimum and maximum return their second operand if one is NaN: the value comes second.
 __m256 activated(const ActivationSpec& spec, __m256 gate, __m256 up) {
   switch (spec.kind) {
@@ -153,6 +166,10 @@ __m256 activated(const ActivationSpec& spec, __m256 gate, __m256 up) {
     case Activation::kRelu2: {
       const __m256 positive = _mm256_max_ps(_mm256_setzero_ps(), gate);
       return _mm256_mul_ps(positive, positive);
+    }
+    case Activation::kSoftcapped: {
+      const __m256 g = _mm256_mul_ps(softcapped(gate, spec.alpha), sigmoid(gate));
+      return _mm256_mul_ps(g, softcapped(up, spec.limit));
     }
     case Activation::kSwiglu: {
       const __m256 limit = _mm256_set1_ps(spec.limit);

@@ -103,6 +103,19 @@ __m512 sigmoid(__m512 x) {
   return _mm512_div_ps(one, _mm512_add_ps(one, exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), x))));
 }
 
+// cap * tanh(x / cap); near zero by its series, as 2 * sigmoid(2 x) - 1 has fewer digits there.
+__m512 softcapped(__m512 x, float cap) {
+  const __m512 one = _mm512_set1_ps(1.0f);
+  x = _mm512_div_ps(x, _mm512_set1_ps(cap));
+  const __m512 square = _mm512_mul_ps(x, x);
+  const __m512 two = _mm512_set1_ps(2.0f);
+  const __m512 far = _mm512_sub_ps(_mm512_mul_ps(two, sigmoid(_mm512_mul_ps(two, x))), one);
+  const __m512 rest = _mm512_fmadd_ps(square, _mm512_set1_ps(2.0f / 15), _mm512_set1_ps(-1.0f / 3));
+  const __m512 near = _mm512_mul_ps(x, _mm512_fmadd_ps(square, rest, one));
+  const __mmask16 is_near = _mm512_cmp_ps_mask(square, _mm512_set1_ps(0.01f), _CMP_LT_OQ);
+  return _mm512_mul_ps(_mm512_mask_blend_ps(is_near, far, near), _mm512_set1_ps(cap));
+}
+
 // Minimum and maximum return their second operand if one is NaN: the value comes second.
 __m512 activated(const ActivationSpec& spec, __m512 gate, __m512 up) {
   switch (spec.kind) {
@@ -115,6 +128,10 @@ __m512 activated(const ActivationSpec& spec, __m512 gate, __m512 up) {
     case Activation::kRelu2: {
       const __m512 positive = _mm512_max_ps(_mm512_setzero_ps(), gate);
       return _mm512_mul_ps(positive, positive);
+    }
+    case Activation::kSoftcapped: {
+      const __m512 g = _mm512_mul_ps(softcapped(gate, spec.alpha), sigmoid(gate));
+      return _mm512_mul_ps(g, softcapped(up, spec.limit));
     }
     case Activation::kSwiglu: {
       const __m512 limit = _mm512_set1_ps(spec.limit);

@@ -273,10 +273,14 @@ float gelu_tanh(float x) {
   return x * sigmoid(2 * kRoot * (x + 0.044715f * x * x * x));
 }
 
+float softcapped(float x, float cap) { return cap * std::tanh(x / cap); }
+
 float activated(const ActivationSpec& spec, float gate, float up) {
   switch (spec.kind) {
     case Activation::kGeluTanhGate: return gelu_tanh(gate) * up;
     case Activation::kRelu2: return gate <= 0 ? 0 : gate * gate;  // NaN stays
+    case Activation::kSoftcapped:
+      return softcapped(gate, spec.alpha) * sigmoid(gate) * softcapped(up, spec.limit);
     case Activation::kSwiglu: {
       const float g = std::min(gate, spec.limit);
       const float u = std::clamp(up, -spec.limit, spec.limit);

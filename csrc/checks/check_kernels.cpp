@@ -128,11 +128,11 @@ int main() {
     }
     std::vector<float> hidden(num_tokens * model.layout.hidden_size);
     for (float& value : hidden) value = random.normal();
-    constexpr tandem::Activation kGated[] = {tandem::Activation::kSwiglu,
-                                             tandem::Activation::kGeluTanhGate,
-                                             tandem::Activation::kLimitedSilu};
+    constexpr tandem::Activation kGated[] = {
+        tandem::Activation::kSwiglu, tandem::Activation::kGeluTanhGate,
+        tandem::Activation::kLimitedSilu, tandem::Activation::kSoftcapped};
     const auto kind =
-        model.layout.is_gated ? kGated[random.between(0, 2)] : tandem::Activation::kRelu2;
+        model.layout.is_gated ? kGated[random.between(0, 3)] : tandem::Activation::kRelu2;
     const tandem::ActivationSpec spec{kind, 1.702f, 7.0f, 1.0f};
     const auto expected = run(model, "portable", 1, begin, token, hidden, num_tokens, spec);
     for (const std::string& isa : tandem::available_isas()) {

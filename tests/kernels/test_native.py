@@ -36,6 +36,7 @@ ACTIVATIONS = {
     "clamped": NativeActivation(ActivationKind.SWIGLU, 1.702, 0.5, 1.0),
     "relu2": NativeActivation(ActivationKind.RELU2),
     "limited": NativeActivation(ActivationKind.LIMITED_SILU, limit=0.5),
+    "softcapped": NativeActivation(ActivationKind.SOFTCAPPED, 0.7, 1.3),
 }
 
 

@@ -20,6 +20,7 @@ ACTIVATIONS = [
     NativeActivation(ActivationKind.SWIGLU, 1.702, 0.7, 1.0),
     NativeActivation(ActivationKind.RELU2),
     NativeActivation(ActivationKind.LIMITED_SILU, limit=0.7),
+    NativeActivation(ActivationKind.SOFTCAPPED, 0.7, 1.3),
 ]
 # Products of the portable kernels that an example may take: a few hundredths of a second.
 MAX_PRODUCTS = 20_000_000

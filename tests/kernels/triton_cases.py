@@ -17,6 +17,7 @@ ACTIVATIONS = (
     NativeActivation(ActivationKind.SWIGLU, 1.702, 0.7, 1.0),
     NativeActivation(ActivationKind.RELU2),
     NativeActivation(ActivationKind.LIMITED_SILU, limit=0.7),
+    NativeActivation(ActivationKind.SOFTCAPPED, 0.7, 1.3),
     None,
 )
 

@@ -19,6 +19,8 @@ _TOLERANCE = 1e-4
 # Names under which today's models keep the parameters of a clamped SwiGLU.
 _ALPHAS = ("alpha", "swiglu_alpha")
 _LIMITS = ("limit", "swiglu_limit")
+# And those of an activation's parts that bound its gate and value softly.
+_SOFTCAPS = ("gate_softcap", "up_softcap")
 
 
 def find_native_activation(
@@ -62,6 +64,10 @@ def apply_activation(activation: NativeActivation, rows: Tensor) -> Tensor:
     if activation.kind is ActivationKind.LIMITED_SILU:
         limit = activation.limit
         return torch.nn.functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+    if activation.kind is ActivationKind.SOFTCAPPED:
+        gate_cap, cap = activation.alpha, activation.limit
+        capped = gate_cap * torch.tanh(gate / gate_cap)
+        return capped * torch.sigmoid(gate) * (cap * torch.tanh(up / cap))
     gate = gate.clamp(max=activation.limit)
     up = up.clamp(-activation.limit, activation.limit)
     return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.offset)
@@ -78,6 +84,10 @@ def _candidates(is_gated: bool, parameters: object) -> Iterator[NativeActivation
         yield NativeActivation(ActivationKind.LIMITED_SILU, limit=limit)
         for alpha in _numbers(parameters, _ALPHAS):
             yield NativeActivation(ActivationKind.SWIGLU, alpha, limit, offset=1.0)
+    own = getattr(parameters, "act_fn", None)
+    of_gate, of_up = (_numbers(getattr(own, name, None), ("softcap",)) for name in _SOFTCAPS)
+    for caps in zip(of_gate, of_up, strict=False):
+        yield NativeActivation(ActivationKind.SOFTCAPPED, *caps)
 
 
 def _numbers(parameters: object, names: tuple[str, ...]) -> list[float]:

@@ -28,6 +28,7 @@ class ActivationKind(IntEnum):
     GELU_TANH_GATE = 1
     RELU2 = 2
     LIMITED_SILU = 3
+    SOFTCAPPED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ class NativeActivation:
     """An activation with its parameters.
 
     SWIGLU is g * sigmoid(alpha * g) * (u + offset) with g = min(gate, limit) and u = up clamped to
-    -limit..limit; the defaults are plain SiLU gating. LIMITED_SILU is min(silu(g), limit) * u.
+    -limit..limit; the defaults are plain SiLU gating. LIMITED_SILU is min(silu(g), limit) * u,
+    SOFTCAPPED c(g, alpha) * sigmoid(g) * c(u, limit) with c(x, cap) = cap * tanh(x / cap).
     """
 
     kind: ActivationKind

@@ -12,6 +12,7 @@ SWIGLU = constexpr(0)
 GELU_TANH_GATE = constexpr(1)
 RELU2 = constexpr(2)
 LIMITED_SILU = constexpr(3)
+SOFTCAPPED = constexpr(4)
 PLAIN = constexpr(-1)
 
 
@@ -37,12 +38,20 @@ def gated(gate: tensor, up: tensor, epilogue: constexpr) -> tensor:
     elif epilogue.activation == LIMITED_SILU:
         up = tl.minimum(tl.maximum(up, -epilogue.limit), epilogue.limit)
         inner = tl.minimum(gate * _sigmoid(gate), epilogue.limit) * up
+    elif epilogue.activation == SOFTCAPPED:
+        inner = _softcapped(gate, epilogue.alpha) * _sigmoid(gate)
+        inner *= _softcapped(up, epilogue.limit)
     else:
         if epilogue.has_limit:
             gate = tl.minimum(gate, epilogue.limit)
             up = tl.minimum(tl.maximum(up, -epilogue.limit), epilogue.limit)
         inner = gate * _sigmoid(epilogue.alpha * gate) * (up + epilogue.up_offset)
     return inner
+
+
+@triton.jit
+def _softcapped(x: tensor, cap: constexpr) -> tensor:
+    return cap * (2 * _sigmoid(2 * x / cap) - 1)
 
 
 @triton.jit
