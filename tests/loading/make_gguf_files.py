@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.architectures import build_tiny_model
+from tests.architectures import build_tiny_dense_model, build_tiny_model
 from tests.decode.test_mtp_streams import Reference
 from tests.loading.deepseek_v4 import NUM_LAYERS, as_released, quantised, released_tensors
 
@@ -40,6 +40,7 @@ def _half_turned(theta: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
 
 
+_SECTIONS = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
 _WINDOWS = ["full_attention", *["sliding_attention"] * 3]
 _SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 _RATES = {_SPARSE: 4, _HEAVY: 8}
@@ -48,11 +49,7 @@ _YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.
 
 # By file: the architecture in Transformers, and its config beside `tests.architectures`.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen35moe": ("qwen3_5_moe", {
-        "rope_parameters": _half_turned(1e6) | {
-            "mrope_section": [2, 1, 1], "mrope_interleaved": True,
-        },
-    }),
+    "qwen35moe": ("qwen3_5_moe", {"rope_parameters": _half_turned(1e6) | _SECTIONS}),
     "qwen3next": ("qwen3_next", {}),
     "gemma4": ("gemma4", {
         "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
@@ -97,6 +94,35 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "mlp_layer_types": ["hash_moe"] * 2 + ["moe"] * 2, "compress_rates": _RATES,
         "rope_parameters": {"rope_type": "yarn", **_YARN}, "partial_rotary_factor": 0.5,
         "scoring_func": "sqrtsoftplus",
+    }),
+}  # fmt: skip
+
+# Likewise of files without experts: the architecture, its class, and its config.
+DENSE_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", "Qwen2ForCausalLM", {}),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM", {}),
+    "llama": ("llama", "LlamaForCausalLM", {
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        },
+    }),
+    "mistral3": ("ministral3", "Ministral3ForCausalLM", {
+        "sliding_window": None,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, **_YARN, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.1,
+        },
+    }),
+    "gemma3": ("gemma3", "Gemma3ForCausalLM", {
+        "num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "query_pre_attn_scalar": 16,
+    }),
+    "qwen35": ("qwen3_5", "Qwen3_5ForCausalLM", {"rope_parameters": _half_turned(1e6) | _SECTIONS}),
+    "gemma4 dense": ("gemma4", "Gemma4ForCausalLM", {
+        "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+        "enable_moe_block": False, "num_experts": None, "top_k_experts": None,
+        "moe_intermediate_size": None,
     }),
 }  # fmt: skip
 
@@ -151,9 +177,14 @@ def _as_released(config: dict[str, Any]) -> dict[str, Any]:
 
 def tiny_model(name: str, **more: object) -> Any:
     """Return a file's model as Transformers has it, with weights that its types have exactly."""
-    architecture, values = MODELS[name]
+    model: Any
+    if name in DENSE_MODELS:
+        architecture, class_name, values = DENSE_MODELS[name]
+        model = build_tiny_dense_model(architecture, class_name=class_name, values=values | more)
+    else:
+        architecture, values = MODELS[name]
+        model = build_tiny_model(architecture, values=values | more)
     weight = MXFP4_WEIGHT if architecture == "deepseek_v4" else WEIGHT
-    model: Any = build_tiny_model(architecture, values=values | more)
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -235,6 +266,7 @@ def convert(model: Any, file: Path, source: Path, mtp: Mapping[str, Tensor] | No
         _write_as_released(Path(directory), mtp or {})
         values = base.ModelBase.load_hparams(Path(directory), False)
         kind = conversion.get_model_class(base.get_model_architecture(values, base.ModelType.TEXT))
+        kind = getattr(kind, "Ministral3Model", kind)  # which one for several hands all on to
         kind.set_vocab = _vocabulary
         kind.no_mtp, kind.mtp_only = mtp is None, mtp is not None
         kind(Path(directory), gguf.LlamaFileType.MOSTLY_Q8_0, file, eager=True).write()
@@ -260,7 +292,7 @@ def _write_as_released(directory: Path, mtp: Mapping[str, Tensor]) -> None:
 def main() -> None:
     """Write the files that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=[*MODELS, MTP])
+    parser.add_argument("names", nargs="*", default=[*MODELS, *DENSE_MODELS, MTP])
     parser.add_argument("--source", type=Path, required=True)
     arguments = parser.parse_args()
     DATA.mkdir(exist_ok=True)

@@ -8,17 +8,23 @@ import lzma
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import tandem
 from tandem.checkpoint.sources.gguf_header import read_header
 from tandem.checkpoint.sources.gguf_models import ARCHITECTURES
-from tandem.core.errors import ModelError
+from tandem.checkpoint.sources.source import Source
+from tandem.core.errors import ModelError, UnsupportedModelError
+from tandem.forecast.sizes import model_sizes
 from tandem.generate.generator import Generator
+from tandem.hf.checkpoint import open_model
+from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import PackedEmbedding, packed_layers
+from tandem.hf.load import is_widened_on
 from tandem.recording.coverage import coverage_of
 from tests.inside import runtime_in
-from tests.loading.make_gguf_files import DATA, EXPECTED, MODELS, answers
+from tests.loading.make_gguf_files import DATA, DENSE_MODELS, EXPECTED, MODELS, answers
 
 
 def unpacked(name: str, directory: Path) -> Path:
@@ -44,6 +50,42 @@ def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     fmt = "mxfp4" if name == "deepseek4" else "int8-g32"
     assert {layer.layout.format_name for layer in runtime_in(model).store} == {fmt}
     assert difference(model, name) < 0.5  # near ties of routers and indexers; other weights give 1
+
+
+@pytest.mark.parametrize("name", DENSE_MODELS)
+def test_answers_without_experts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    file = unpacked(name, tmp_path)
+    assert difference(tandem.load(file, dtype="fp32", threads=1), name) < 1e-4
+    model = tandem.load(file, dense_dtype="auto", threads=1)
+    assert (model.dtype, len(runtime_in(model).store)) == (torch.float32, 0)
+    assert {layer.packed.matrix.format.name for _, layer in packed_layers(model)} == {"int8-g32"}
+    assert difference(model, name) < 0.05
+    generator = Generator(model)
+    generator.generate([40, 41, 42], max_new_tokens=6, temperature=0)
+    assert generator.recorded_graph is not None, generator.why_slower
+
+
+def test_a_file_without_experts_is_planned_and_saved(tmp_path: Path) -> None:
+    file = unpacked("qwen3", tmp_path)
+    sizes = model_sizes(open_model(file), OffloadConfig(dense_dtype="auto"))
+    assert (sizes.is_dense, sizes.dense_format, sizes.dense_layers_without) == (True, "int8-g32", 0)
+    # Plain numbers are as many bytes as they are in the file, not twice as many.
+    assert not is_widened_on(OffloadConfig(dense_dtype="auto"), Source("gguf", {}, {}))
+    loaded = tandem.load(file, dtype="bfloat16", dense_dtype="auto", threads=1)
+    model = tandem.load(tandem.save(loaded, tmp_path / "packed"), threads=1)
+    assert {layer.packed.matrix.format.name for _, layer in packed_layers(model)} == {"int8-g32"}
+    assert difference(model, "qwen3") < 0.05
+
+
+def test_factors_of_positions_that_are_not_llama_3s_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = read_header(unpacked("llama", tmp_path))
+    fields = {**header.fields, "llama.rope.freq_base": 1e4}
+    damaged = dataclasses.replace(header, fields=fields)
+    monkeypatch.setattr("tandem.checkpoint.sources.gguf.read_header", lambda file: damaged)
+    with pytest.raises(UnsupportedModelError, match="factors that are not Llama 3's"):
+        tandem.load(damaged.file)
 
 
 @pytest.mark.parametrize("name", ["qwen35moe", "gemma4"])
@@ -107,9 +149,9 @@ def test_every_architecture_has_a_file() -> None:
         "qwen3moe",
         "qwen3vlmoe",
         "minimax-m2",
-        "llama",
         "olmoe",
         "gpt-oss",
         "glm4moe",
     }
-    assert older | {"deepseek2"} | {name.partition(" ")[0] for name in MODELS} == set(ARCHITECTURES)
+    made = {name.partition(" ")[0] for name in (*MODELS, *DENSE_MODELS)}
+    assert older | {"deepseek2"} | made == set(ARCHITECTURES)

@@ -1,4 +1,4 @@
-"""GGUF files of Mixture-of-Experts models: blocks that map onto packed formats keep their codes.
+"""GGUF files of models, with experts or without: blocks that packed formats hold keep their codes.
 
 Of a layer's experts, gate and up are tensors of their own (of some files one), (num_experts, rows,
 cols) in blocks along the columns. `gguf_models` knows what each architecture calls and orders how.
@@ -39,11 +39,13 @@ def read_gguf_header(file: Path) -> GgufHeader:
             f"{file} reads images for a model (mmproj) and is none itself; give the .gguf file "
             "beside it, and Tandem reads its text model"
         )
-    if architecture not in ARCHITECTURES or header.expert_width is None:
-        what = architecture if architecture not in ARCHITECTURES else f"{architecture} (no experts)"
+    known = ARCHITECTURES.get(architecture)
+    lacks_experts = header.expert_width is None and header.value("expert_count", 0) != 0
+    if known is None or lacks_experts or not (known.may_be_dense or header.expert_width):
+        what = architecture if known is None else f"{architecture} (no experts)"
         raise UnsupportedModelError(
-            f"{file} is of architecture {what!r}; of GGUF Tandem reads models with experts of "
-            f"{', '.join(ARCHITECTURES)}: use the model's safetensors instead"
+            f"{file} is of architecture {what!r}; of GGUF Tandem reads {', '.join(ARCHITECTURES)}: "
+            "use the model's safetensors instead"
         )
     _require_counts(header)
     if not any(name.startswith("blk.0.") for name in header.tensors):

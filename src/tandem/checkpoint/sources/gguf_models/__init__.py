@@ -2,6 +2,7 @@
 
 from tandem.checkpoint.sources.gguf_models import (
     compressed_attention,
+    dense,
     full_attention,
     latent_attention,
     linear_attention,
@@ -14,6 +15,7 @@ __all__ = ["ARCHITECTURES", "Architecture", "Recipe"]
 
 ARCHITECTURES = {
     **compressed_attention.ARCHITECTURES,
+    **dense.ARCHITECTURES,
     **full_attention.ARCHITECTURES,
     **latent_attention.ARCHITECTURES,
     **linear_attention.ARCHITECTURES,

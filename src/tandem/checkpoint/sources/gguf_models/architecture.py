@@ -44,6 +44,8 @@ class Architecture:
     """Whether Transformers keeps gate and up row by row in turn."""
     is_transposed: bool = False
     """Whether it keeps experts' matrices turned."""
+    may_be_dense: bool = False
+    """Whether there are files without experts."""
 
     def recipe(self, parameter: str, has: Callable[[str], bool]) -> Recipe | None:
         """Return how a parameter, named within its layer, is made of tensors that the file has."""

@@ -162,7 +162,6 @@ ARCHITECTURES = {
     "qwen2moe": Architecture(qwen2),
     "qwen3moe": Architecture(qwen3),
     "minimax-m2": Architecture(minimax_m2),
-    "llama": Architecture(mixtral, paired()),
     "olmoe": Architecture(olmoe),
     "gpt-oss": Architecture(gpt_oss, is_interleaved=True, is_transposed=True),
     "glm4moe": Architecture(glm4),

@@ -24,12 +24,23 @@ from tandem.foreign_types import PreTrainedConfig
 
 def qwen3_next(header: GgufHeader) -> PreTrainedConfig:
     """Make the config of a Qwen3-Next."""
-    return config_of(header, "qwen3_next", **_delta_rule(header))
+    return config_of(header, "qwen3_next", **_delta_rule(header), **_experts(header))
 
 
 def qwen3_5(header: GgufHeader) -> PreTrainedConfig:
     """Make the config of a Qwen3.5 or 3.6 with experts."""
-    config = config_of(header, "qwen3_5_moe_text", **_delta_rule(header))
+    values = _delta_rule(header) | _experts(header)
+    return _with_sections(header, config_of(header, "qwen3_5_moe_text", **values))
+
+
+def qwen3_5_dense(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of a Qwen3.5 or 3.6 without experts."""
+    values = _delta_rule(header) | {"intermediate_size": header.value("feed_forward_length")}
+    config = config_of(header, "qwen3_5_text", ("num_experts_per_tok",), **values)
+    return _with_sections(header, config)
+
+
+def _with_sections(header: GgufHeader, config: PreTrainedConfig) -> PreTrainedConfig:
     sections = header.value("rope.dimension_sections", [])
     config.rope_parameters["mrope_section"] = [section for section in sections if section]
     config.rope_parameters["mrope_interleaved"] = True
@@ -47,9 +58,12 @@ def _delta_rule(header: GgufHeader) -> dict[str, object]:
         "linear_value_head_dim": header.value("ssm.inner_size", 0) // heads,
         "linear_num_key_heads": header.value("ssm.group_count"),
         "linear_num_value_heads": heads,
-        "shared_expert_intermediate_size": header.rows("blk.0.ffn_gate_shexp.weight"),
-        **widths(header),
     }
+
+
+def _experts(header: GgufHeader) -> dict[str, object]:
+    shared = header.rows("blk.0.ffn_gate_shexp.weight")
+    return {"shared_expert_intermediate_size": shared, **widths(header)}
 
 
 def lfm2(header: GgufHeader) -> PreTrainedConfig:
@@ -223,6 +237,7 @@ BAILING: Names = _KIMI | {
 ARCHITECTURES = {
     "qwen3next": Architecture(qwen3_next, QWEN3_NEXT),
     "qwen35moe": Architecture(qwen3_5, QWEN3_5),
+    "qwen35": Architecture(qwen3_5_dense, QWEN3_5, may_be_dense=True),
     "lfm2moe": Architecture(lfm2, LFM2),
     "kimi-linear": Architecture(kimi, KIMI),
     "bailingmoe3": Architecture(bailing, BAILING),

@@ -22,7 +22,7 @@ from tandem.foreign_types import PreTrainedConfig
 
 
 def gemma4(header: GgufHeader) -> PreTrainedConfig:
-    """Make the config of a Gemma 4 with experts."""
+    """Make the config of a Gemma 4, with experts or without."""
     windows = each_layer(header, "attention.sliding_window_pattern")
     heads = each_layer(header, "attention.head_count_kv")
     whole = [layer for layer, window in enumerate(windows) if not window]
@@ -43,10 +43,7 @@ def gemma4(header: GgufHeader) -> PreTrainedConfig:
         vocab_size_per_layer_input=header.rows("token_embd.weight"),
         intermediate_size=min(each_layer(header, "feed_forward_length")),
         final_logit_softcapping=header.value("final_logit_softcapping"),
-        enable_moe_block=True,
-        num_experts=header.value("expert_count"),
-        top_k_experts=header.value("expert_used_count"),
-        moe_intermediate_size=header.expert_width,
+        **_gemma4_experts(header),
         rope_parameters={
             "full_attention": {
                 "rope_type": "proportional",
@@ -59,6 +56,17 @@ def gemma4(header: GgufHeader) -> PreTrainedConfig:
             },
         },
     )
+
+
+def _gemma4_experts(header: GgufHeader) -> dict[str, object]:
+    if header.expert_width is None:
+        return {}
+    return {
+        "enable_moe_block": True,
+        "num_experts": header.value("expert_count"),
+        "top_k_experts": header.value("expert_used_count"),
+        "moe_intermediate_size": header.expert_width,
+    }
 
 
 def _first(heads: list[int], windows: list[int], is_window: bool) -> int:
@@ -234,7 +242,7 @@ GEMMA4: Names = {
 ARCHITECTURES = {
     "exaone-moe": Architecture(exaone),
     "mimo2": Architecture(mimo2),
-    "gemma4": Architecture(gemma4, GEMMA4),
+    "gemma4": Architecture(gemma4, GEMMA4, may_be_dense=True),
     "afmoe": Architecture(afmoe, AFMOE),
     "laguna": Architecture(laguna, LAGUNA),
     "llama4": Architecture(llama4, is_transposed=True),
