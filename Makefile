@@ -203,5 +203,5 @@ $(VENV)/dev.stamp: $(VENV)/torch.stamp $(SOURCES)
 	@touch $@ $(VENV)/runtime.stamp
 
 $(VENV)/transformers-$(OLDEST_TRANSFORMERS)/installed.stamp: $(VENV)/dev.stamp
-	@$(BIN)/pip install --disable-pip-version-check -q --no-deps --upgrade --target $(@D) transformers==$(OLDEST_TRANSFORMERS)
+	@$(BIN)/pip install --disable-pip-version-check -q --upgrade --target $(@D) transformers==$(OLDEST_TRANSFORMERS)
 	@touch $@
