@@ -124,7 +124,7 @@ void to_bf16(const float* row, std::int64_t cols, std::uint16_t* out) {
 
 // exp(x) to about 1e-7 relative: 2^n times a polynomial on [-ln2/2, ln2/2] (Taylor to x^6).
 __m256 exp_ps(__m256 x) {
-  x = _mm256_max_ps(_mm256_min_ps(x, _mm256_set1_ps(88.0f)), _mm256_set1_ps(-87.0f));
+  x = _mm256_max_ps(_mm256_set1_ps(-87.0f), _mm256_min_ps(_mm256_set1_ps(88.0f), x));  // NaN stays
   const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)),
                                    _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);

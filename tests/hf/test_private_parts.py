@@ -21,7 +21,10 @@ ELSEWHERE = {
     *product(
         (
             f"triton_kernels/{name}.py"
-            for name in ("attention", "hand_over", "recurrent", "small", "vector")
+            for name in (
+                *("attention", "compression", "hand_over", "hyper_connections", "recurrent"),
+                *("small", "vector", "windows"),
+            )
         ),
         ("_sum_combine", "_elementwise_max", "_elementwise_min"),
     ),

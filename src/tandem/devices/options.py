@@ -165,10 +165,10 @@ class OffloadOptions:
                 "runs it on the CPU alone; give device 'cpu', or let Transformers run it on a GPU "
                 "that holds it"
             )
-        of_experts = (
-            f for f in dataclasses.fields(OffloadOptions) if f.name not in _OF_DENSE_PARTS
-        )
-        given = [f.name for f in of_experts if getattr(self, f.name) != f.default]
+        defaults = {field.name: field.default for field in dataclasses.fields(OffloadOptions)}
+        own = dataclasses.asdict(self)
+        of_experts = defaults.keys() - set(_OF_DENSE_PARTS)
+        given = sorted(name for name in of_experts if own[name] != defaults[name])
         if given:
             raise ConfigError(
                 f"{', '.join(given)}: that is of experts, and {model} is a dense model, which has "

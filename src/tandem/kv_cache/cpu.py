@@ -137,8 +137,9 @@ class KvCache(SlotCache):
 
     def _announce(self, segments: Sequence[Segment], *, is_decoding: bool) -> None:
         super()._announce(segments, is_decoding=is_decoding)
+        prompt_lengths = self._prompt_lengths.numpy()
         for segment in segments:
-            self._prompt_lengths[segment.slot] = self._prompt_length(segment)
+            prompt_lengths[segment.slot] = self._prompt_length(segment)
             self._expanded.note_written(segment.slot, segment.first_position)
 
     def _copy_layers(self, source: int, target: int, length: int) -> None:
