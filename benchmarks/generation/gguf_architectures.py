@@ -58,6 +58,8 @@ def add_common_metadata(writer: gguf.GGUFWriter, values: Values) -> None:
     writer.add_head_count(values["num_attention_heads"])
     writer.add_rope_freq_base(1e6)
     writer.add_layer_norm_rms_eps(1e-6)
+    if "moe_intermediate_size" not in values:
+        return  # a dense model
     writer.add_expert_count(_num_experts(values))
     writer.add_expert_used_count(values.get("top_k_experts") or values["num_experts_per_tok"])
     writer.add_expert_feed_forward_length(values["moe_intermediate_size"])
@@ -114,22 +116,25 @@ def _experts(values: Values) -> list[Matrix]:
     ]
 
 
-# Qwen3-MoE.
+# Qwen3, without experts and with them.
 
 
-def _add_qwen3moe(writer: gguf.GGUFWriter, values: Values) -> None:
+def _add_qwen3(writer: gguf.GGUFWriter, values: Values) -> None:
     _add_heads(writer, values)
     writer.add_feed_forward_length(values["intermediate_size"])
 
 
-def _qwen3moe(values: Values, layer: int) -> Iterator[Matrix]:
+def _qwen3(values: Values, layer: int) -> Iterator[Matrix]:
     hidden, head = values["hidden_size"], values["head_dim"]
     yield from (_plain("attn_norm.weight", hidden), _plain("ffn_norm.weight", hidden))
     yield from _head_norms(head)
     yield from _attention(
         hidden, values["num_attention_heads"] * head, values["num_key_value_heads"] * head
     )
-    yield from _experts(values)
+    if "moe_intermediate_size" in values:
+        yield from _experts(values)
+    else:
+        yield from _feed_forward(hidden, values["intermediate_size"])
 
 
 # Qwen3-Next and Qwen3.5: gated delta nets, and gated attention in every fourth layer.
@@ -341,7 +346,8 @@ def _nemotron_experts(values: Values) -> Iterator[Matrix]:
 
 # By Transformers' name.
 ARCHITECTURES = {
-    "qwen3_moe": Architecture("qwen3moe", _add_qwen3moe, _qwen3moe),
+    "qwen3": Architecture("qwen3", _add_qwen3, _qwen3),
+    "qwen3_moe": Architecture("qwen3moe", _add_qwen3, _qwen3),
     "qwen3_next": Architecture("qwen3next", _add_delta_net, _qwen3next),
     "qwen3_5_moe_text": Architecture("qwen35moe", _add_qwen35moe, _qwen35moe),
     "lfm2_moe": Architecture("lfm2moe", _add_lfm2moe, _lfm2moe, "token_embd_norm.weight"),

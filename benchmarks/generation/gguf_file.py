@@ -12,10 +12,14 @@ from benchmarks.generation.gguf_architectures import (
 from benchmarks.loading.ggml import Ggml, kinds_of
 from numpy.typing import NDArray
 
-from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape
+from tandem.bench.model_shapes import DENSE_SHAPES, MODEL_SHAPES, ModelShape
 
 # Those whose architecture a file can be written of.
-SHAPES = [name for name, shape in MODEL_SHAPES.items() if shape.model_type in ARCHITECTURES]
+SHAPES = [
+    name
+    for name, shape in (MODEL_SHAPES | DENSE_SHAPES).items()
+    if shape.model_type in ARCHITECTURES
+]
 
 _TILE_ROWS = 256  # that are drawn and quantised; a matrix repeats them
 _BYTE_TOKENS = 259  # three special ones, then every byte

@@ -10,14 +10,14 @@ from benchmarks.generation.gguf_architectures import ARCHITECTURES
 from benchmarks.generation.gguf_file import SHAPES, write_random_gguf
 from transformers import AutoConfig
 
-from tandem.bench.model_shapes import MODEL_SHAPES
+from tandem.bench.model_shapes import find_shape
 from tandem.hf.load import empty_model
 from tests.bench.test_random_model import VOCABULARY, tiny
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_file_has_the_weights_of_the_model(name: str) -> None:
-    shape = MODEL_SHAPES[name]
+    shape = find_shape(name)
     config = AutoConfig.for_model(shape.model_type, **shape.values)
     config.dtype = torch.bfloat16
     expected = sum(parameter.numel() for parameter in empty_model(config).parameters())

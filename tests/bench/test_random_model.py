@@ -13,7 +13,7 @@ from transformers import (
 
 import tandem
 from tandem.bench.generation import WARM_UP_STEPS, Measured, Workload, dense_bytes, measure
-from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape
+from tandem.bench.model_shapes import DENSE_SHAPES, MODEL_SHAPES, ModelShape, find_shape
 from tandem.bench.random_model import build_random_model
 from tandem.generate.generator import Generator
 from tandem.hf.config import OffloadConfig
@@ -27,7 +27,7 @@ WORK = Workload(prompt_tokens=8, new_tokens=2)
 
 def tiny(name: str, **more: Any) -> ModelShape:
     """Return a shape with its kinds of layers and small sizes."""
-    shape = MODEL_SHAPES[name]
+    shape = find_shape(name)
     small = {key: SIZES.get(key, value) for key, value in shape.values.items()}
     heads = min(shape.values["num_key_value_heads"], SIZES["num_attention_heads"])
     return ModelShape(shape.model_type, small | {"num_key_value_heads": heads} | more)
@@ -35,7 +35,7 @@ def tiny(name: str, **more: Any) -> ModelShape:
 
 def build(shape: ModelShape, dense_dtype: str = "int8") -> Any:
     return build_random_model(
-        shape, OffloadConfig(expert_dtype="int4", threads=1),
+        shape, OffloadConfig(expert_dtype="int4" if shape.has_experts else "auto", threads=1),
         dense_dtype=dense_dtype, num_layers=4, vocabulary=VOCABULARY,
     )  # fmt: skip
 
@@ -44,7 +44,7 @@ def measured(model: Any, work: Workload = WORK) -> Measured:
     return measure(model, Generator(model), work)
 
 
-@pytest.mark.parametrize("name", MODEL_SHAPES)
+@pytest.mark.parametrize("name", [*MODEL_SHAPES, *DENSE_SHAPES])
 def test_four_layers_of_every_shape_generate(name: str) -> None:
     model = build(tiny(name))
     assert model.config.get_text_config().num_hidden_layers == 4

@@ -49,6 +49,7 @@ def test_plan_counts_linear_layers(checkpoint: str, capsys: pytest.CaptureFixtur
     text, _, last = capsys.readouterr().out.rstrip().rpartition("\n")
     assert text.startswith("a dense model: it has no experts to share\n")
     assert "experts (" not in text
+    assert "\nfeed-forward " in text
     plan = json.loads(last)
     assert (plan["experts"], plan["parts_bytes"]["experts"], plan["expert_formats"]) == (0, 0, [])
     assert plan["decode_tokens_per_second"] > 0
@@ -96,3 +97,13 @@ def test_bench_measures_steps(checkpoint: str) -> None:
     machine = Ceiling(1.0, 1.0, 1.0, 1.0)
     ceiling = ceiling_of(model, work, machine, measured.step_bytes)
     assert 0 < ceiling.decode_tokens_per_second < ceiling.prefill_tokens_per_second
+
+
+def test_a_dense_shape_is_planned_and_refuses_formats_of_experts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "--shape", "qwen3-8b", "--dense-dtype", "int4", "--no-measure"]) == 0
+    assert "a dense model" in capsys.readouterr().out
+    small = ["--layers", "1", "--vocabulary", "512"]
+    assert main(["bench", "--shape", "qwen3-8b", *small, "--expert-dtype", "int4"]) == 2
+    assert "expert_dtype: that is of experts" in capsys.readouterr().err

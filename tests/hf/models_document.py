@@ -84,6 +84,11 @@ class ModelsDocument:
             " options of",
             "experts, and devices beside the CPU, are refused with a sentence"
             " ([decision 22](decisions/0022-dense-models.md)).",
+            "Qwen3, Llama, Mistral and Gemma 3 are compared with Transformers as the models above"
+            " are; GGUF files of",
+            "them and others are listed in [loading.md](loading.md). Tandem's own purpose is models"
+            " with experts: what a",
+            "dense model gains here is the same packed weights, steps, server and files.",
             "",
         ]
         return "\n".join(lines)

@@ -29,6 +29,11 @@ class ModelShape:
         return ModelShape(self.model_type, values | {"num_hidden_layers": end - first})
 
     @property
+    def has_experts(self) -> bool:
+        """Whether it is the shape of a model with experts."""
+        return any("expert" in key for key in self.values)
+
+    @property
     def kinds(self) -> list[tuple[object, ...]]:
         """What the shape lists of each layer."""
         total = self.values["num_hidden_layers"]
@@ -214,10 +219,24 @@ MODEL_SHAPES = {
 }  # fmt: skip
 
 
+# Of models without experts.
+DENSE_SHAPES = {
+    "qwen3-8b": ModelShape(
+        "qwen3",
+        {
+            "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12_288,
+            "vocab_size": 151_936, "max_position_embeddings": 40_960,
+        },
+    ),
+}  # fmt: skip
+
+
 def find_shape(name: str) -> ModelShape:
     """Return a shape by its name; `ConfigError` with the nearest names and all names else."""
-    if name not in MODEL_SHAPES:
-        near, known = nearest_names(name, list(MODEL_SHAPES)), ", ".join(MODEL_SHAPES)
+    shapes = MODEL_SHAPES | DENSE_SHAPES
+    if name not in shapes:
+        near, known = nearest_names(name, list(shapes)), ", ".join(shapes)
         others = "" if near.startswith("known") else f" known: {known}"
         raise ConfigError(f"unknown shape {name!r}; {near}{others}")
-    return MODEL_SHAPES[name]
+    return shapes[name]

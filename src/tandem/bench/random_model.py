@@ -18,6 +18,7 @@ from tandem.core.errors import ConfigError
 from tandem.decode.token_routed import TABLE
 from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
 from tandem.foreign_types import ModelPart, PreTrainedModel
+from tandem.hf.adapters import put_on_interface
 from tandem.hf.compat import parts_in_fp32
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
 from tandem.hf.dense import PackedLinear, give_fp32_logits, packable_layers, untie
@@ -54,11 +55,15 @@ def build_random_model(
         shape = shape.sample(num_layers)
     model = empty_model_of(shape, vocabulary)
     quantizer = OffloadQuantizer(offload)
-    quantizer._process_model_before_weight_loading(model)
     draw_experts: _DrawExperts = partial(random_experts, has_huge_pages=has_huge_pages)
     draw_matrix: _DrawMatrix = random_matrix
     if is_shared:
         draw_experts, draw_matrix = cache(draw_experts), cache(draw_matrix)
+    put_on_interface(model)
+    # First, so that what is packed is not counted as it would be loaded.
+    fmt = parse_dense_dtype(dense_dtype)
+    _pack_linear_layers(model, fmt, quantizer.runtime.threads, draw_matrix)
+    quantizer._process_model_before_weight_loading(model)
     for layer in quantizer.runtime.store:
         if not isinstance(layer, PackedLayer):
             raise ConfigError(
@@ -67,8 +72,6 @@ def build_random_model(
             )
         layer.adopt(STORED_NAME, draw_experts(layer.layout, layer.arrivals.num_experts))
     drop_experts(model)
-    fmt = parse_dense_dtype(dense_dtype)
-    _pack_linear_layers(model, fmt, quantizer.runtime.threads, draw_matrix)
     _widen(model)
     model.to_empty(device=device)
     quantizer.runtime.device = torch.device(device)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tandem.cli.model_choice import ModelChoice
 
 _DEFAULT_SHAPE = "qwen3-30b-a3b"
+_DTYPE_OF_SHAPE = "int4"  # of what most of the weights are in
 _DEVICES = [name for name in DEVICES if not kind_of(name).holds_dense_parts]
 
 
@@ -30,7 +31,9 @@ class ModelBenchOptions:
     layers: int | None = option(None, help="layers of the shape (default: all)", metavar="N")
     vocabulary: int | None = option(None, help="token ids of the shape", metavar="N")
     expert_dtype: str | None = option(
-        None, help="format of the experts (default: int4 of a shape, a model's own)",
+        None,
+        help="format of the experts (default: int4 of a shape, whose linear layers have it if it "
+        "is dense; a model's own)",
         metavar="DTYPE",
     )  # fmt: skip
     dense_dtype: str = option("auto", help="format of linear layers: none, auto, bf16, int8, int4")
@@ -73,9 +76,8 @@ def run_model(options: ModelBenchOptions, choice: "ModelChoice | None") -> int:
     cpu = detect_cpu()
     isa = os.environ.get("TANDEM_ISA", "")
     num_threads = options.threads or cpu.num_threads
-    own_dtype = "int4" if choice is None else "auto"
     offload = OffloadOptions(
-        expert_dtype=options.expert_dtype or own_dtype, threads=num_threads, device=options.device
+        expert_dtype=options.expert_dtype or "auto", threads=num_threads, device=options.device
     )
     # Read before the model is built, which takes long.
     trace = read_trace(options.replay) if options.replay is not None else None
@@ -117,11 +119,15 @@ def _model(
 
     if choice is None:
         name = options.shape or _DEFAULT_SHAPE
-        shape = find_shape(name)
+        shape, dense_dtype = find_shape(name), options.dense_dtype
         print(f"building {name} with random weights", file=sys.stderr, flush=True)
+        if not shape.has_experts and dense_dtype == "auto":
+            dense_dtype = _DTYPE_OF_SHAPE
+        elif shape.has_experts and options.expert_dtype is None:
+            offload = replace(offload, expert_dtype=_DTYPE_OF_SHAPE)
         config = OffloadConfig(**asdict(offload), isa=os.environ.get("TANDEM_ISA") or None)
         return name, build_random_model(
-            shape, config, dense_dtype=options.dense_dtype, num_layers=options.layers,
+            shape, config, dense_dtype=dense_dtype, num_layers=options.layers,
             vocabulary=options.vocabulary,
         )  # fmt: skip
     from tandem.cli.model_choice import load_model

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.bench.model_shapes import MODEL_SHAPES, find_shape
+from tandem.bench.model_shapes import DENSE_SHAPES, MODEL_SHAPES, find_shape
 from tandem.cli.keeping import cache_dir
 from tandem.cli.model_choice import ModelChoice, add_model, find_model, import_transformers
 from tandem.cli.progress import waiting
@@ -44,7 +44,9 @@ class PlanOptions:
     )
     refresh: bool = option(False, help="measure again, also where a forecast is kept")
     shape: str | None = option(
-        None, help="plan for a released model without its files: " + ", ".join(MODEL_SHAPES)
+        None,
+        help="plan for a released model without its files: "
+        + ", ".join(MODEL_SHAPES | DENSE_SHAPES),
     )
     host_path: str | None = option(
         None, help="whose host costs of --profile count: segments, graph or none", metavar="NAME"
@@ -232,8 +234,10 @@ def _speed(
 def _table(plan: "Plan") -> str:
     """Return the plan for people."""
     sizes = plan.sizes
-    rows = [(part, num_bytes) for part, num_bytes in sizes.dense_bytes.items()]
-    if not sizes.is_dense:
+    rows = list(sizes.dense_bytes.items())
+    if sizes.is_dense:
+        rows = [(part.removeprefix("shared experts and "), size) for part, size in rows]
+    else:
         formats = ", ".join(sizes.expert_formats)
         rows.insert(0, (f"experts ({sizes.num_experts} in {formats})", sizes.experts_bytes))
     if sizes.disk_table_bytes:
