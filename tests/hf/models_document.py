@@ -83,7 +83,7 @@ class ModelsDocument:
             "in sequence slots, its steps recorded, with drafts. There are no experts to share, so"
             " options of",
             "experts, and devices beside the CPU, are refused with a sentence"
-            " ([decision 22](decisions/0022-dense-models.md)).",
+            " ([decision 23](decisions/0023-dense-models.md)).",
             "Qwen3, Llama, Mistral and Gemma 3 are compared with Transformers as the models above"
             " are; GGUF files of",
             "them and others are listed in [loading.md](loading.md). Tandem's own purpose is models"

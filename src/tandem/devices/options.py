@@ -167,8 +167,8 @@ class OffloadOptions:
             )
         defaults = {field.name: field.default for field in dataclasses.fields(OffloadOptions)}
         own = dataclasses.asdict(self)
-        of_experts = defaults.keys() - set(_OF_DENSE_PARTS)
-        given = sorted(name for name in of_experts if own[name] != defaults[name])
+        of_experts = [name for name in defaults if name not in _OF_DENSE_PARTS]
+        given = [name for name in of_experts if own[name] != defaults[name]]
         if given:
             raise ConfigError(
                 f"{', '.join(given)}: that is of experts, and {model} is a dense model, which has "
