@@ -14,7 +14,7 @@ using tandem::ExpertLayout;
 using tandem::Format;
 using tandem::checks::Random;
 
-constexpr int kRounds = 400;
+constexpr int kRounds = 240;
 
 std::int64_t padded(std::int64_t size, std::int64_t multiple) {
   return (size + multiple - 1) / multiple * multiple;
