@@ -22,6 +22,10 @@ from transformers.utils.generic import ModelOutput
 from tandem.hf.adapters import ADAPTERS, adapter_of
 from tandem.hf.compat import cache_argument
 
+NEWEST = (5, 23)
+"""The Transformers that what is kept of steps was written on."""
+IS_OLDER = tuple(map(int, transformers.__version__.split(".")[:2])) < NEWEST
+
 VOCABULARY = 128
 FIRST_PLAIN_TOKEN = 32  # ids below are for the special tokens of SIZES
 PROMPT_LENGTH = 7

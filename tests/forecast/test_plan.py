@@ -119,6 +119,18 @@ def test_a_checkpoint_that_lacks_tensors_is_no_plan(
     assert "fits" not in said.out
 
 
+def test_speeds_of_a_text_model_that_is_none_by_itself_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = str(save_tiny_checkpoint(tmp_path / "tiny", "step3p7"))
+    assert main(["plan", directory, "--no-measure"]) == 0
+    capsys.readouterr()
+    assert main(["plan", directory, "--expert-dtype", "int8"]) == 2
+    said = capsys.readouterr().err
+    assert "builds no text model of step3p5 by itself" in said
+    assert "Traceback" not in said
+
+
 def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, dict[str, Any]]:
     assert main(["plan", *words, "--json"]) == 0
     out = capsys.readouterr().out

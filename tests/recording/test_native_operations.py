@@ -12,20 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 import tandem
 from tandem.generate.generator import Generator
 from tandem.recording.coverage import coverage_of
-from tests.architectures import architectures, build_tiny_model
-from tests.generate.test_architectures import NOT_GENERATING_UPSTREAM, NOT_TOKEN_BY_TOKEN
+from tests.architectures import IS_OLDER, architectures, build_tiny_model
+from tests.generate.test_architectures import (
+    NO_SLOTS_ON_THE_OLDEST,
+    NOT_GENERATING_UPSTREAM,
+    NOT_TOKEN_BY_TOKEN,
+)
 
 TABLE = Path(__file__).with_name("native_operations.json")
 COMMAND = "pytest tests/recording/test_native_operations.py --write-docs"
 MOST_CALLS = 30  # of a step
-NEWEST = (5, 23)  # the Transformers that the table was written on
-IS_OLDER = tuple(map(int, transformers.__version__.split(".")[:2])) < NEWEST
-PADDED_ON_THE_OLDEST = {"ernie4_5_moe"}
+PADDED_ON_THE_OLDEST = {"ernie4_5_moe", *NO_SLOTS_ON_THE_OLDEST}
 FAILING = {"deepseek_v4"} if IS_OLDER else set()  # in Transformers' own code, in bf16
 ARCHITECTURES = sorted(
     set(architectures()) - NOT_TOKEN_BY_TOKEN - NOT_GENERATING_UPSTREAM - FAILING

@@ -10,11 +10,11 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from tandem.bench.model_shapes import ModelShape
 from tandem.bench.random_weights import random_experts, random_matrix
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, UnsupportedModelError
 from tandem.decode.token_routed import TABLE
 from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
 from tandem.foreign_types import ModelPart, PreTrainedModel
@@ -83,9 +83,17 @@ def build_random_model(
 
 
 def empty_model_of(shape: ModelShape, vocabulary: int | None = None) -> PreTrainedModel:
-    """Build a shape in bf16 without memory, perhaps with another vocabulary."""
+    """Build a shape in bf16 without memory, perhaps with another vocabulary.
+
+    Raises `UnsupportedModelError` for a text model that Transformers builds beside others alone.
+    """
     cut = {} if vocabulary is None else {"vocab_size": vocabulary}
     config = AutoConfig.for_model(shape.model_type, **shape.values | cut)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError(
+            f"Transformers builds no text model of {shape.model_type} by itself, so no copy of it "
+            "can be measured; tandem plan --no-measure leaves speeds out"
+        )
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return model
