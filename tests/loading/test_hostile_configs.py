@@ -100,6 +100,11 @@ LIES: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": "big"}, "hidden_size is 'big', expected a whole number from 1"),
     ({"num_hidden_layers": -2}, "num_hidden_layers is -2, expected a whole number from 1"),
     ({"num_key_value_heads": 0}, "num_key_value_heads is 0, expected a whole number from 1"),
+    ({"attention_chunk_size": 0}, "attention_chunk_size is 0, expected a whole number from 1"),
+    (
+        {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 9}},
+        "moe_top_k is 9 and moe_num_experts is 4, expected 1 to 4 experts a token",
+    ),
     ({"num_experts_per_tok": 99}, "is 99 and num_local_experts is 8, expected 1 to 8 experts"),
     ({"num_experts_per_tok": 0}, "is 0 and num_local_experts is 8, expected 1 to 8 experts"),
     ({"num_local_experts": 0}, "is 2 and num_local_experts is 0, expected 0 to 0 experts"),

@@ -19,8 +19,9 @@ from tandem.foreign_types import PreTrainedConfig
 # As Transformers' configs call them.
 _COUNTS = (
     "hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "max_position_embeddings",
+    "max_position_embeddings", "attention_chunk_size",
 )  # fmt: skip
+_PARTS = ("text_config", "ffn_config")  # configs in a config; DBRX has its experts in the second
 # Of these, 0 says that the model has none, or finds the size elsewhere.
 _OPTIONAL_COUNTS = ("head_dim", "index_topk", "intermediate_size", "moe_intermediate_size")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -44,8 +45,8 @@ GENERATION_CONFIG = "generation_config.json"
 
 def require_possible_values(where: str, config: JsonObject) -> None:
     """Raise `ModelError` naming the first field of a config that no model can have."""
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
+    parts = (part for name in _PARTS if isinstance(part := config.get(name), dict))
+    for part in (config, *parts):
         for name in _COUNTS:
             _require_count(where, name, part.get(name), least=1)
         for name in _OPTIONAL_COUNTS:
