@@ -145,9 +145,9 @@ def _measure(model: Any, cell: Cell, options: argparse.Namespace) -> Result:
     if cell.share == 1.0:  # all of them resident: nothing is planned, and no routing is forced
         num_slots += cache.settings.extra_slots(num_experts)
         every = list(range(num_experts))
-        cache.resize(num_slots, every)
+        executor.resize_now(num_slots, every)
     else:
-        cache.resize(num_slots)
+        executor.resize_now(num_slots)
     path = _trace_path(options) if cell.share < 1.0 else None
     if path is not None:
         trace = read_trace(path)

@@ -33,6 +33,7 @@ _MAY_ASK_ADDRESSES = (
     "tandem.experts.cache",
     "tandem.triton_kernels",
     "tandem.kv_cache.cuda",
+    "tandem.hf.lookahead.routers",  # compares them alone
     "triton",
     "torch",
     "tests",

@@ -16,10 +16,20 @@ from tandem.devices.cuda.hand_over_trial import Trial, TrialLimits
 from tandem.devices.cuda.streams import CudaStreams, HostCopy, Stream
 from tandem.experts.cache.sizing import OutOfDeviceMemoryError
 from tandem.machines.cuda import compiled_kernels
+from tests.decode.whole_pool import gpu_pool
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
 from tests.shadow.device import shadow_gpu
-from tests.shadow.models import closed_after, gpu_options, quick_loads
+from tests.shadow.models import (
+    PROMPTS,
+    assert_same,
+    closed_after,
+    cpu_says,
+    gpu_options,
+    loaded,
+    quick_loads,
+    said,
+)
 
 CUDA = torch.device("cuda", 0)
 MIB = 1 << 20
@@ -187,6 +197,35 @@ def test_where_all_experts_are_resident_nothing_is_handed_over(tmp_path: Path) -
         runtime_in(model).executor.close()
         assert {"graph", "add_rows"} <= set(gpu.launched)
         assert "publish" not in gpu.launched
+
+
+def test_slots_change_in_number_after_captured_steps(tmp_path: Path) -> None:
+    """What steps knew of the slots before is not written into those after."""
+    pytest.importorskip("triton")
+    checkpoint = save_tiny_checkpoint(tmp_path / "tiny", "qwen3_moe", num_hidden_layers=2)
+    options = {"expert_dtype": "mxfp4", "assignment": "ready-on-gpu"}
+    expected = cpu_says(checkpoint, expert_dtype="mxfp4")
+    with shadow_gpu(), quick_loads(), loaded(checkpoint, tmp_path, **options) as model:
+        executor = runtime_in(model).executor
+        for share in (4, 2):
+            executor.resize_now(executor.cache.geometry.num_layers * 8 // share)
+            assert_same(said(model, gpu_pool(model, PROMPTS, 40)), expected)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:decode steps are captured with a break", "ignore:Triton is not installed"
+)
+def test_routers_that_are_asked_ahead_are_on_the_gpu(tmp_path: Path) -> None:
+    checkpoint = save_tiny_checkpoint(tmp_path / "tiny", "qwen3_moe", num_hidden_layers=2)
+    options = {"expert_dtype": "mxfp4", "look_ahead": True}
+    expected = cpu_says(checkpoint, expert_dtype="mxfp4")
+    with (
+        shadow_gpu(kernels="none"),
+        quick_loads(),
+        loaded(checkpoint, tmp_path, **options) as model,
+    ):
+        assert_same(said(model, gpu_pool(model, PROMPTS, 40)), expected)
+        assert runtime_in(model).executor.look_ahead.residuals.means.any()
 
 
 def test_kernels_that_cannot_be_compiled_are_torchs(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def calibrate(
         if isinstance(routers, str):
             name = type(model).__name__
             raise UnsupportedModelError(f"the routers of {name} cannot be asked ahead: {routers}")
-        residuals = Residuals(len(routers), routers[0].hidden_size)
+        residuals = Residuals(len(routers), routers[0].hidden_size, model.device)
         ahead = LookAhead(routers, residuals, SOURCES)
         try:
             for number, window in enumerate(windows[:num_taught]):

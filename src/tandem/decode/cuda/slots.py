@@ -32,6 +32,7 @@ from tandem.decode.trial import NOT_IN_SLOTS, why_other_logits
 from tandem.devices.cuda.captures import Capture, CudaCapture
 from tandem.devices.cuda.embedding import StepRows, given_rows
 from tandem.experts.cache.expert_cache import SHRINK
+from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.steps import MAX_STEP_TOKENS
 from tandem.kernels.attention import Segment
@@ -320,10 +321,9 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
     def _make_room(self) -> bool:
         """Give some of the expert cache's memory to whatever needs it; False if there is none."""
         executor = self._model.executor
-        cache = None if executor is None else executor.cache
-        if cache is None or cache.num_slots == 0:
+        if not isinstance(executor, HybridExecutor) or executor.cache.num_slots == 0:
             return False
-        cache.resize(int(cache.num_slots * SHRINK))
+        executor.resize_now(int(executor.cache.num_slots * SHRINK))
         return True
 
 

@@ -148,9 +148,16 @@ class HybridExecutor(Executor):
         self.catch_up()
         if self._wanted_slots is not None:
             wanted, self._wanted_slots = self._wanted_slots, None
-            if self.captured is not None:
-                self.captured.leave()
-            self.cache.resize(wanted)
+            self.resize_now(wanted)
+
+    def resize_now(self, num_slots: int, resident: Sequence[int] | None = None) -> None:
+        """Change the number of slots between steps, as of `ExpertCache.resize`.
+
+        Captured steps know slots by what they held, so they are left first.
+        """
+        if self.captured is not None:
+            self.captured.leave()
+        self.cache.resize(num_slots, resident)
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:

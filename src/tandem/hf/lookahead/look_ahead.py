@@ -118,7 +118,7 @@ def look_ahead(
     routers = find_routers(model, bound)
     if isinstance(routers, str):
         return routers
-    shape = len(store), routers[0].hidden_size
+    shape = len(store), routers[0].hidden_size, model.device
     given = Path(residuals_path) if residuals_path else calibrated_path(model, cache_path)
     if residuals_path or given.is_file():
         residuals = Residuals.load(given, model_identity(model), *shape)
@@ -131,5 +131,5 @@ def _load(layer: int, choice: Tensor) -> LayerLoad:
     if len(choice) == 1:
         experts = sorted(choice[0].tolist())
         return LayerLoad(layer, tuple(experts), (1,) * len(experts))
-    ids, counts = np.unique(choice.numpy(), return_counts=True)
+    ids, counts = np.unique(choice.cpu().numpy(), return_counts=True)
     return LayerLoad(layer, tuple(ids.tolist()), tuple(counts.tolist()))

@@ -20,9 +20,11 @@ FORGET_AFTER_TOKENS = 1 << 16
 class Residuals:
     """One vector per MoE layer but the last: mean of (next router's input - this router's)."""
 
-    def __init__(self, num_layers: int, hidden_size: int) -> None:
-        """Start with zeros, which is plain look-ahead."""
-        self.means = torch.zeros(max(0, num_layers - 1), hidden_size, device="cpu")
+    def __init__(
+        self, num_layers: int, hidden_size: int, device: torch.device | str = "cpu"
+    ) -> None:
+        """Start with zeros, which is plain look-ahead, where the routers are."""
+        self.means = torch.zeros(max(0, num_layers - 1), hidden_size, device=device)
         self.tokens = [0] * max(0, num_layers - 1)
         self.is_fixed = False
 
@@ -42,11 +44,18 @@ class Residuals:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         with partial.open("wb") as file:
-            np.savez(file, means=self.means.numpy(), meta=np.array(json.dumps(meta)))
+            np.savez(file, means=self.means.cpu().numpy(), meta=np.array(json.dumps(meta)))
         partial.replace(path)
 
     @classmethod
-    def load(cls, path: Path, identity: str, num_layers: int, hidden_size: int) -> "Residuals":
+    def load(
+        cls,
+        path: Path,
+        identity: str,
+        num_layers: int,
+        hidden_size: int,
+        device: torch.device | str = "cpu",
+    ) -> "Residuals":
         """Read fixed vectors; an error for a damaged file, or for those of another model."""
         try:
             with np.load(path, allow_pickle=False) as archive:
@@ -62,8 +71,8 @@ class Residuals:
                 f"{meta.get('identity')!r}, and this is {identity!r}, which needs {expected}; "
                 "run tandem calibrate on this model"
             )
-        found = cls(num_layers, hidden_size)
-        found.means = torch.from_numpy(means).float()
+        found = cls(num_layers, hidden_size, device)
+        found.means.copy_(torch.from_numpy(means))
         found.tokens = [int(count) for count in meta["tokens"]]
         found.is_fixed = True
         return found
