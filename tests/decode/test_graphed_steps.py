@@ -17,7 +17,7 @@ def test_a_step_that_cannot_be_captured_stays_the_models_and_says_why() -> None:
     def step() -> torch.Tensor:
         return x * 2 if looks(x) else x + 1
 
-    graphed = new_graphed_step(step, torch.float32, TwinCapture)
+    graphed = new_graphed_step(step, 1e-2, TwinCapture)
     with pytest.warns(UserWarning, match=r"own code, slower: called a synchronizing"):
         results = [graphed().tolist() for _ in range(5)]
     assert results == [[1.0] * 4] * 5
@@ -40,7 +40,7 @@ def test_a_capture_that_breaks_is_undone() -> None:
             raise RuntimeError("operation not permitted when stream is capturing")
         return result
 
-    graphed = new_graphed_step(step, torch.float32, Capture)
+    graphed = new_graphed_step(step, 1e-2, Capture)
     with pytest.warns(UserWarning, match="operation not permitted"):
         graphed()
     assert captures[0].broken is not None
@@ -78,7 +78,7 @@ def test_what_is_not_cut_runs_once_before_it_is_captured() -> None:
         hidden: torch.Tensor = opaque("experts", experts, 0, x + 1, x, x, None)
         return hidden + 1
 
-    graphed = new_graphed_step(step, torch.float32, Capture, Uncut)
+    graphed = new_graphed_step(step, 1e-2, Capture, Uncut)
     results = [graphed().tolist() for _ in range(6)]
     assert results == [[5.0] * 4] * 6
     assert seen == [0, 1]  # compiled outside of the capture, then captured
@@ -94,7 +94,7 @@ def test_pieces_that_give_other_logits_are_given_up() -> None:
         calls[0] += 1
         return torch.full((4,), float(calls[0]))
 
-    graphed = new_graphed_step(step, torch.float32, TwinCapture)
+    graphed = new_graphed_step(step, 1e-2, TwinCapture)
     with pytest.warns(UserWarning, match="its recording gives other logits"):
         results = [graphed()[0].item() for _ in range(6)]
     assert graphed.why_not is not None

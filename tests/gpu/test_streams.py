@@ -111,7 +111,7 @@ def test_a_step_that_waits_is_found_before_it_is_captured() -> None:
     def step() -> torch.Tensor:
         return x + (1 if (x + 1).sum().item() else 2)
 
-    graphed = new_graphed_step(step, torch.float32, lambda: CudaCapture(torch.device("cuda", 0)))
+    graphed = new_graphed_step(step, 1e-2, lambda: CudaCapture(torch.device("cuda", 0)))
     with pytest.warns(UserWarning, match="own code, slower"):
         results = [graphed().tolist() for _ in range(5)]
     assert results == [[1.0] * 4] * 5
@@ -128,7 +128,7 @@ def test_a_step_that_breaks_only_while_it_is_captured_runs_as_it_is() -> None:
             raise RuntimeError("made up")
         return x + 1
 
-    graphed = new_graphed_step(step, torch.float32, lambda: CudaCapture(torch.device("cuda", 0)))
+    graphed = new_graphed_step(step, 1e-2, lambda: CudaCapture(torch.device("cuda", 0)))
     with pytest.warns(UserWarning, match="made up"):
         results = [graphed().tolist() for _ in range(5)]
     assert results == [[1.0] * 4] * 5

@@ -219,7 +219,7 @@ def test_a_graph_that_reads_what_was_given_back_is_found(gpu: ShadowGpu) -> None
             return lambda: x * weight
 
         step = graphs.new_graphed_step(
-            lambda: x * 3, torch.float32, lambda: CudaCapture(CUDA), record_first=record_first
+            lambda: x * 3, 1e-2, lambda: CudaCapture(CUDA), record_first=record_first
         )
         return [step().cpu() for _ in range(5)]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.core.errors import ExecutionError
-from tandem.decode.model_runner import ModelRunner, has_packed_weights
+from tandem.decode.model_runner import ModelRunner, tolerance_of
 from tandem.decode.moving import MovingSlots
 from tandem.decode.slots import EACH_TOKEN_SEEN, CachedSlotPool
 from tandem.decode.token_routed import TokenRouted
@@ -34,7 +34,6 @@ from tandem.recording.replay import ReplayedStep
 
 # Fused operations may round the last digit of bf16 differently, and near ties of a router flip.
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-_PACKED_TOLERANCE = 0.1  # as bf16: what is packed rounds the values that it is given
 
 
 class _Step(NamedTuple):
@@ -265,7 +264,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         replayed = ReplayedStep(
             run,
             partial(record_step, run, inputs, self.cache.threads),
-            self._tolerance(),
+            tolerance_of(self._model.model, _TOLERANCES),
             executor=self._executor,
             announce=partial(self._announce_again, num_tokens),
             save=lambda: self.cache.states.save(slots.tolist()),
@@ -273,14 +272,6 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
             why_not=self._model.why_not_replayed(_TOLERANCES, has_replay=self._has_replay),
         )
         return _Step(slots, positions, rotary, ids, hidden, replayed)
-
-    def _tolerance(self) -> float | None:
-        """Return how far recorded results may be off; None for a dtype that is not recorded."""
-        model = self._model.model
-        tolerance = _TOLERANCES.get(model.dtype)
-        if tolerance is None or not has_packed_weights(model):
-            return tolerance
-        return max(tolerance, _PACKED_TOLERANCE)
 
     def _announce_again(self, num_tokens: int) -> None:
         if self._executor is not None:

@@ -177,8 +177,19 @@ def executor_of(model: PreTrainedModel) -> Executor | None:
     return None if runtime is None else runtime.executor
 
 
-def has_packed_weights(model: PreTrainedModel) -> bool:
-    """Whether experts or linear layers are packed, so that values are rounded before them."""
+def tolerance_of(model: PreTrainedModel, tolerances: Mapping[torch.dtype, float]) -> float | None:
+    """Return how far another way of a step may be off, relative to its logits' size.
+
+    `tolerances` are by dtype; None: not of this one. What is packed rounds the values that it is
+    given, as bf16 does.
+    """
+    tolerance = tolerances.get(model.dtype)
+    if tolerance is None or not _has_packed_weights(model):
+        return tolerance
+    return max(tolerance, tolerances[torch.bfloat16])
+
+
+def _has_packed_weights(model: PreTrainedModel) -> bool:
     runtime = runtime_of(model)
     experts: Iterable[object] = () if runtime is None else runtime.store
     return any(isinstance(layer, PackedLayer) for layer in experts) or any(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.checkpoint.config_values import foreign_errors
 from tandem.core.errors import TandemError
-from tandem.decode.model_runner import executor_of, has_packed_weights
+from tandem.decode.model_runner import executor_of, tolerance_of
 from tandem.decode.padded import PaddedBatch
 from tandem.decode.slots import CachedSlotPool
 from tandem.experts.execution.executor import unheard
@@ -21,7 +21,6 @@ from tandem.kv_cache.base import NotInSlotsError
 # show as an error of about one, whatever the tokens; low precision rounds differently, and so do
 # integers for packed weights: the last digit of an fp32 value decides to which they round.
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
-_PACKED_TOLERANCE = 0.15
 _TRIAL_TOKENS = 6
 # Near ties of the router may flip, but not with other tokens too: each comparison is near once.
 _TRIAL_FIRST_IDS = range(11, 17)
@@ -38,11 +37,9 @@ def why_other_logits(model: PreTrainedModel, new_pool: NewPool) -> str | None:
 
     `new_pool` returns so many slots. Raises the `TandemError` of a model that cannot be run at all.
     """
-    tolerance = _TOLERANCES.get(model.dtype)
+    tolerance = tolerance_of(model, _TOLERANCES)
     if tolerance is None:
         return f"the model is {model.dtype}"
-    if has_packed_weights(model):
-        tolerance = max(tolerance, _PACKED_TOLERANCE)
     with unheard(executor_of(model)), reference_warnings_held() as held:
         why = _why_other_logits(model, new_pool, tolerance)
     if why is not None:

@@ -227,7 +227,7 @@ class CapturedStep:
 
 def new_graphed_step(
     step: Callable[[], Tensor],
-    dtype: torch.dtype,
+    tolerance: float | None,
     make_capture: Callable[[], Capture],
     find_layers: Callable[[], GraphLayers | None] = lambda: None,
     *,
@@ -282,7 +282,7 @@ def new_graphed_step(
         return expected, captured
 
     return ReplayedStep(
-        plain, record, TOLERANCES.get(dtype),
+        plain, record, tolerance,
         executor=executor, save=save, make_room=make_room, warns=True,
         is_like_trusted=is_like_trusted, why_not=why_not,
     )  # fmt: skip

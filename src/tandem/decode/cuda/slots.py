@@ -26,7 +26,7 @@ from tandem.decode.cuda.graphs import (
 from tandem.decode.cuda.handed_graph import handed_graph
 from tandem.decode.cuda.resident_layers import GraphedLayers, graphed_layers
 from tandem.decode.cuda.step_inputs import StepInputs
-from tandem.decode.model_runner import ModelRunner
+from tandem.decode.model_runner import ModelRunner, tolerance_of
 from tandem.decode.slots import EACH_TOKEN_SEEN, CachedSlotPool
 from tandem.decode.trial import NOT_IN_SLOTS, why_other_logits
 from tandem.devices.cuda.captures import Capture, CudaCapture
@@ -277,7 +277,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         has_replay = self._make_capture is not None
         replayed = new_graphed_step(
             partial(self._run, count),
-            self._model.model.dtype,
+            tolerance_of(self._model.model, TOLERANCES),
             self._make_capture or _no_capture,
             find_layers,
             pad=partial(self._pad, count),
