@@ -19,8 +19,9 @@ from tandem.kernels import _native
 _FORMATS = ("bf16", "int8", "int4", "mxfp4")
 _PROMPT = tuple(range(40, 72))
 STEPS = 32
-# Recorded steps add in another order than torch does.
-_MOST_DIFFERENCE = 1e-2
+# Of a token's logits, relative to their size. Recorded steps add in another order than torch does, and
+# the last digit of a sum decides to which integer int8 kernels round it; mistakes come to about one.
+_MOST_DIFFERENCE = 3e-2
 VOCABULARY = 256
 # Larger than Transformers' own, so that the most likely token leads clearly.
 _WEIGHT_SPREAD = 0.1
@@ -69,12 +70,12 @@ def answer() -> Said:
             logits_of(Generator(model, has_replay=has_replay)) for has_replay in (True, False)
         )
         require_runtime(model).executor.close()
-    difference = (recorded - plain).abs().max().item()
+    difference = ((recorded - plain).norm(dim=-1) / plain.norm(dim=-1)).max().item()
     if not difference <= _MOST_DIFFERENCE:  # also what is not a number
         raise ExecutionError(
-            f"the logits of recorded steps are up to {difference:.2g} from those of plain ones"
+            f"the logits of recorded steps are up to {difference:.2%} from those of plain ones"
         )
-    return Said(f"{STEPS} tokens, recorded steps within {difference:.1e} of plain ones")
+    return Said(f"{STEPS} tokens, recorded steps within {difference:.2%} of plain ones")
 
 
 def logits_of(generator: Generator) -> torch.Tensor:
