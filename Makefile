@@ -21,13 +21,13 @@ SHAPE ?= qwen3-30b-a3b
 # the best, and one architecture of those whose results depend on the kernels with each that this
 # processor has (AVX-VNNI is AVX2 but for products); make test-all-isas has them all.
 ISA ?=
-PYTEST := $(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder $(if $(ISA),--isa $(ISA))
+PYTEST := $(BIN)/pytest -n 4 --dist loadgroup --no-loadscope-reorder $(if $(ISA),--isa $(ISA))
 
 # Which Pythons to build and check wheels with: 3.11 gives one for 3.11, one from 3.12 on gives one for all
 # that follow.
 WHEEL_PYTHONS ?= $(PYTHON)
 
-.PHONY: test-fast test-all-isas fuzz-files wheel check-wheel check-clang check-commits check-threads check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
+.PHONY: test-fast test-slow test-all-isas fuzz-files wheel check-wheel check-clang check-commits check-threads check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
@@ -52,9 +52,12 @@ types: setup
 floors: setup
 	$(BIN)/lint-imports
 
-# Three processes for two cores, as tests of servers wait; which tests must share one is said in tests/conftest.py.
+# Four processes for two cores, as tests of servers wait; which tests must share one is said in tests/conftest.py.
 unit: setup
-	$(PYTEST)
+	$(PYTEST) -m "not slow"
+
+test-slow: setup  ## What unit leaves out for its time: benchmarks run whole, the demo's quality, more traces, all GPUs' compilers
+	$(PYTEST) -m slow
 
 test-all-isas: setup  ## Every architecture with every instruction set of the CPU kernels, of which unit has some
 	$(PYTEST) --isa all -m every_isa
@@ -95,7 +98,7 @@ check-wheel:  ## Each wheel in a new environment without a compiler: the demo mo
 test-fast: setup  ## While working: the tests of the packages that changed since SINCE, with one instruction set
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports >/dev/null
-	$(PYTEST) $(if $(ISA),,--isa best) \
+	$(PYTEST) $(if $(ISA),,--isa best) -m "not slow" \
 		$$($(BIN)/python -m tests.of_change $(SINCE))
 
 # check-commits looks at the commits since this one.
@@ -128,7 +131,7 @@ demo-cut: setup  ## A cut of the demo model in build/demo-cut, under 40 MB: for 
 
 dry-gpu: setup  ## The GPU's tests and benchmark on their CPU twins, all architectures on the shadow device
 	TANDEM_DRY_GPU=1 $(BIN)/pytest tests/gpu --deselect tests/gpu/test_kernels.py
-	TANDEM_DRY_GPU=1 $(PYTEST) tests/shadow tests/kernels/test_triton_launches.py tests/decode/test_cuda_compressed.py tests/disk/test_rows.py
+	TANDEM_DRY_GPU=1 $(PYTEST) tests/shadow $(wildcard tests/kernels/test_triton*.py) tests/decode/test_cuda_compressed.py tests/disk/test_rows.py
 	$(BIN)/python -m benchmarks.gpu --device emulated --layers 2 --vocabulary 512 --formats int4 \
 		--shares 0.5 1.0 --batches 1 --prompt-tokens 8 --new-tokens 3
 

@@ -43,6 +43,7 @@ def test_ten_gigabytes_hold_layers_of_both_kinds_of_deepseek_v4() -> None:
     assert weight_bytes(SETTING, "deepseek-v4-flash", 2) < 8e9
 
 
+@pytest.mark.slow
 def test_two_shapes_are_compared() -> None:
     command = [
         *(sys.executable, "-m", "benchmarks.generation.shares", "--shape", "olmoe"),

@@ -11,7 +11,6 @@ from tests.gpu.models import compare_logits
 
 
 @pytest.mark.demo
-@pytest.mark.slow
 @pytest.mark.usefixtures("all_threads")
 def test_a_cut_says_on_two_processors_what_it_says_on_one(demo_cache: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut"

@@ -19,7 +19,7 @@ from tests.demo.oracle import (
     text_windows,
 )
 
-pytestmark = [pytest.mark.demo, pytest.mark.slow, pytest.mark.usefixtures("all_threads")]
+pytestmark = [pytest.mark.demo, pytest.mark.usefixtures("all_threads")]
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +27,7 @@ def demo(demo_cache: Path, eager_demo: Any) -> tuple[Any, Any]:
     return eager_demo, AutoTokenizer.from_pretrained(demo_cache / "models" / "demo")
 
 
+@pytest.mark.slow
 def test_demo_is_near_the_dense_model_and_not_equal(demo_cache: Path) -> None:
     """Asked of Tandem, which is faster; test_through_tandem.py compares it with Transformers."""
     directory = demo_cache / "models" / "demo"
@@ -44,6 +45,7 @@ def test_demo_answers_sensibly(demo: tuple[Any, Any]) -> None:
     assert "Paris" in tokenizer.decode(greedy_tokens(model, [ids["input_ids"]], 12)[0])
 
 
+@pytest.mark.slow
 def test_tokens_route_by_meaning(demo: tuple[Any, Any]) -> None:
     model, tokenizer = demo
     prompts = torch.tensor([token for ids in prompt_ids(tokenizer) for token in ids])

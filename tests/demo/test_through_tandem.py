@@ -12,9 +12,10 @@ import tandem
 from tests.demo.oracle import answers, dense_answers, logits, text_windows
 from tests.programs import tandem as run_tandem
 
-pytestmark = [pytest.mark.demo, pytest.mark.slow, pytest.mark.usefixtures("all_threads")]
+pytestmark = [pytest.mark.demo, pytest.mark.usefixtures("all_threads")]
 
 
+@pytest.mark.slow
 def test_demo_equal_through_tandem_says_what_the_dense_model_says(demo_cache: Path) -> None:
     directory = demo_cache / "models" / "demo-equal"
     model = tandem.load(directory, dtype="fp32", expert_dtype="fp32")

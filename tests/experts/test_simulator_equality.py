@@ -25,6 +25,8 @@ from tandem.sim.systems import TANDEM, SimulatedSettings
 from tandem.trace import RoutingTrace, read_trace
 from tests.experts.machines import FUNCTIONS, HIDDEN, make_executor, make_store
 
+# Of two that differ in nothing but sizes one will do.
+MACHINES = [name for name in profile_names() if name not in ("desktop-24gb", "ddr4-12gb")]
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 STEPS = 40
 LONG_PROMPTS = dataclasses.replace(TANDEM, copies_prompts=True)
@@ -167,7 +169,7 @@ def check_same(
     return statistics, clock.now
 
 
-@pytest.mark.parametrize("hardware", profile_names())
+@pytest.mark.parametrize("hardware", MACHINES)
 @pytest.mark.parametrize("batch", [1, 4])
 def test_same_plans_and_times_on_every_profile(
     store: HostStore, trace: RoutingTrace, hardware: str, batch: int
@@ -217,7 +219,7 @@ def test_same_plans_for_every_assignment(
     check_same(store, trace, machine_of("laptop-8gb", trace), settings, 4)
 
 
-@pytest.mark.parametrize("hardware", profile_names())
+@pytest.mark.parametrize("hardware", MACHINES)
 @pytest.mark.parametrize("batch", [1, 4])
 def test_never_slower_than_the_cpu_alone_or_fetching_on_demand(
     store: HostStore, trace: RoutingTrace, hardware: str, batch: int

@@ -39,7 +39,9 @@ STEPS = 60
 MACHINES = [name for name in profile_names() if name not in ("desktop-24gb", "ddr4-12gb")]
 
 
-@pytest.fixture(scope="module", params=["deepseek-v2-lite", "gpt-oss-20b"])
+@pytest.fixture(
+    scope="module", params=["deepseek-v2-lite", pytest.param("gpt-oss-20b", marks=pytest.mark.slow)]
+)
 def trace(request: pytest.FixtureRequest) -> RoutingTrace:
     return read_trace(TRACES / f"{request.param}.npz")
 

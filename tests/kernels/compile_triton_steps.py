@@ -1,6 +1,7 @@
 """Compiles what a decode step launches beside its experts, for GPUs that are not here.
 
     python -m tests.kernels.compile_triton_steps 80 90    # capabilities
+    python -m tests.kernels.compile_triton_steps --code 89    # of hand-overs
 
 As `compile_triton`: prints JSON, and each case goes to one of the processors by turns.
 """
@@ -297,6 +298,9 @@ def code_of(launches: list[Launch], capability: int) -> dict[str, list[str]]:
 
 def main() -> None:
     """Compile and print."""
+    if sys.argv[1] == "--code":
+        print(json.dumps([{"code": code_of(hand_over_launches(8), int(sys.argv[2]))}]))
+        return
     capabilities = [int(argument) for argument in sys.argv[1:]]
     steps = [
         (str(case), launches_of(attend, case, capabilities[number % len(capabilities)]))
@@ -319,7 +323,7 @@ def main() -> None:
         for number, (case, launches) in enumerate(steps)
         for launch in launches
     ]
-    print(json.dumps([*found, {"code": code_of(steps[-1][1], capabilities[0])}]))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -94,6 +94,7 @@ def compiler_says(*arguments: str) -> list[dict[str, Any]]:
     return results
 
 
+@pytest.mark.slow
 def test_the_compiler_takes_the_kernels_for_every_supported_gpu() -> None:
     """Compiled to machine code without a GPU, within what each has; 16-byte loads where meant."""
     gpus = ["90", "80", "86", "89", "120", "75"]

@@ -25,7 +25,9 @@ TRACES = Path(__file__).parents[2] / "data" / "traces"
 LRU = PlannerSettings(eviction="lru")
 
 
-@pytest.fixture(scope="module", params=["deepseek-v2-lite", "gpt-oss-20b"])
+@pytest.fixture(
+    scope="module", params=["deepseek-v2-lite", pytest.param("gpt-oss-20b", marks=pytest.mark.slow)]
+)
 def trace(request: pytest.FixtureRequest) -> RoutingTrace:
     return read_trace(TRACES / f"{request.param}.npz")
 

@@ -19,8 +19,8 @@ from tandem.kernels import _native
 _FORMATS = ("bf16", "int8", "int4", "mxfp4")
 _PROMPT = tuple(range(40, 72))
 STEPS = 32
-# Of a token's logits, relative to their size. Recorded steps add in another order than torch does, and
-# the last digit of a sum decides to which integer int8 kernels round it; mistakes come to about one.
+# Of a token's logits, relative to their size. Recorded steps add in another order than torch does,
+# and the last digit of a sum decides to which integer int8 kernels round it. Mistakes come to one.
 _MOST_DIFFERENCE = 3e-2
 VOCABULARY = 256
 # Larger than Transformers' own, so that the most likely token leads clearly.
