@@ -101,8 +101,8 @@ constexpr const Encoding& encoding(Format format) { return kEncodings[static_cas
 // kernels have them all.
 constexpr bool has_vector_kernels([[maybe_unused]] Format format) {
 #if defined(TANDEM_FORMATS_OF_EACH_KIND)
-  for (const Format alike : {Format::kQ5K, Format::kQ3K, Format::kIq4Nl, Format::kIq3Xxs,
-                             Format::kIq3S, Format::kIq2Xs, Format::kInt5})
+  for (const Format alike : {Format::kQ5K, Format::kQ3K, Format::kIq4Nl, Format::kIq4Xs,
+                             Format::kIq3Xxs, Format::kIq3S, Format::kIq2Xs, Format::kInt5})
     if (format == alike) return false;
 #endif
   return true;

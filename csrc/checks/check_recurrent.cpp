@@ -19,7 +19,7 @@ using tandem::ValueType;
 using tandem::checks::Random;
 using Index = std::int64_t;
 
-constexpr int kRounds = 36;
+constexpr int kRounds = 12;
 constexpr Index kSlots = 3;
 
 // Tokens of some slots, one slot after the other; `lengths` grow.

@@ -21,7 +21,7 @@ using tandem::Four;
 using tandem::Operand;
 using tandem::checks::Random;
 
-constexpr int kRounds = 100;
+constexpr int kRounds = 40;
 
 std::int64_t count_of(const Four& sizes) {
   return sizes[0] * sizes[1] * sizes[2] * sizes[3];

@@ -54,6 +54,7 @@ def _state(peer: PeerProcess) -> str:
     return status
 
 
+@pytest.mark.slow
 def test_a_peer_that_fails_is_named_and_the_others_are_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

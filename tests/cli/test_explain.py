@@ -110,6 +110,7 @@ def trace() -> RoutingTrace:
     return trace
 
 
+@pytest.mark.slow
 def test_every_change_is_an_improvement_where_it_must_be(trace: RoutingTrace) -> None:
     store, geometry = make_store(trace.meta.geometry), trace.meta.geometry
     machine = make_machine(geometry, dense=0.0)

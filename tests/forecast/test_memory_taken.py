@@ -53,6 +53,7 @@ def test_a_packed_shape_takes_what_was_forecast(tmp_path: Path) -> None:
 
 
 @pytest.mark.demo
+@pytest.mark.slow
 def test_the_demo_model_takes_what_was_forecast() -> None:
     source = os.environ.get("TANDEM_DEMO_SOURCE")
     demo = ensure_demo_model("demo", cache_dir=cache_dir(), source=Path(source) if source else None)

@@ -34,6 +34,7 @@ def test_what_was_found_is_a_sentence_now(tried: Mapping[str, Kind], file: Path)
     assert tried[file.parent.name].answer(file.read_bytes()).endswith(("Error", "read"))
 
 
+@pytest.mark.slow
 def test_the_fuzzer_sees_which_branches_a_file_reaches(tmp_path: Path) -> None:
     pytest.importorskip("atheris")
     answers = fuzz(tmp_path, "index", DAMAGED)

@@ -16,7 +16,6 @@ from tests.decode.twin_capture import TwinCapture
 from tests.decode.whole_pool import cuda_pool
 from tests.hf.tiny import save_tiny_checkpoint
 
-pytestmark = pytest.mark.seam
 IDS = [20, 21, 22, 23]
 
 
@@ -37,6 +36,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return save_tiny_checkpoint(tmp_path / "tiny")
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("part", ["layers.1.self_attn.v_proj", "norm", "embed_tokens"])
 def test_a_dense_weight_that_is_not_finite_is_named(

@@ -7,8 +7,6 @@ import pytest
 
 from tests.programs import TORCH_IMPORTS, python
 
-pytestmark = pytest.mark.seam
-
 REGISTERED = (
     "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as q\n"
     "from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as e\n"
@@ -37,6 +35,7 @@ def test_import_is_free_of(modules: str, heavy: set[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(
     "imports",
     [

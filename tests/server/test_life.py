@@ -137,6 +137,7 @@ def test_a_killed_decode_process_takes_with_it_only_what_ran(small: RunningServe
     assert small.metric("tandem_engine_restarts_total") == 1
 
 
+@pytest.mark.slow
 def test_a_model_that_is_gone_when_the_process_starts_anew_is_told(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
