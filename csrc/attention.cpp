@@ -143,6 +143,17 @@ void require_inside(const AttentionCall& call) {
   }
 }
 
+// Sets the bits of a block's positions before `end`, if there is such a block.
+void mark_block(std::uint64_t* words, std::int64_t number, std::int64_t block, std::int64_t end) {
+  if (number < 0 || number > end / block) return;
+  const std::int64_t last = std::min((number + 1) * block, end);
+  for (std::int64_t at = number * block; at < last;) {
+    const std::int64_t bit = at % kKvChunk, count = std::min(kKvChunk - bit, last - at);
+    words[at / kKvChunk] |= (~std::uint64_t{0} >> (kKvChunk - count)) << bit;
+    at += count;
+  }
+}
+
 // Of the tile that a thread works on.
 TileRows& queries() {
   thread_local TileRows rows;
@@ -165,10 +176,12 @@ void AttentionEngine::append(const AttentionCall& call) {
   if (call.compressed.ratio > 0) append_compressed(call);
 }
 
-const std::uint64_t* AttentionEngine::selected_of(const AttentionCall& call,
-                                                std::int64_t token) const {
-  const bool are_marked = call.compressed.ratio == 0 && sees_some(call, token);
-  return are_marked ? selected_.data() + token * selected_words_ : nullptr;
+// Null where all is seen.
+std::uint64_t* AttentionEngine::marks_of(const AttentionCall& call, std::int64_t token,
+                                         std::int64_t kv_head) {
+  if (call.compressed.ratio > 0 || !sees_some(call, token, kv_head)) return nullptr;
+  const std::int64_t head = call.selected_heads == 1 ? 0 : kv_head;
+  return selected_.data() + (token * call.selected_heads + head) * selected_words_;
 }
 
 void AttentionEngine::mark_selected(const AttentionCall& call) {
@@ -176,21 +189,20 @@ void AttentionEngine::mark_selected(const AttentionCall& call) {
   std::int64_t last = 0;
   for (std::int64_t t = 0; t < call.num_tokens; ++t) last = std::max(last, call.positions[t] + 1);
   selected_words_ = (last + kKvChunk - 1) / kKvChunk;
-  if (static_cast<std::int64_t>(selected_.size()) < call.num_tokens * selected_words_)
-    selected_.resize(call.num_tokens * selected_words_);
-  const auto mark = [&](std::int64_t token) {
-    if (!selected_of(call, token)) return;
-    std::uint64_t* words = selected_.data() + token * selected_words_;
+  const std::int64_t count = call.num_tokens * call.selected_heads;
+  if (static_cast<std::int64_t>(selected_.size()) < count * selected_words_)
+    selected_.resize(count * selected_words_);
+  const auto mark = [&](std::int64_t i) {
+    const std::int64_t token = i / call.selected_heads, head = i % call.selected_heads;
+    std::uint64_t* words = marks_of(call, token, head);
+    if (!words) return;
     std::fill_n(words, selected_words_, std::uint64_t{0});
-    const std::int32_t* positions = call.selected + token * call.num_selected;
-    for (std::int64_t i = 0; i < call.num_selected; ++i) {
-      const std::int64_t position = positions[i];
-      if (position >= 0 && position <= call.positions[token])
-        words[position / kKvChunk] |= std::uint64_t{1} << (position % kKvChunk);
-    }
+    const std::int32_t* numbers = call.selected_by(token, head);
+    for (std::int64_t n = 0; n < call.num_selected; ++n)
+      mark_block(words, numbers[n], call.selected_block, call.positions[token] + 1);
   };
-  if (call.num_tokens * call.num_selected > kManySelected) return pool_.run(call.num_tokens, mark);
-  for (std::int64_t t = 0; t < call.num_tokens; ++t) mark(t);
+  if (count * call.num_selected > kManySelected) return pool_.run(count, mark);
+  for (std::int64_t i = 0; i < count; ++i) mark(i);
 }
 
 void AttentionEngine::plan_tiles(const AttentionCall& call) {
@@ -271,7 +283,7 @@ void AttentionEngine::attend(const AttentionCall& call, const Task& task) {
   const Tile& tile = tiles_[task.tile];
   const std::int64_t rows = tile.num_tokens * heads_of(call), width = call.layout.value_width();
   queries().fill(call, tile.first_token, tile.num_tokens, tile.kv_head,
-                 [&](std::int64_t token) { return selected_of(call, token); });
+                 [&](std::int64_t token) { return marks_of(call, token, tile.kv_head); });
   thread_local std::vector<float> own;  // the tile's total, and the segment to be merged with it
   own.resize(2 * part_values(call, rows));
   const bool is_whole = task.part < 0;

@@ -61,9 +61,9 @@ struct AttentionCall {
   float softcap;         // scores become softcap * tanh(score / softcap); 0: they do not
   std::int64_t window;   // positions that a token sees, itself included; 0: all
   const float* sinks;    // one more score per head that takes its share of the softmax, or null
-  // Positions that a token sees, of those it could see: (num_tokens, num_selected), in any order, with
-  // -1 where there are fewer. A token whose first one is -1 sees all; so do all tokens if it is null.
-  // Where there are compressed keys, of these, each once.
+  // Positions that a token sees, of those it could see: (num_tokens, selected_heads, num_selected), in any
+  // order, with -1 where there are fewer; as numbers of blocks of so many positions. Where the first one is
+  // -1 it sees all; so do all tokens if it is null. Where there are compressed keys, of these, each once.
   const std::int32_t* selected;
   std::int64_t num_selected;
   void* out;             // (num_tokens, num_heads, value_dim)
@@ -74,6 +74,13 @@ struct AttentionCall {
   std::int64_t num_always_seen = 0;  // rows
   DistanceBias bias{};               // of no dimensions: there is none
   const void* token_sinks = nullptr;  // as `sinks`, but (num_tokens, num_heads), or null
+  std::int64_t selected_heads = 1;    // num_kv_heads where each has a selection of its own
+  std::int64_t selected_block = 1;
+
+  const std::int32_t* selected_by(std::int64_t token, std::int64_t kv_head) const {
+    const std::int64_t head = selected_heads == 1 ? 0 : kv_head;
+    return selected + (token * selected_heads + head) * num_selected;
+  }
 };
 
 // What a query row sees: positions begin..end-1, and 0..always-1 as far as they are before the end; of
@@ -146,7 +153,7 @@ class AttentionEngine {
   };
 
   void mark_selected(const AttentionCall& call);
-  const std::uint64_t* selected_of(const AttentionCall& call, std::int64_t token) const;
+  std::uint64_t* marks_of(const AttentionCall& call, std::int64_t token, std::int64_t kv_head);
   void plan_tiles(const AttentionCall& call);
   void plan_tasks();
   void attend(const AttentionCall& call, const Task& task);
@@ -163,8 +170,8 @@ class AttentionEngine {
   std::vector<Task> tasks_;
   std::vector<float> parts_;
   std::int64_t num_parts_ = 0;
-  std::vector<std::uint64_t> selected_;  // a bit per position, by token
-  std::int64_t selected_words_ = 0;      // of a token
+  std::vector<std::uint64_t> selected_;  // a bit per position, by token and selecting head
+  std::int64_t selected_words_ = 0;      // of one of them
 };
 
 }  // namespace tandem

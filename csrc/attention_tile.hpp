@@ -21,8 +21,8 @@ inline std::int64_t always_seen(const AttentionCall& call, std::int64_t token) {
 inline std::int64_t heads_of(const AttentionCall& call) { return call.num_heads / call.num_kv_heads; }
 
 // Whether a token sees some alone of what `selected` is about: positions, or compressed keys.
-inline bool sees_some(const AttentionCall& call, std::int64_t token) {
-  return call.selected && call.selected[token * call.num_selected] >= 0;
+inline bool sees_some(const AttentionCall& call, std::int64_t token, std::int64_t kv_head = 0) {
+  return call.selected && *call.selected_by(token, kv_head) >= 0;
 }
 
 // Calls f with the number of each compressed key that a token sees.
@@ -34,7 +34,7 @@ void each_compressed(const AttentionCall& call, std::int64_t token, const F& f) 
     for (std::int64_t number = 0; number < seen; ++number) f(number);
     return;
   }
-  const std::int32_t* numbers = call.selected + token * call.num_selected;
+  const std::int32_t* numbers = call.selected_by(token, 0);
   for (std::int64_t i = 0; i < call.num_selected; ++i)
     if (numbers[i] >= 0 && numbers[i] < seen) f(numbers[i]);
 }

@@ -104,8 +104,9 @@ void take_query(AttentionCall& call, const Tensor& slots, const Tensor& position
   call.selected = nullptr;
   if (selected) {
     require(call.num_selected > 0, "one selected position or more");
-    call.selected = selected->dense<const std::int32_t>("selected",
-                                                        call.num_tokens * call.num_selected);
+    require(call.selected_heads == 1 || call.compressed.ratio == 0, "compressed keys for all heads");
+    call.selected = selected->dense<const std::int32_t>(
+        "selected", call.num_tokens * call.selected_heads * call.num_selected);
   }
   require(bias_states.has_value() == (call.bias.dim > 0), "states where there is a bias by distance");
   if (bias_states)

@@ -251,6 +251,13 @@ void set_always_seen(AttentionCall& call, const Tensor& counts) {
   call.always_seen = counts.dense<const std::int64_t>("counts", call.num_always_seen);
 }
 
+// Positions are selected in blocks of so many; `by_head` says whether each KV head has its own.
+void set_selection(AttentionCall& call, std::int64_t block, bool by_head) {
+  require(block >= 1, "one position or more in a block");
+  call.selected_block = block;
+  call.selected_heads = by_head ? call.num_kv_heads : 1;
+}
+
 // Profiles (dim, extent and a margin on both sides) of a bias by distance, see `DistanceBias`.
 void set_bias(AttentionCall& call, const Tensor& profiles) {
   profiles.require_dims("profiles", 2);
@@ -272,6 +279,7 @@ void bind_attention(nb::module_& m) {
                    [](const AttentionCall& call) { return call.layout.joint_bytes(); })
       .def("set_compressed", &set_compressed)
       .def("set_always_seen", &set_always_seen)
+      .def("set_selection", &set_selection)
       .def("set_bias", &set_bias);
   nb::class_<AttentionEngine>(m, "AttentionEngine")
       .def("__init__",

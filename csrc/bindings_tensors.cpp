@@ -159,23 +159,28 @@ void add_product(Program& program, const Tensor& a, const Tensor& b, const Tenso
   program.add(Product{sizes, left[3], first, second, target(out, "out")});
 }
 
-// Selects as many positions as a row of `out` has, by keys (n, dim) and queries (n, heads, dim).
+// Selects as many positions as a row of `out` has, by keys (n, dim) and queries (n, heads, dim). With a
+// `block`, as many blocks for each head: then `out` is (n, heads, most).
 void add_selection(Program& program, const IndexLayer& layer, const Tensor& slots,
                    const Tensor& positions, float scale, const Tensor& key, const Tensor& query,
-                   const MaybeTensor& weights, const Tensor& out) {
-  const std::int64_t num_tokens = key.size(0), heads = query.size(1);
+                   const MaybeTensor& weights, const Tensor& out, std::int64_t block,
+                   std::int64_t num_local) {
+  const std::int64_t num_tokens = key.size(0), heads = query.size(1), most = out.size(-1);
   const Four none{};
   key.strided("key", key.element(), {num_tokens, layer.dim});
   query.strided("query", query.element(), {num_tokens, heads, layer.dim});
   if (weights) weights->strided("weights", weights->element(), {num_tokens, heads});
-  out.require_dims("out", 2);
+  out.require_dims("out", block > 0 ? 3 : 2);
+  require(most > 0 && block >= 0 && num_local >= 0, "one position to be selected, or more");
+  require(block == 0 || (!weights && layer.ratio == 1 && out.size(1) == heads),
+          "blocks of tokens' own keys without weights, by head");
   program.add(IndexSelection{&layer,
                              {num_tokens, slots.dense<const std::int64_t>("slots", num_tokens),
                               positions.dense<const std::int64_t>("positions", num_tokens), false},
-                             heads, out.size(1), scale, operand(key, "key", none, 4),
+                             heads, most, scale, operand(key, "key", none, 4),
                              operand(query, "query", none, 4),
                              weights ? operand(*weights, "weights", none, 4) : Operand{},
-                             out.dense<std::int32_t>("out", num_tokens * out.size(1))});
+                             out.dense<std::int32_t>("out", out.count()), block, num_local});
 }
 
 }  // namespace
@@ -203,7 +208,9 @@ void bind_tensor_ops(nb::class_<Program>& program) {
       .def("add_lookup", &add_lookup)
       .def("add_scatter", &add_scatter)
       .def("add_product", &add_product)
-      .def("add_selection", &add_selection, nb::keep_alive<1, 2>());
+      .def("add_selection", &add_selection, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg(), nb::arg().none(), nb::arg(), nb::arg() = 0, nb::arg() = 0,
+           nb::keep_alive<1, 2>());
 }
 
 }  // namespace tandem

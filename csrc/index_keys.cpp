@@ -11,6 +11,23 @@ namespace {
 
 constexpr std::int64_t kKeysOfTask = 256;
 
+// Writes the numbers of the greatest `most` of more scores.
+void select_greatest(float* scores, std::int64_t count, std::int64_t most, std::int32_t* out) {
+  for (std::int64_t i = 0; i < count; ++i)
+    if (std::isnan(scores[i])) scores[i] = INFINITY;
+  thread_local std::vector<float> sorted;
+  sorted.assign(scores, scores + count);
+  std::nth_element(sorted.begin(), sorted.begin() + most - 1, sorted.end(), std::greater<>());
+  const float least = sorted[most - 1];
+  std::int64_t missing = most;  // of those that are just as good as the last one
+  for (std::int64_t i = 0; i < count; ++i) missing -= scores[i] > least;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const bool is_equal = scores[i] == least && missing > 0;
+    missing -= is_equal;
+    if (scores[i] > least || is_equal) *out++ = static_cast<std::int32_t>(i);
+  }
+}
+
 }  // namespace
 
 void IndexEngine::load_queries(const IndexSelection& call, std::int64_t token, float* queries,
@@ -34,7 +51,7 @@ void IndexEngine::load_queries(const IndexSelection& call, std::int64_t token, f
   if ((position + 1) % ratio == 0)
     copy(call.key, {0, 0, token, 0}, {1, 1, 1, dim}, {0, 0, 0, 1},
          {static_cast<ElementType>(call.layer->type), call.layer->key_at(slot, position / ratio), {}});
-  if (call.num_keys(token) <= call.most) return;
+  if (call.num_choices(token) <= call.most) return;
   std::fill_n(queries, dim * padded, 0.0f);
   to_fp32(call.query, {0, token, 0, 0}, {1, 1, heads, dim}, {0, 0, 1, padded}, queries);
   for (std::int64_t i = 0; i < dim * padded; ++i) queries[i] *= call.scale;
@@ -58,44 +75,56 @@ void IndexEngine::run(const IndexSelection& call) {
                                   " of slot " + std::to_string(slot) +
                                   ", expected one that the layer has");
     load_queries(call, t, queries_.data() + t * dim * padded, weights_.data() + t * padded);
-    const std::int64_t keys = call.num_keys(t), count = keys <= call.most ? 0 : keys;
-    begin_.push_back(begin_.back() + count);
+    const std::int64_t choices = call.num_choices(t), count = choices <= call.most ? 0 : choices;
+    begin_.push_back(begin_.back() + count * (call.block > 0 ? padded : 1));
     longest = std::max(longest, count);
   }
   scores_.resize(begin_.back());
-  const std::int64_t parts = (longest + kKeysOfTask - 1) / kKeysOfTask;
+  const std::int64_t each = call.block > 0 ? (kKeysOfTask + call.block - 1) / call.block : kKeysOfTask;
+  const std::int64_t parts = (longest + each - 1) / each;
   pool_.run(num_tokens * parts, [&](std::int64_t i) {
-    const std::int64_t t = i / parts, first = i % parts * kKeysOfTask;
-    const std::int64_t count = std::min(kKeysOfTask, begin_[t + 1] - begin_[t] - first);
-    if (count <= 0) return;
-    const void* keys = call.layer->key_at(call.tokens.slots[t], first);
-    kernels_.score_keys({call.layer->type, keys, count, dim, padded,
-                         queries_.data() + t * dim * padded, weights_.data() + t * padded,
-                         scores_.data() + begin_[t] + first});
+    const std::int64_t t = i / parts, first = i % parts * each;
+    const std::int64_t choices = begin_[t] == begin_[t + 1] ? 0 : call.num_choices(t);
+    if (const std::int64_t count = std::min(each, choices - first); count > 0) score(call, t, first, count);
   });
-  pool_.run(num_tokens, [&](std::int64_t t) { select(call, t); });
+  pool_.run(num_tokens, [&](std::int64_t t) {
+    const std::int64_t selections = call.num_selections();
+    std::int32_t* out = call.out + t * selections * call.most;
+    if (begin_[t] == begin_[t + 1]) std::fill_n(out, selections * call.most, -1);
+    else if (call.block > 0) select_blocks(call, t);
+    else select_greatest(scores_.data() + begin_[t], call.num_keys(t), call.most, out);
+  });
 }
 
-void IndexEngine::select(const IndexSelection& call, std::int64_t token) {
-  std::int32_t* out = call.out + token * call.most;
-  const std::int64_t count = begin_[token + 1] - begin_[token];
-  if (count == 0) {
-    std::fill_n(out, call.most, -1);
-    return;
-  }
+// Scores some keys or blocks of a token's slot.
+void IndexEngine::score(const IndexSelection& call, std::int64_t token, std::int64_t first,
+                        std::int64_t count) {
+  const std::int64_t dim = call.layer->dim, padded = padded_heads(call.num_heads);
+  const std::int64_t slot = call.tokens.slots[token];
+  const float* queries = queries_.data() + token * dim * padded;
+  const float* weights = weights_.data() + token * padded;
   float* scores = scores_.data() + begin_[token];
-  for (std::int64_t i = 0; i < count; ++i)
-    if (std::isnan(scores[i])) scores[i] = INFINITY;
-  thread_local std::vector<float> sorted;
-  sorted.assign(scores, scores + count);
-  std::nth_element(sorted.begin(), sorted.begin() + call.most - 1, sorted.end(), std::greater<>());
-  const float least = sorted[call.most - 1];
-  std::int64_t missing = call.most;  // of those that are just as good as the last one
-  for (std::int64_t i = 0; i < count; ++i) missing -= scores[i] > least;
-  for (std::int64_t i = 0; i < count; ++i) {
-    const bool is_equal = scores[i] == least && missing > 0;
-    missing -= is_equal;
-    if (scores[i] > least || is_equal) *out++ = static_cast<std::int32_t>(i);
+  if (call.block == 0) {
+    const void* keys = call.layer->key_at(slot, first);
+    return kernels_.score_keys({call.layer->type, keys, count, dim, padded, queries, weights, scores + first});
+  }
+  for (std::int64_t b = first; b < first + count; ++b) {
+    const std::int64_t some = std::min(call.block, call.num_keys(token) - b * call.block);
+    const void* keys = call.layer->key_at(slot, b * call.block);
+    kernels_.best_keys({call.layer->type, keys, some, dim, padded, queries, weights, scores + b * padded});
+  }
+}
+
+void IndexEngine::select_blocks(const IndexSelection& call, std::int64_t token) {
+  const std::int64_t count = call.num_choices(token), padded = padded_heads(call.num_heads);
+  const float* scores = scores_.data() + begin_[token];
+  thread_local std::vector<float> own;
+  own.resize(count);
+  for (std::int64_t head = 0; head < call.num_heads; ++head) {
+    for (std::int64_t b = 0; b < count; ++b)
+      own[b] = b < count - call.num_local ? scores[b * padded + head] : INFINITY;
+    select_greatest(own.data(), count, call.most,
+                    call.out + (token * call.num_heads + head) * call.most);
   }
 }
 

@@ -26,6 +26,9 @@ struct IndexLayer {
 // Keeps each token's key, then selects the `most` keys with the greatest sum over heads of
 // weight * relu(scale * query . key), of those that have come. Of equal scores the first wins; what is no
 // number counts as the greatest. A token that has no more keys than that sees all, which -1 says.
+//
+// With a `block`, each head selects for itself: blocks of so many keys, by the best of their scale * query .
+// key. The token's own block and those before it, `num_local` together, are among the selected.
 struct IndexSelection {
   const IndexLayer* layer;
   StateTokens tokens;  // one of each slot
@@ -34,12 +37,19 @@ struct IndexSelection {
   Operand key;         // (tokens, dim), strides of the last two
   Operand query;       // (tokens, heads, dim), strides of the last three
   Operand weights;     // (tokens, heads), strides of the last two; without data 1
-  std::int32_t* out;   // (tokens, most)
+  std::int32_t* out;   // (tokens, most); with a block (tokens, heads, most)
+  std::int64_t block = 0, num_local = 0;
 
   // The keys of a token's slot, its own among them.
   std::int64_t num_keys(std::int64_t token) const {
     return (tokens.positions[token] + 1) / layer->ratio;
   }
+  // What is selected from: keys, or blocks of them.
+  std::int64_t num_choices(std::int64_t token) const {
+    return block > 0 ? (num_keys(token) + block - 1) / block : num_keys(token);
+  }
+  // Selections of a token, side by side.
+  std::int64_t num_selections() const { return block > 0 ? num_heads : 1; }
 };
 
 // Works with a pool that must outlive it and be idle.
@@ -52,7 +62,9 @@ class IndexEngine {
 
  private:
   void load_queries(const IndexSelection& call, std::int64_t token, float* queries, float* weights);
-  void select(const IndexSelection& call, std::int64_t token);
+  void score(const IndexSelection& call, std::int64_t token, std::int64_t first,
+             std::int64_t count);
+  void select_blocks(const IndexSelection& call, std::int64_t token);
 
   ThreadPool& pool_;
   const TensorKernels& kernels_;

@@ -235,12 +235,11 @@ inline void multiply(const Product& call) {
     for (std::int64_t j = 0; j < call.sizes[1]; ++j) multiply_by_columns(call, i, j);
 }
 
-// Adds to `totals` what some heads say of some keys (.., dim): registers of heads meet several keys, so that
-// what is loaded of either serves all of the other.
+// Multiplies some heads with some keys (.., dim): registers of heads meet several keys, so that what is
+// loaded of either serves all of the other.
 template <int kKeys, int kVectors>
-inline void score_heads(const KeyScores& call, const float* keys, std::int64_t head,
-                        Vector (&totals)[kKeys]) {
-  Vector sums[kKeys][kVectors] = {};
+inline void multiply_heads(const KeyScores& call, const float* keys, std::int64_t head,
+                           Vector (&sums)[kKeys][kVectors]) {
   for (std::int64_t d = 0; d < call.dim; ++d) {
     Vector query[kVectors];
 #pragma GCC unroll 2
@@ -253,6 +252,14 @@ inline void score_heads(const KeyScores& call, const float* keys, std::int64_t h
       for (int v = 0; v < kVectors; ++v) sums[k][v] += query[v] * key;
     }
   }
+}
+
+// Adds to `totals` what some heads say of some keys.
+template <int kKeys, int kVectors>
+inline void score_heads(const KeyScores& call, const float* keys, std::int64_t head,
+                        Vector (&totals)[kKeys]) {
+  Vector sums[kKeys][kVectors] = {};
+  multiply_heads(call, keys, head, sums);
   for (int v = 0; v < kVectors; ++v) {
     const Vector weights = load(call.weights + head + v * TANDEM_LANES);
     for (int k = 0; k < kKeys; ++k) {
@@ -262,18 +269,24 @@ inline void score_heads(const KeyScores& call, const float* keys, std::int64_t h
   }
 }
 
+// Returns some keys, of this thread.
+inline const float* loaded_keys(const KeyScores& call, std::int64_t first, std::int64_t count) {
+  thread_local std::vector<float> keys;
+  keys.resize(count * call.dim);
+  load_values(value_at(call.keys, call.type, first * call.dim), call.type, count * call.dim,
+              keys.data());
+  return keys.data();
+}
+
 template <int kKeys>
 inline void score_some(const KeyScores& call, std::int64_t first) {
-  thread_local std::vector<float> keys;
-  keys.resize(kKeys * call.dim);
-  load_values(value_at(call.keys, call.type, first * call.dim), call.type, kKeys * call.dim,
-              keys.data());
+  const float* keys = loaded_keys(call, first, kKeys);
   Vector totals[kKeys]{};
   std::int64_t head = 0;
   for (; head + 2 * TANDEM_LANES <= call.heads; head += 2 * TANDEM_LANES)
-    score_heads<kKeys, 2>(call, keys.data(), head, totals);
+    score_heads<kKeys, 2>(call, keys, head, totals);
   for (; head < call.heads; head += TANDEM_LANES)
-    score_heads<kKeys, 1>(call, keys.data(), head, totals);
+    score_heads<kKeys, 1>(call, keys, head, totals);
   for (int k = 0; k < kKeys; ++k) call.scores[first + k] = sum_of(totals[k]);
 }
 
@@ -284,6 +297,28 @@ inline void score_keys(const KeyScores& call) {
   for (; first < call.count; ++first) score_some<1>(call, first);
 }
 
+template <int kKeys>
+inline void best_of_some(const KeyScores& call, std::int64_t first) {
+  const float* keys = loaded_keys(call, first, kKeys);
+  for (std::int64_t head = 0; head < call.heads; head += TANDEM_LANES) {
+    Vector sums[kKeys][1] = {};
+    multiply_heads(call, keys, head, sums);
+    Vector best = load(call.scores + head);
+    for (int k = 0; k < kKeys; ++k)
+      best = ((sums[k][0] <= best) | (best != best)) ? best : sums[k][0];  // NaN stays
+    store(call.scores + head, best);
+  }
+}
+
+inline void best_keys(const KeyScores& call) {
+  constexpr int kKeys = 8;
+  std::fill_n(call.scores, call.heads, -INFINITY);
+  std::int64_t first = 0;
+  for (; first + kKeys <= call.count; first += kKeys) best_of_some<kKeys>(call, first);
+  for (; first < call.count; ++first) best_of_some<1>(call, first);
+}
+
 constexpr TensorKernels kTensorKernels{combine_values, reduce_values, softmax_rows,
                                        norm_layers,    find_greatest, look_up,
-                                       scatter_values, multiply,      score_keys};
+                                       scatter_values, multiply,      score_keys,
+                                       best_keys};

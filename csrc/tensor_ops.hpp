@@ -143,6 +143,7 @@ struct KeyScores {
   const float* weights;
   float* scores;
 };
+// With `best_keys` a head has the greatest of its products with the keys, (heads); weights are not read.
 constexpr std::int64_t padded_heads(std::int64_t heads) { return (heads + 15) / 16 * 16; }
 
 // The arithmetic of one instruction set.
@@ -156,6 +157,7 @@ struct TensorKernels {
   void (*scatter)(const Scatter& call);
   void (*multiply)(const Product& call);
   void (*score_keys)(const KeyScores& call);
+  void (*best_keys)(const KeyScores& call);
 };
 
 const TensorKernels& portable_tensors();

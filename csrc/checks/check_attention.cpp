@@ -71,27 +71,36 @@ struct History {
 struct Step {
   std::vector<std::int64_t> rows, positions;
   std::vector<float> query, key, value, compressed, states, sinks;
-  std::int64_t num_selected = 0;
-  std::vector<std::int32_t> selected;  // (tokens, num_selected), or empty
+  std::int64_t num_selected = 0, selected_heads = 1, selected_block = 1;
+  std::vector<std::int32_t> selected;  // (tokens, selected_heads, num_selected), or empty
 };
 
-// Some positions of each token, each once, its own among them; every fourth token sees all.
-void select(Random& random, Step& step) {
+// Some positions of each token, or blocks of them by head, each once, its own among them; every fourth
+// token sees all.
+void select(Random& random, const Shape& s, Step& step) {
   step.num_selected = random.between(1, 20);
+  if (s.ratio == 0 && random.between(0, 1)) {
+    step.selected_heads = s.kv_heads;
+    step.selected_block = random.between(1, 100);
+  }
   for (std::size_t t = 0; t < step.rows.size(); ++t)
-    for (std::int64_t i = 0; i < step.num_selected; ++i) {
-      const auto any = static_cast<std::int32_t>(random.between(-1, step.positions[t] + 3));
-      const auto own = static_cast<std::int32_t>(step.positions[t]);
-      const auto begin = step.selected.end() - i;
+    for (std::int64_t i = 0; i < step.selected_heads * step.num_selected; ++i) {
+      const std::int64_t place = i % step.num_selected;
+      const auto own = static_cast<std::int32_t>(step.positions[t] / step.selected_block);
+      const auto any = static_cast<std::int32_t>(random.between(-1, own + 3));
+      const auto begin = step.selected.end() - place;
       const bool is_new = std::find(begin, step.selected.end(), any) == step.selected.end();
-      step.selected.push_back(i == 0 ? (t % 4 == 0 ? -1 : own) : is_new ? any : -1);
+      step.selected.push_back(place == 0 ? (t % 4 == 0 ? -1 : own) : is_new ? any : -1);
     }
 }
 
-bool is_seen(const Step& step, std::size_t token, std::int64_t position) {
-  if (step.selected.empty() || step.selected[token * step.num_selected] < 0) return true;
-  const auto first = step.selected.begin() + static_cast<std::int64_t>(token) * step.num_selected;
-  return std::find(first, first + step.num_selected, position) != first + step.num_selected;
+bool is_seen(const Step& step, std::size_t token, std::int64_t position, std::int64_t kv_head) {
+  const std::int64_t head = step.selected_heads == 1 ? 0 : kv_head;
+  const std::int64_t of_head = static_cast<std::int64_t>(token) * step.selected_heads + head;
+  const auto first = step.selected.begin() + of_head * step.num_selected;
+  if (step.selected.empty() || *first < 0) return true;
+  const std::int64_t number = position / step.selected_block;
+  return std::find(first, first + step.num_selected, number) != first + step.num_selected;
 }
 
 // `count` more tokens of one row, or of every row.
@@ -115,7 +124,7 @@ Step make_step(Random& random, const Shape& s, const History& history, std::int6
   if (s.extent > 0) step.states = random.normals(tokens * s.heads * kProfiles);
   if (s.extent > 0 && random.between(0, 1)) step.sinks = random.normals(tokens * s.heads);
   if (s.ratio > 0) step.compressed = random.normals(tokens * s.layout.key_dim);
-  if ((s.window == 0 || s.ratio > 0) && random.between(0, 1)) select(random, step);
+  if ((s.window == 0 || s.ratio > 0) && random.between(0, 1)) select(random, s, step);
   return step;
 }
 
@@ -167,14 +176,14 @@ void attend(const Shape& s, const History& history, const Step& step, std::size_
   };
   const std::int64_t always = s.always.empty() ? 0 : s.always[row];
   for (std::int64_t p = 0; p <= position; ++p) {
-    if ((p < first && p >= always) || (s.ratio == 0 && !is_seen(step, token, p))) continue;
+    if ((p < first && p >= always) || (s.ratio == 0 && !is_seen(step, token, p, kv_head))) continue;
     const std::int64_t at = p * s.kv_heads + kv_head;
     see(history.keys[row].data() + at * s.layout.key_dim,
         history.values[row].data() + at * s.layout.value_dim,
         bias_of(s, step, of_head, position - p));
   }
   for (std::int64_t n = 0; s.ratio > 0 && n < (position + 1) / s.ratio; ++n) {
-    if (!is_seen(step, token, n)) continue;
+    if (!is_seen(step, token, n, 0)) continue;
     const float* key =
         history.compressed[row].data() + ((n + 1) * s.ratio - 1) * s.layout.key_dim;
     see(key, key, 0);
@@ -228,6 +237,8 @@ std::vector<float> run(tandem::AttentionEngine& engine, const Shape& s, Cache& c
     call.bias.profiles = profiles.data();
   }
   if (!step.sinks.empty()) call.token_sinks = step.sinks.data();
+  call.selected_heads = step.selected_heads;
+  call.selected_block = step.selected_block;
   if (!s.always.empty()) {
     call.always_seen = s.always.data();
     call.num_always_seen = s.rows;

@@ -35,7 +35,7 @@ def test_prompts_and_steps_are_transformers_own(name: str) -> None:
     close(pool.prefill({2: more})[0], own[2].next(more))
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "qwen4_exp"])  # by positions, by blocks
+@pytest.mark.parametrize("name", ["deepseek_v32", "qwen4_exp", "minimax_m3_vl"])
 def test_a_cache_that_grows_and_slots_that_follow_others(name: str) -> None:
     model: Any = build_tiny_model(name)
     pool, own = filled_twin(model, [253, 2])

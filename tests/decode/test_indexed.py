@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from tandem.decode.cpu_slots import CpuSlotPool, why_no_cpu_slots
 from tandem.hf.compat import cache_argument
+from tandem.hf.kv_sizes import kv_sizes_of
 from tandem.kernels.dense import CpuThreads
 from tandem.kv_cache.indexers import IndexScores, UnknownIndexerError
 from tests.architectures import architectures, build_tiny_model
@@ -21,8 +22,8 @@ from tests.decode.whole_pool import close
 pytestmark = pytest.mark.every_isa(first_of="name")
 
 
-# By positions, and two by blocks; tests/generate compares all.
-_KINDS = ["deepseek_v32", "qwen4_exp", "glm5_next"]
+# By positions, two by blocks, and by blocks for each head; tests/generate compares all.
+_KINDS = ["deepseek_v32", "qwen4_exp", "glm5_next", "minimax_m3_vl"]
 NAMES = [name for name in _KINDS if name in architectures()]
 
 
@@ -103,7 +104,7 @@ def test_slots_go_back_and_begin_with_what_others_hold(name: str, threads: CpuTh
     decode_and_compare(pool, dict(enumerate(own)), 3)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "qwen4_exp"])
+@pytest.mark.parametrize("name", ["deepseek_v32", "qwen4_exp", "minimax_m3_vl"])
 def test_index_keys_grow_with_the_slots(name: str, threads: CpuThreads) -> None:
     model: Any = build_tiny_model(name)
     pool, own = filled_on_cpu(model, threads, [250, 6])
@@ -111,6 +112,13 @@ def test_index_keys_grow_with_the_slots(name: str, threads: CpuThreads) -> None:
     decode_and_compare(pool, dict(enumerate(own)), 10)  # over 256 tokens
     assert pool.num_bytes > before
     assert pool.cache.index_keys.num_bytes == 2 * keys_before
+
+
+def test_sizes_from_a_config_have_the_index_keys(threads: CpuThreads) -> None:
+    model: Any = build_tiny_model("minimax_m3_vl")
+    pool = CpuSlotPool(model, threads, 1, capacity=512)
+    pool.prefill({0: [40, 41]})
+    assert kv_sizes_of(model.config, torch.float32).bytes_of(512) == pool.cache.num_bytes
 
 
 # Released models have layers that see what the layer before them selected; Mistral's may also have

@@ -83,6 +83,40 @@ def test_keys_of_blocks_are_selected_by_their_numbers(lengths: list[int]) -> Non
         assert actual[slot].tolist() == scores.topk(MOST).indices.sort().values.tolist()
 
 
+@pytest.mark.parametrize("num_local", [0, 1, 3])
+@pytest.mark.parametrize("lengths", [[0, 31, 32], [33, 350, 699]])
+def test_heads_select_blocks_by_their_best_key(num_local: int, lengths: list[int]) -> None:
+    block, most = 8, 4
+    store, positions = IndexStore(SLOTS), torch.tensor(lengths)
+    new = NewIndexKeys(0, Selection.of_heads(0.25, most, block, num_local))
+    store.reserve(CAPACITY, 0)
+    kept = [torch.randn(length + 1, DIM) for length in lengths]
+    for slot, keys in enumerate(kept):
+        at = torch.arange(len(keys))
+        store.append(new, torch.full_like(at, slot), at, [Segment(slot, 0, len(keys))], keys)
+    key, query = torch.randn(SLOTS, DIM), torch.randn(SLOTS, HEADS, DIM)
+    out = torch.empty(SLOTS, HEADS, most, dtype=torch.int32)
+    program, slots = two_threads().program(), torch.arange(SLOTS)
+    program.add_selection(
+        store.native(0), slots, positions, 0.25, key, query, None, out, block,
+        num_local,
+    )  # fmt: skip
+    program.run()
+    segments = [Segment(slot, length, 1) for slot, length in enumerate(lengths)]
+    scored = store.append(new, slots, positions, segments, key)
+    assert torch.equal(out, store.select(scored, segments, new.selection, query, None))
+    for slot, length in enumerate(lengths):
+        if length < most * block:
+            assert (out[slot] == -1).all()
+            continue
+        scores = query[slot] @ torch.cat([kept[slot][:length], key[slot : slot + 1]]).T
+        for head in range(HEADS):
+            best = torch.stack([part.amax() for part in scores[head].split(block)])
+            best[len(best) - num_local :] = float("inf")
+            expected = best.topk(most).indices.sort().values
+            assert out[slot, head].tolist() == expected.tolist()
+
+
 def test_what_is_not_a_number_is_selected() -> None:
     store, new = IndexStore(SLOTS), NewIndexKeys(0, Selection(0.25, MOST))
     store.reserve(CAPACITY, 0)

@@ -27,7 +27,7 @@ NEW_TOKENS = 9  # some from the model, some compared, the last ones from the rec
 # They write in blocks, or not at all.
 NOT_TOKEN_BY_TOKEN = {"diffusion_gemma", "openai_privacy_filter"}
 # Their own code takes what pads a prompt for a part of it: they are compared alone.
-READS_PADDING = {"deepseek_v4", "llama4", "unlimited_ocr"}
+READS_PADDING = {"deepseek_v4", "llama4", "minimax_m3_vl", "unlimited_ocr"}
 # Transformers' own generate fails on text alone.
 NOT_GENERATING_UPSTREAM = {"qwen3_omni_moe"}
 # Older Transformers pass their convolutions' states on otherwise: they run padded there.

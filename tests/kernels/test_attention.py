@@ -1,5 +1,7 @@
 """Attention over a KV cache against the plain definition, over shapes, masks and sinks."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -205,6 +207,25 @@ def test_tokens_see_the_selected_positions_alone(isa: str, kv_dtype: str) -> Non
             wanted = plain(form, query[:, token], k, v, len(some) - 1, sinks_of(form, True))
             tolerance = {"fp32": 1e-5, "bf16": 0.02, "int8": 0.04}[kv_dtype]
             assert (actual[token] - wanted).norm() < tolerance * wanted.norm()
+
+
+def test_each_kv_head_sees_the_blocks_that_it_selects() -> None:
+    rows, positions = torch.tensor([1, 1, 2, 0]), torch.tensor([600, 601, 30, 699])
+    form = dataclasses.replace(form_of(4, 2, 32), selected_block=24, selects_by_head=True)
+    selected = torch.stack([torch.randperm(29)[:6] for _ in range(8)]).to(torch.int32)
+    selected[6, 3:] = selected[7, 0] = -1  # fewer, and all
+    selected[4, 0] = selected[5, 0] = 0
+    attention, keys, values = filled(form, torch.float32)
+    query = torch.randn(4, 4, 32)
+    actual = attention.attend(THREADS, rows, positions, query, selected.view(4, 2, 6))
+    for token, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+        for head in range(4):
+            chosen = selected[2 * token + head // 2].tolist()
+            some = [p for p in range(position + 1) if chosen[0] < 0 or p // 24 in chosen]
+            of_head = query[:, token]
+            k, v = keys[row][:, some], values[row][:, some]
+            wanted = plain(form, of_head, k, v, len(some) - 1, None)[head]
+            torch.testing.assert_close(actual[token, head].double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_keep_what_they_hold_when_they_grow_or_are_copied() -> None:

@@ -102,6 +102,10 @@ LIES: list[tuple[dict[str, Any], str]] = [
     ({"num_key_value_heads": 0}, "num_key_value_heads is 0, expected a whole number from 1"),
     ({"attention_chunk_size": 0}, "attention_chunk_size is 0, expected a whole number from 1"),
     (
+        {"text_config": {"sparse_attention_config": {"sparse_block_size": 0}}},
+        "sparse_block_size is 0, expected a whole number from 1",
+    ),
+    (
         {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 9}},
         "moe_top_k is 9 and moe_num_experts is 4, expected 1 to 4 experts a token",
     ),

@@ -19,9 +19,11 @@ from tandem.foreign_types import PreTrainedConfig
 # As Transformers' configs call them.
 _COUNTS = (
     "hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "max_position_embeddings", "attention_chunk_size",
+    "max_position_embeddings", "attention_chunk_size", "index_block_size", "index_topk_blocks",
+    "sparse_block_size", "sparse_topk_blocks",
 )  # fmt: skip
-_PARTS = ("text_config", "ffn_config")  # configs in a config; DBRX has its experts in the second
+# Configs in a config; DBRX has its experts in the second, MiniMax-M3 its indexers in the third.
+_PARTS = ("text_config", "ffn_config", "sparse_attention_config")
 # Of these, 0 says that the model has none, or finds the size elsewhere.
 _OPTIONAL_COUNTS = ("head_dim", "index_topk", "intermediate_size", "moe_intermediate_size")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -45,8 +47,7 @@ GENERATION_CONFIG = "generation_config.json"
 
 def require_possible_values(where: str, config: JsonObject) -> None:
     """Raise `ModelError` naming the first field of a config that no model can have."""
-    parts = (part for name in _PARTS if isinstance(part := config.get(name), dict))
-    for part in (config, *parts):
+    for part in _configs_in(config):
         for name in _COUNTS:
             _require_count(where, name, part.get(name), least=1)
         for name in _OPTIONAL_COUNTS:
@@ -58,6 +59,13 @@ def require_possible_values(where: str, config: JsonObject) -> None:
             _require_dtype(where, name, part.get(name))
         for name in _ACTIVATIONS:
             _require_activation(where, name, part.get(name))
+
+
+def _configs_in(config: JsonObject) -> Iterator[JsonObject]:
+    yield config
+    for name in _PARTS:
+        if isinstance(part := config.get(name), dict):
+            yield from _configs_in(part)
 
 
 def require_readable_config(directory: Path, model_type: str) -> None:

@@ -160,6 +160,14 @@ def compresses_windows(layer: object) -> bool:
     return hasattr(layer, "sliding_window") and hasattr(layer, "compress_rate")
 
 
+def selects_by_head(layer: object) -> bool:
+    """Tell whether a cache's layer has index keys by which each KV head selects what it sees.
+
+    MiniMax-M3's, whose classes are in its own file (not in 5.17).
+    """
+    return hasattr(layer, "update_index") and hasattr(layer, "idx_keys")
+
+
 def keeps_prompt(layer: object) -> bool:
     """Tell whether a cache's layer keeps a prompt for good, and of what is decoded a window.
 

@@ -14,6 +14,7 @@ USUAL_CONTEXT = 4096  # tokens of a conversation
 # Layers of these kinds, as Transformers calls them, keep a state of one size, or nothing.
 _WITHOUT_KEYS = ("linear_attention", "conv", "moe", "mlp")
 _INDEXED = "compressed_sparse_attention"  # an indexer selects of its compressed keys
+_SELECTING = "minimax_m3_sparse"  # an indexer selects of all keys
 _SLIDING = "sliding_attention"
 _GPU_INDEX_BYTES = 4  # a GPU's kernels read index keys in fp32; it alone keeps one copy of keys
 # Kept before a window, so that slots can go back: a conversation's next turn often writes the end
@@ -102,14 +103,15 @@ def _parts_of(
     """
     if kind in _WITHOUT_KEYS:
         return [(kind, 0)]
+    index_bytes = dtype.itemsize if copies > 1 else _GPU_INDEX_BYTES
+    has_index = kind in (_INDEXED, _SELECTING)
+    index = int(config.index_head_dim) * index_bytes if has_index else 0
     ratios = value_of(config, "compress_rates")
     if not ratios:
-        return [(kind, _kv_bytes(config, dtype, copies))]
+        return [(kind, _kv_bytes(config, dtype, copies) + index)]
     key = int(config.head_dim) * dtype.itemsize  # which is the value, too
     if kind not in ratios:
         return [(kind, copies * key)]
-    index_bytes = dtype.itemsize if copies > 1 else _GPU_INDEX_BYTES
-    index = int(config.index_head_dim) * index_bytes if kind == _INDEXED else 0
     return [(kind, -(-(key + index) // int(ratios[kind]))), (_SLIDING, copies * key)]
 
 

@@ -48,6 +48,10 @@ class AttentionForm:
     """Positions that a token sees, itself included; 0: all before it."""
     keeps_prompt: bool = False
     """Whether a token sees, besides its window, all of the prompt that its slot began with."""
+    selected_block: int = 1
+    """Positions that are selected together, where an indexer selects what tokens see."""
+    selects_by_head: bool = False
+    """Whether it selects for each KV head."""
 
     @property
     def kept_window(self) -> int:
@@ -111,6 +115,7 @@ class CachedAttention:
             form.window,
             self._sinks,
         )
+        self.native.set_selection(form.selected_block, form.selects_by_head)
         self._prompt_lengths = prompt_lengths if form.keeps_prompt else None
         if self._prompt_lengths is not None:
             self.native.set_always_seen(self._prompt_lengths)
@@ -212,9 +217,10 @@ class CachedAttention:
         """Attend: query (heads, n_tokens, key dim) -> (n_tokens, heads, value dim).
 
         Tokens of one slot that follow each other read what they see together. With `selected`
-        (n_tokens, most) int32 a token sees those positions alone, in any order, or of the
-        compressed keys, if there are some, those alone; -1 stands where there are fewer. A token
-        whose first one is -1 sees all. `bias_states` are those of a `DistanceBias`, `sinks`
+        (n_tokens, most) int32 a token sees those blocks of positions alone, in any order, or of
+        the compressed keys, if there are some, those alone; -1 stands where there are fewer. A
+        token whose first one is -1 sees all. (n_tokens, kv heads, most) where the form selects by
+        head. `bias_states` are those of a `DistanceBias`, `sinks`
         (n_tokens, heads) as of the layer, but of each token.
         """
         query = _dense_last(query)

@@ -29,7 +29,8 @@ class AttentionCall(NamedTuple):
     sinks: Tensor | None = None
     """Scores of nothing by head, (heads,), or of each token, (n_tokens, heads)."""
     selected: Tensor | None = None
-    """(n_tokens, most): the positions that tokens see, as of `SlotCache.select`; None: all."""
+    """What tokens see, as of `SlotCache.select`: (n_tokens, most), or (n_tokens, kv heads, most) as
+    the form says; None: all."""
     compressed: NewCompressed | None = None
     """What tokens see beside a window; then these keys are what is selected."""
     bias: DistanceBias | None = None

@@ -2,13 +2,15 @@
 
 An indexer (DeepSeek-V3.2's and its like) scores every position of a token's slot, and attention
 sees the best ones alone. While a slot holds no more than so many, it sees all, and nothing is
-scored. Some indexers score whole blocks of positions, by keys that are pooled from their tokens'.
+scored. Some indexers score whole blocks of positions, by keys that are pooled from their tokens',
+or for each KV head by the best of their keys.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.kernels import _native
@@ -35,6 +37,17 @@ class Selection(NamedTuple):
     are_keys: bool = False
     """Whether a key comes for each block, with its last token, and the numbers of keys are selected
     in place of positions."""
+    by_head: bool = False
+    """Whether each head selects for itself, numbers of blocks, by the greatest scale * query . key
+    in one."""
+    num_local: int = 0
+    """Then the blocks, up to a token's own, that are among the selected whatever their scores."""
+
+    @classmethod
+    def of_heads(cls, scale: float, most_blocks: int, block: int, num_local: int) -> "Selection":
+        """Select so many blocks for each head, the last `num_local` among them."""
+        most = most_blocks * block
+        return cls(scale, most, block, by_head=True, num_local=min(num_local, most_blocks))
 
     @classmethod
     def of_blocks(cls, scale: float, most_blocks: int, block: int) -> "Selection":
@@ -49,12 +62,17 @@ class Selection(NamedTuple):
     @property
     def most_blocks(self) -> int:
         """Blocks that are selected at most."""
-        return (self.most + 1) // self.block - 1
+        return self.most // self.block if self.by_head else (self.most + 1) // self.block - 1
 
     @property
     def width(self) -> int:
-        """How many numbers say what a token sees."""
-        return self.most_blocks if self.are_keys else self.most
+        """How many numbers say what a token, or a head of it, sees."""
+        return self.most_blocks if self.are_keys or self.by_head else self.most
+
+    @property
+    def scored_block(self) -> int:
+        """Tokens that have a score together before any are joined."""
+        return 1 if self.by_head else self.block
 
     @property
     def key_block(self) -> int:
@@ -201,21 +219,27 @@ class IndexStore(KeptIndexKeys):
     ) -> Tensor:
         """Return the positions that tokens see: (n_tokens, most) int32; -1 first: all. Or keys.
 
+        Of each head the numbers of blocks, (n_tokens, heads, most), where it selects for itself.
         `query` is (n_tokens, heads, dim) and `weights` (n_tokens, heads), in the order of
         `segments`.
         """
         self._most = most = selection.most
-        shape = len(query), selection.width
+        heads = (query.shape[1],) if selection.by_head else ()
+        shape = len(query), *heads, selection.width
         selected = torch.full(shape, -1, dtype=torch.int32, device="cpu")
         first = 0
         for slot, position, count in segments:
             some = max(0, most - position)  # see all
-            keys = kept[slot, : (position + count) // selection.block].float()
+            keys = kept[slot, : (position + count) // selection.scored_block].float()
             parts = range(first + some, first + count)
             for part in _cut(parts, _MOST_SCORES // max(1, len(keys) * query.shape[1])):
+                own = torch.arange(part.start, part.stop, device="cpu") + (position - first)
+                if selection.by_head:
+                    scores = scores_by_head(keys, selection, query[part], own)
+                    selected[part] = _blocks(scores, selection, own)
+                    continue
                 part_weights = None if weights is None else weights[part]
                 scores = scores_of(keys, selection.scale, query[part], part_weights)
-                own = torch.arange(part.start, part.stop, device="cpu") + (position - first)
                 selected[part] = _positions(scores, selection, own)
             first += count
         return selected
@@ -242,6 +266,37 @@ def scores_of(keys: Tensor, scale: float, query: Tensor, weights: Tensor | None)
     if weights is None:
         return by_head.sum(dim=1)
     return torch.matmul(weights.float()[:, None], by_head)[:, 0]
+
+
+def scores_by_head(keys: Tensor, selection: Selection, query: Tensor, own: Tensor) -> Tensor:
+    """Score blocks for each head by the best key before a token: (n_tokens, heads, n_blocks).
+
+    Of keys (n_positions, dim), or (n_tokens, n_positions, dim), for tokens at their `own`
+    positions; what is always selected has an infinite score.
+    """
+    block, count = selection.block, keys.shape[-2]
+    scores = torch.matmul(query.float(), keys.transpose(-1, -2)) * selection.scale
+    is_later = torch.arange(count, device=own.device) > own[:, None]
+    scores = scores.masked_fill_(is_later[:, None], float("-inf"))
+    padded = F.pad(scores, (0, -count % block), value=float("-inf"))
+    best = padded.unflatten(-1, (-1, block)).amax(dim=-1)
+    before = own[:, None] // block - torch.arange(best.shape[-1], device=own.device)
+    is_local = (before >= 0) & (before < selection.num_local)
+    scored: Tensor = best.masked_fill_(is_local[:, None], float("inf"))
+    return scored
+
+
+def greatest_by_head(scores: Tensor, selection: Selection, own: Tensor) -> Tensor:
+    """Tell which blocks are selected by scores (n_tokens, heads, n_blocks) of each head."""
+    counts = (own // selection.block + 1).repeat_interleave(scores.shape[1])
+    most = min(selection.most_blocks, scores.shape[2])
+    return greatest(scores.flatten(0, 1), counts, most).view_as(scores)
+
+
+def _blocks(scores: Tensor, selection: Selection, own: Tensor) -> Tensor:
+    """Return the numbers (n_tokens, heads, most) of the blocks that are selected."""
+    is_best = greatest_by_head(scores, selection, own)
+    return is_best.nonzero()[:, 2].view(*scores.shape[:2], selection.most_blocks)
 
 
 def _positions(scores: Tensor, selection: Selection, own: Tensor) -> Tensor:

@@ -33,7 +33,9 @@ class SelectedPositions(NamedTuple):
     """Stands for a mask where every token sees the positions that an indexer selected."""
 
     indices: Tensor
-    """(b, n_tokens, most) int32"""
+    """(b, n_tokens, most) int32; (b, n_tokens, kv heads, most) where each head selects"""
+    block: int = 1
+    """Positions that a number stands for."""
 
 
 class SeesAllBefore:

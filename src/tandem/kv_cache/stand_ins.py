@@ -23,6 +23,7 @@ from tandem.hf.compat import (
     keeps_prompt,
     layers_again,
     own_cache_class,
+    selects_by_head,
 )
 from tandem.kv_cache.attention_call import NewCompressed
 from tandem.kv_cache.base import NotInSlotsError, SlotCache
@@ -83,7 +84,11 @@ class _SelectingLayer(_Layer):
         flat = None if weights is None else weights.flatten(0, 1)
         new = NewIndexKeys(self._layer, selection, pool)
         selected = self._cache.select(new, key.flatten(0, 1), query.flatten(0, 1), flat)
-        return selected.view(*key.shape[:2], -1)
+        return selected.view(*key.shape[:2], *selected.shape[1:])
+
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        """Refuse what MiniMax-M3's code does where it is not known: with other numbers of heads."""
+        raise NotInSlotsError("an indexer selects for other heads than those of keys")
 
 
 class _IndexedLayer(_SelectingLayer):
@@ -168,7 +173,11 @@ def transformers_cache(model: PreTrainedModel, cache: SlotCache) -> DynamicCache
     }
     cache.has_compressed = any(map(compresses_windows, shell.layers))
     cache.num_sliding_layers = len(cache.windows_by_layer)
-    full = sum(kind in _FULL for kind in kinds) + len(cache.prompt_windows) + len(chunked)
+    full = sum(
+        kind in _FULL or selects_by_head(layer)
+        for kind, layer in zip(kinds, shell.layers, strict=True)
+    )
+    full += len(cache.prompt_windows) + len(chunked)
     cache.num_layers = max(1, full + cache.num_sliding_layers)
     if not kinds:
         raise NotInSlotsError("the model keeps no keys and values")
@@ -187,7 +196,10 @@ def sees_all(model: PreTrainedModel) -> bool:
     """
     config = model.config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers
-    selects = any(type(x) is DynamicIndexedLayer or compresses_windows(x) for x in layers)
+    selects = any(
+        type(x) is DynamicIndexedLayer or compresses_windows(x) or selects_by_head(x)
+        for x in layers
+    )
     return not selects and not chunked_layers(config)
 
 
@@ -197,6 +209,8 @@ def _stand_in(cache: SlotCache, number: int, layer: Any) -> Any:
         return _Layer(cache, number)
     if kind is DynamicIndexedLayer:
         return _IndexedLayer(cache, number)
+    if selects_by_head(layer):
+        return _SelectingLayer(cache, number)
     if compresses_windows(layer):
         return _CompressedLayer(cache, number)
     if kind in (*_FULL_AND_STATES, *_SLIDING_AND_STATES):

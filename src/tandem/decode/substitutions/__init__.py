@@ -31,6 +31,7 @@ METHODS: tuple[Substitution, ...] = (
     latents.LATENTS,
     block_indexers.QWEN4,
     block_indexers.GLM5,
+    block_indexers.M3,
     block_indexers.POSITIONS_AS_MASK,
     compressors.COMPRESSOR,
     distance_bias.ATTENTION,

@@ -36,14 +36,16 @@ def attention_forward(
     position_bias: Tensor | DistanceBias | None = None,
     indices: Tensor | None = None,
     sinks: Tensor | None = None,
+    block_indices: SelectedPositions | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attend with the KV cache of the step: (b, heads, n, dim) -> (b, n, heads, dim).
 
     One sequence of n tokens, of all rows one after the other; or b rows with one token each. `key`
     and `value` are those of the step's tokens alone; `indices` (b, n, most) are the positions that
-    an indexer selected for each, as of `SlotCache.select`. A bias has states (b, heads, n, dim);
-    `sinks` (b, heads, n, 1) are of each token, `s_aux` (heads,) of all.
+    an indexer selected for each, as of `SlotCache.select`, `block_indices` blocks by head. A bias
+    has states (b, heads, n, dim); `sinks` (b, heads, n, 1) are of each token, `s_aux` (heads,) of
+    all.
     """
     cache = current_cache()
     if cache is None:
@@ -56,6 +58,9 @@ def attention_forward(
         return _attend_to_given(query, key, value, scaling), None
     if isinstance(attention_mask, SelectedPositions):
         indices, attention_mask = attention_mask.indices, None
+    block = 1
+    if block_indices is not None:
+        indices, block = block_indices
     if isinstance(attention_mask, SeesOwnChunk):
         seen, attention_mask = attention_mask.seen(cache.select_chunks), None
         indices = None if seen is None else seen[None]
@@ -77,6 +82,8 @@ def attention_forward(
         softcap=float(softcap or 0),
         window=sliding_window or cache.expected_window,  # some models tell it to their mask alone
         keeps_prompt=cache.expects_prompt,
+        selected_block=block,
+        selects_by_head=indices is not None and indices.dim() == 4,
     )
     batch, _, num_tokens, _ = query.shape
     # (heads, all tokens, dim), a view in either case

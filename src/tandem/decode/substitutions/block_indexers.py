@@ -1,4 +1,4 @@
-"""Indexers that select blocks of positions: Qwen4's and GLM-5.3-Flash's, for tokens of any slots.
+"""Indexers that select blocks of positions: Qwen4's, GLM-5.3-Flash's, MiniMax-M3's, in any slots.
 
 Their own code pools the keys of whole blocks, scores the blocks, and lets a token see the best ones
 and what follows the last whole block before it; but it does so sequence by sequence. In a shallow
@@ -20,11 +20,16 @@ from tandem.kv_cache.index_keys import Selection
 from tandem.kv_cache.indexers import SelectedPositions
 
 _is_qwen4 = has("index_qk_proj", "q_layernorm", "k_layernorm", "block_topk", "compress_ratio")
+_has_m3 = has("q_proj", "k_proj", "q_norm", "k_norm", "block_size", "topk_blocks", "local_blocks")
 _has_glm5 = has("wq_b", "wk", "k_norm", "weights_proj", "index_kpool", "index_kpool_compress_gate")
 
 
 def _is_glm5(module: ModelPart) -> bool:
     return _has_glm5(module) and bool(module.index_kpool_always_select_tail)
+
+
+def _is_m3(module: ModelPart) -> bool:
+    return _has_m3(module) and module.num_heads == module.config.num_key_value_heads
 
 
 @takes_cache
@@ -88,6 +93,26 @@ def _select_glm5(
     return selected
 
 
+@takes_cache
+def _select_m3(
+    self: ModelPart,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    cache: DynamicCache,
+    position_ids: Tensor,
+) -> SelectedPositions:
+    """For each KV head, by the best key of a block."""
+    shape = (*hidden_states.shape[:2], -1, self.head_dim)
+    query = self.q_norm(self.q_proj(hidden_states).view(shape))
+    key = self.k_norm(self.k_proj(hidden_states).view(shape))
+    cos, sin = (x[..., : self.head_dim] for x in position_embeddings)
+    query, key = rotary_of(self)(query, key, cos=cos, sin=sin, unsqueeze_dim=2)
+    selection = Selection.of_heads(1.0, self.topk_blocks, self.block_size, self.local_blocks)
+    layer = cache.layers[self.layer_idx]
+    selected = layer.select(selection, key.squeeze(2), query, None)
+    return SelectedPositions(selected, self.block_size)
+
+
 def _positions_as_mask(
     self: ModelPart, topk_indices: Tensor, query_states: Tensor, kv_length: int
 ) -> SelectedPositions:
@@ -95,6 +120,7 @@ def _positions_as_mask(
 
 
 QWEN4 = Substitution(_is_qwen4, _select_qwen4)
+M3 = Substitution(_is_m3, _select_m3)
 GLM5 = Substitution(_is_glm5, _select_glm5)
 POSITIONS_AS_MASK = Substitution(
     has("build_attention_mask_from_topk"), _positions_as_mask, "build_attention_mask_from_topk"

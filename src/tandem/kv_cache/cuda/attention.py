@@ -21,6 +21,13 @@ def visible(place: Tensor, position: Tensor, window: int) -> Tensor:
     return seen & (position > place - window) if window else seen
 
 
+def by_query_head(selected: Tensor | None, group: int) -> Tensor | None:
+    """Return what KV heads see, (n_tokens, heads, positions), as a mask of their queries' heads."""
+    if selected is None or selected.dim() == 2:
+        return selected
+    return selected.repeat_interleave(group, 1).transpose(0, 1)
+
+
 def attention(
     form: AttentionForm,
     q: Tensor,

@@ -21,7 +21,13 @@ from tandem.kernels.hyper_connections import StreamKernels
 from tandem.kernels.recurrent import StateOperation
 from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.base import NotInSlotsError, SlotCache
-from tandem.kv_cache.cuda.attention import BiasOf, attention, attention_in_pieces, visible
+from tandem.kv_cache.cuda.attention import (
+    BiasOf,
+    attention,
+    attention_in_pieces,
+    by_query_head,
+    visible,
+)
 from tandem.kv_cache.cuda.index_keys import DeviceIndexKeys
 from tandem.kv_cache.cuda.layers import (
     DecodeKernels,
@@ -182,7 +188,7 @@ class StaticKvCache(SlotCache):
     ) -> Tensor:
         """Keep the step's new index keys of a layer; return a mask of what its tokens see.
 
-        (n_tokens, positions); otherwise as of `IndexStore.select`.
+        (n_tokens, positions), or by head; otherwise as of `IndexStore.select`.
         """
         if self._kernels is not None:
             raise NotInSlotsError("kernels attend to all positions")
@@ -276,7 +282,8 @@ class StaticKvCache(SlotCache):
         # Heads that share keys stand as several queries of one head: all see the same positions.
         q = query.transpose(0, 1).reshape(count, form.num_kv_heads, group, form.key_dim)
         mask = self._step.mask(form, self.capacity)[..., : self.attended_length]
-        mask = mask if selected is None else mask & selected[:, None, None]
+        if selected is not None:  # of all heads, or of each KV head
+            mask = mask & selected.view(count, -1, 1, selected.shape[-1])
         sink = None if sinks is None else sinks.reshape(-1, form.num_kv_heads, group, 1)
         added = None if bias is None else self._bias_of_step(form, bias)
         out = attention(form, q, keys, values, mask, sink, added)
@@ -313,7 +320,7 @@ class StaticKvCache(SlotCache):
                 query[None], keys[None], values[None], is_causal=True, scale=form.scale
             )
         else:
-            mask = self._seen_by_last(count, total, window, selected)
+            mask = self._seen_by_last(count, total, window, by_query_head(selected, group))
             heads = None if sinks is None else sinks.reshape(-1, form.num_heads, 1).transpose(0, 1)
             added = None if bias is None else self._bias_of_prompt(bias, total)
             out = attention(form, query[None], keys[None], values[None], mask, heads, added)

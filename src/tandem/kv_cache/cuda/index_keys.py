@@ -14,6 +14,8 @@ from tandem.kv_cache.index_keys import (
     NewIndexKeys,
     Selection,
     greatest,
+    greatest_by_head,
+    scores_by_head,
     scores_of,
 )
 
@@ -35,7 +37,8 @@ class DeviceIndexKeys(KeptIndexKeys):
         """Keep a prompt's new keys (n_tokens, any); return what its tokens see.
 
         `query` is (n_tokens, heads, dim), `weights` (n_tokens, heads); the result (n_tokens,
-        positions up to the last token's), or keys.
+        positions up to the last token's), or keys; (n_tokens, heads, positions) where each head
+        selects for itself.
         """
         (slot, first, count), selection = segment, new.selection
         end, block, of_key = first + count, selection.block, selection.key_block
@@ -49,15 +52,14 @@ class DeviceIndexKeys(KeptIndexKeys):
             keys[slot, begin:num_blocks] = pooled.float()
         places = torch.arange(first, end, device=key.device)
         if end <= selection.most:
-            return _visible(places, selection, end)
-        scored = keys[slot, : end // block]
+            return _all_seen(places, selection, end, query)
+        scored = keys[slot, : end // selection.scored_block]
         at_once = max(1, _MOST_SCORES // (len(scored) * query.shape[1]))
         pieces = []
         for begin in range(0, count, at_once):
             some = slice(begin, begin + at_once)
             own = None if weights is None else weights[some]
-            scores = scores_of(scored, selection.scale, query[some], own)
-            pieces.append(_seen(scores, places[some], selection, end))
+            pieces.append(_seen_by(scored, selection, query[some], own, places[some], end))
         return torch.cat(pieces)
 
     def of_step(
@@ -86,10 +88,10 @@ class DeviceIndexKeys(KeptIndexKeys):
             keys = self._kept(new.layer, block, pooled.shape[1])
             keys[slots, last] = pooled.float()
         if length <= selection.most:
-            seen = _visible(positions, selection, length)
+            seen = _all_seen(positions, selection, length, query)
         else:
-            scores = scores_of(keys[read, : length // block], selection.scale, query, weights)
-            seen = _seen(scores, positions, selection, length)
+            scored = keys[read, : length // selection.scored_block]
+            seen = _seen_by(scored, selection, query, weights, positions, length)
         if not selection.are_keys:
             return seen
         is_seen, numbers = seen.byte().topk(min(selection.most_blocks, seen.shape[1]))
@@ -130,6 +132,30 @@ def are_whole(places: Tensor, block: int, length: int) -> Tensor:
     """Tell which of the keys of `length` positions tokens see, if all before them."""
     numbers = torch.arange(num_keys(length, block), device=places.device)
     return numbers < ((places + 1) // block)[:, None]
+
+
+def _all_seen(places: Tensor, selection: Selection, length: int, query: Tensor) -> Tensor:
+    """Tell what tokens see where nothing before them is left out; of each head, if these select."""
+    seen = _visible(places, selection, length)
+    return seen[:, None].expand(-1, query.shape[1], -1) if selection.by_head else seen
+
+
+def _seen_by(
+    keys: Tensor,
+    selection: Selection,
+    query: Tensor,
+    weights: Tensor | None,
+    places: Tensor,
+    length: int,
+) -> Tensor:
+    """Tell what tokens see of `length` positions, by their keys; as of `scores_of`."""
+    if not selection.by_head:
+        scores = scores_of(keys, selection.scale, query, weights)
+        return _seen(scores, places, selection, length)
+    scores = scores_by_head(keys, selection, query, places)
+    of_position = torch.arange(length, device=places.device) // selection.block
+    is_best = greatest_by_head(scores, selection, places)[..., of_position]
+    return is_best & _all_seen(places, selection, length, query)
 
 
 def _visible(places: Tensor, selection: Selection, length: int) -> Tensor:

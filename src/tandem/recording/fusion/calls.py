@@ -124,13 +124,14 @@ def _selection(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | Non
         return None
     slots, positions = cache.slots, cache.positions
     layer = cache.index_keys.native(new.layer, new.selection.key_block)
-    scale = new.selection.scale
+    scale, by_head = new.selection.scale, new.selection.by_head
+    blocks = (new.selection.block, new.selection.num_local) if by_head else ()
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (key, query, *weights), (out,) = inputs, outputs
         require_contiguous(out)
         weight = weights[0] if weights else None
-        program.add_selection(layer, slots, positions, scale, key, query, weight, out)
+        program.add_selection(layer, slots, positions, scale, key, query, weight, out, *blocks)
 
     return _Call(NativeCall(add, cache.threads), refs)
 
