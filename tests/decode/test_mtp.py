@@ -278,25 +278,6 @@ def test_a_checkpoint_without_the_layer_drafts_otherwise(tmp_path: Path) -> None
     assert len(answer.token_ids) > 0
 
 
-def test_layers_of_inkling_are_named_and_not_used(tmp_path: Path) -> None:
-    """Its model drafts otherwise."""
-    build_tiny_model("inkling").save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.mtp.layers.0.hidden_norm.weight"] = torch.ones(64)
-    tensors["model.mtp.layers.0.transformer_block.attn.wq_du.weight"] = torch.ones(64, 64)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    model = tandem.load(tmp_path, threads=1)
-    with pytest.warns(TandemWarning, match="drafted by mtp: .* Inkling's layout; .* not read it"):
-        generator = Generator(model, speculate="mtp")
-    (answer,) = generator.generate([IDS], max_new_tokens=4, temperature=0)
-    (expected,) = Generator(model, speculate="none").generate(
-        [IDS], max_new_tokens=4, temperature=0
-    )
-    assert answer.token_ids == expected.token_ids
-    assert generator.why_padded is None
-    assert answer.drafted_tokens == 0
-
-
 @pytest.mark.parametrize("dtype", ["int8-g32", "int4", "bf16"])
 def test_a_part_of_the_head_drafts(dtype: str) -> None:
     threads = two_threads()

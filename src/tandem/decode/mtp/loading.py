@@ -24,7 +24,7 @@ from tandem.checkpoint.weight_report import require_own_weights
 from tandem.core.config import from_mapping
 from tandem.core.errors import UnsupportedModelError
 from tandem.decode.mtp.embedding import GivenHidden, MtpEmbedding
-from tandem.decode.mtp.names import JOINING, mtp_names, why_unknown
+from tandem.decode.mtp.names import GATE_UP_ROWS, JOINING, has_no_norm, mtp_names, why_unknown
 from tandem.decode.mtp.streams import StreamedLayer, num_streams
 from tandem.devices.cuda.embedding import HostEmbedding
 from tandem.devices.cuda.linear import DeviceLinear
@@ -41,6 +41,8 @@ from tandem.kernels.dense import CpuThreads
 # Options of the model that hold for its MTP layer too.
 _SAME = ("expert_dtype", "dense_dtype", "threads", "isa", "cache_dir")
 _DRAFTED_TOKENS = 1 << 15  # of the vocabulary; the whole head would be read for each drafted one
+_REPLACED = ("model.embed_tokens.", "lm_head.")  # by the model's own
+_FINAL_NORM = "model.norm.weight"
 _TOKENS = 1  # of the vocabulary that is loaded: the model's own stands in its place
 
 
@@ -105,7 +107,10 @@ def _load_layer(
     own = runtime_of(head)
     if own is not None:  # it has experts
         own.share(runtime.threads)
-    embedding = _joined(head, beside, _on_host(model.get_input_embeddings()), model.dtype)
+    tokens = _without_norm(_on_host(model.get_input_embeddings()))
+    embedding = _joined(head, beside, tokens, model.dtype)
+    if has_no_norm(stored.names):
+        head.get_decoder().norm = nn.Identity()
     head.set_input_embeddings(embedding)
     head.set_output_embeddings(
         first_rows(_head_on_host(model.get_output_embeddings(), runtime.threads))
@@ -131,9 +136,20 @@ def _joined(
         parts[part].load_state_dict({"weight": weight.to(dtype)})
     given = GivenHidden(streams * head.config.get_text_config().hidden_size, dtype)
     if "fc" in parts:
+        if value_of(head.config, "mtp_hidden_states_first"):  # so are the columns, in Inkling
+            weight = parts["fc"].get_parameter("weight")
+            weight.data = weight.data.roll(weight.shape[1] // 2, dims=1)
         return MtpEmbedding(tokens, parts["enorm"], parts["hnorm"], parts["fc"], given)
     decoder.layers[0] = StreamedLayer(decoder.layers[0], parts["hnorm"], parts["h_proj"], given)
     return MtpEmbedding(tokens, parts["enorm"], None, parts["e_proj"], given)
+
+
+def _without_norm(tokens: nn.Module) -> nn.Module:
+    """Return embeddings as they are stored: Inkling's layers have norms of their own for them."""
+    if not hasattr(tokens, "embed_norm"):
+        return tokens
+    stored: nn.Module = nn.Embedding.from_pretrained(tokens.get_parameter("weight"))
+    return stored
 
 
 def _on_host(module: nn.Module) -> nn.Module:
@@ -219,6 +235,7 @@ _ONE_LAYER: dict[str, object] = {
 }
 # Where it is another kind of layer, and the config does not say so.
 _OTHERWISE: dict[str, dict[str, object]] = {
+    "inkling_text": {"layer_types": ["hybrid"], "mlp_layer_types": ["dense"]},
     "mimo_v2_flash": {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
 }
 
@@ -229,14 +246,16 @@ def _loaded(
     """Let Transformers load the layer; return it and the tensors beside it, by their new names."""
     job = LoadJob(options=offload)
     state = stored.tensors(config, job)
-    has_experts = any(is_experts_module(module) for module in empty_model(config).modules())
-    if has_experts:
+    module = empty_model(config)
+    if any(is_experts_module(part) for part in module.modules()):
         mine = {"quantization_config": offload}
     else:
-        mine, state = {}, {name: _values(unread) for name, unread in state.items()}
+        mine, state = {}, _taken_apart({name: _values(x) for name, x in state.items()})
     beside = {n: _values(state.pop(n)) for n in list(state) if n.startswith(JOINING)}
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        state[name] = torch.zeros(_TOKENS, config.hidden_size, dtype=dtype, device="cpu")
+    replaced = _REPLACED + ((_FINAL_NORM,) if has_no_norm(stored.names) else ())
+    for name, weight in module.state_dict().items():
+        if name.startswith(replaced):
+            state[name] = torch.zeros(weight.shape, dtype=dtype, device="cpu")
     what = f"Transformers cannot load the MTP layer of {stored.path}"
     with foreign_errors(what), job.under_way():
         head, report = class_of(config).from_pretrained(
@@ -245,6 +264,18 @@ def _loaded(
         )  # fmt: skip
     require_own_weights(stored.path, head, report, is_whole=False)
     return head, beside
+
+
+def _taken_apart(state: Mapping[str, Tensor]) -> dict[str, object]:
+    """Return tensors with gate and up projections apart, whose rows were one of each in turn."""
+    apart: dict[str, object] = {}
+    for name, values in state.items():
+        if GATE_UP_ROWS not in name:
+            apart[name] = values
+            continue
+        for first, part in enumerate(("gate_proj", "up_proj")):
+            apart[name.replace("gate_up_rows", part)] = values[first::2].contiguous()
+    return apart
 
 
 def _tensors(

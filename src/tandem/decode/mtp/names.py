@@ -2,7 +2,8 @@
 
 Behind the last layer of the model (DeepSeek-V3, GLM-4.5, Ling), or under `mtp.`: with what joins
 token and hidden state beside the layers (Qwen3-Next, Qwen3.5 and 3.6, Mellum) or in each (MiMo V2),
-or each layer under its number, with a projection for either of the two (DeepSeek-V4).
+or each layer under its number, with a projection for either of the two (DeepSeek-V4), or with
+its decoder layer in a block of its own (Inkling).
 """
 
 import re
@@ -24,10 +25,31 @@ _PARTS = {
 _OWN = {"pre_mlp_layernorm.weight": "post_attention_layernorm.weight"}
 # Copies of what the model has itself.
 _SHARED = ("embed_tokens.", "shared_head.head.", "shared_head.weight")
-# Norms and projection of an MTP layer as Inkling names them, and what its block is in.
-_INKLING = re.compile(
-    r"^(?:model\.)?mtp\.layers\.\d+\.(?:hidden_norm|input_proj|transformer_block)\."
-)
+# What of Inkling's becomes what; a norm may stand behind all of its layers.
+_INKLING = {
+    "input_proj.": "fc.", "embed_norm.": "enorm.", "hidden_norm.": "hnorm.",
+    "chain_norm.": "model.norm.", "transformer_block.": "model.layers.0.",
+}  # fmt: skip
+_INKLING_NEEDED = ("fc.weight", "enorm.weight", "hnorm.weight")
+GATE_UP_ROWS = "mlp.gate_up_rows."
+"""In a name: a gate's and an up projection's rows, one of each in turn."""
+# And of its decoder layer, as its checkpoints name it.
+_INKLING_LAYER = {
+    "attn_norm.": "input_layernorm.",
+    "mlp_norm.": "post_attention_layernorm.",
+    "attn_sconv.": "attn_sconv.conv1d.",
+    "mlp_sconv.": "mlp_sconv.conv1d.",
+    "attn.wq_du.": "self_attn.q_proj.",
+    "attn.wk_dv.": "self_attn.k_proj.",
+    "attn.wv_dv.": "self_attn.v_proj.",
+    "attn.wr_du.": "self_attn.r_proj.",
+    "attn.wo_ud.": "self_attn.o_proj.",
+    "attn.k_sconv.": "self_attn.k_sconv.conv1d.",
+    "attn.v_sconv.": "self_attn.v_sconv.conv1d.",
+    "attn.": "self_attn.",
+    "mlp.w13_dn.": GATE_UP_ROWS,
+    "mlp.w2_md.": "mlp.down_proj.",
+}
 # What joins tokens in the layers that DeepSeek-V4's later releases have instead.
 _DSPARK = re.compile(r"^mtp\.\d+\.(?:main_proj|markov_head|confidence_head)\.")
 # Of the parts beside the layer.
@@ -53,7 +75,9 @@ def mtp_names(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
     names = list(names)
     found: list[dict[str, str]] = []
     while of_layer := (
-        _names_of(names, num_layers, len(found)) or _streamed_names_of(names, len(found))
+        _names_of(names, num_layers, len(found))
+        or _streamed_names_of(names, len(found))
+        or _inkling_names_of(names, len(found))
     ):
         found.append(of_layer)
     return found
@@ -61,13 +85,18 @@ def mtp_names(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
 
 def why_unknown(names: Collection[str], num_layers: int) -> str:
     """Say what is wrong with a checkpoint in which no MTP layer has been found, after its name."""
-    if any(_INKLING.match(name) for name in names):
-        return "has MTP layers in Inkling's layout; Tandem does not read it"
     if any(_DSPARK.match(name) for name in names):
         return (
             "has layers in DSpark's layout, which drafts a block at once; Tandem does not read it"
         )
     return f"has no MTP layer, under mtp. or as layer {num_layers}, in a layout that is known"
+
+
+def has_no_norm(names: Iterable[str]) -> bool:
+    """Tell whether the head reads what the MTP layer of these tensors makes as it is: Inkling's."""
+    names = list(names)
+    is_inkling = any(".transformer_block." in name for name in names)
+    return is_inkling and not any("mtp.chain_norm." in name for name in names)
 
 
 def _names_of(names: Iterable[str], num_layers: int, depth: int) -> dict[str, str]:
@@ -102,6 +131,20 @@ def _streamed_names_of(names: Iterable[str], depth: int) -> dict[str, str]:
     }
     has_layer = any(new.startswith("model.layers.0.") for new in found.values())
     return found if has_layer and set(_STREAMED_NEEDED) <= set(found.values()) else {}
+
+
+def _inkling_names_of(names: Iterable[str], depth: int) -> dict[str, str]:
+    """Return the names for one of Inkling's MTP layers; empty if it is not whole."""
+    inside = re.compile(rf"^(?:model\.)?mtp\.(?:layers\.{depth}\.)?(?!layers\.)(.+)$")
+    found = {}
+    for name in names:
+        match = inside.match(name)
+        new = _renamed(match[1], _INKLING) if match else None
+        if new is not None:
+            before, layer, part = new.rpartition("model.layers.0.")
+            found[name] = before + layer + ((layer and _renamed(part, _INKLING_LAYER)) or part)
+    has_layer = any(new.startswith("model.layers.0.") for new in found.values())
+    return found if has_layer and set(_INKLING_NEEDED) <= set(found.values()) else {}
 
 
 def _renamed(part: str, parts: Mapping[str, str]) -> str | None:
