@@ -22,11 +22,12 @@ from benchmarks.generation.systems import Setting, Speeds
 from benchmarks.generation.systems.tandem_model import PackedTandem
 from benchmarks.generation.turns import measure_rounds, median
 
-from tandem.bench.model_shapes import find_shape
+from tandem.bench.model_shapes import ModelShape, find_shape
 from tandem.bench.random_model import empty_model_of
 from tandem.core.units import format_bytes, parse_bytes
 from tandem.forecast.sizes import config_sizes
 from tandem.hf.config import OffloadConfig
+from tandem.hf.dense import is_tower
 from tandem.kernels.cpu import detect_cpu
 from tandem.kernels.engine import choose_isa
 
@@ -54,12 +55,15 @@ def read_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def weight_bytes(setting: Setting, shape: str, layers: int) -> int:
+def weight_bytes(setting: Setting, shape: ModelShape, layers: int) -> int:
     """Return the bytes of so many layers of a shape, with embeddings and head."""
-    model = empty_model_of(find_shape(shape).sample(layers), setting.vocabulary)
+    model = empty_model_of(shape.sample(layers), setting.vocabulary)
     offload = OffloadConfig(expert_dtype=setting.expert_dtype, dense_dtype=setting.dense_dtype)
     sizes = config_sizes(model.config, offload)
-    return sizes.experts_bytes + sizes.total_dense_bytes
+    towers = sum(
+        weight.nbytes for name, weight in model.named_parameters() if is_tower(name)
+    )  # which are not built
+    return int(sizes.experts_bytes + sizes.total_dense_bytes - towers)
 
 
 def layers_within(num_bytes: int, most: int, bytes_of: Callable[[int], int]) -> int:
@@ -102,12 +106,13 @@ def main() -> None:
         kv_dtype=options.kv_dtype, gguf=Path(), has_flash_attention=False,
         isa=choose_isa(os.environ.get("TANDEM_ISA", "")),
     )  # fmt: skip
-    left = options.memory - weight_bytes(setting, options.over, options.over_layers)
-    most = find_shape(options.shape).values["num_hidden_layers"]
-    layers = layers_within(left, most, partial(weight_bytes, setting, options.shape))
+    shape, over = find_shape(options.shape), find_shape(options.over)
+    left = options.memory - weight_bytes(setting, over, options.over_layers)
+    most = shape.values["num_hidden_layers"]
+    layers = layers_within(left, most, partial(weight_bytes, setting, shape))
     names = {options.shape: layers, options.over: options.over_layers}
     for name, count in names.items():
-        size = format_bytes(weight_bytes(setting, name, count))
+        size = format_bytes(weight_bytes(setting, find_shape(name), count))
         print(f"{name}: {count} layers, {size}: {find_shape(name).sample(count).kinds}", flush=True)
     makers = {name: partial(of_shape, name, count) for name, count in names.items()}
     try:

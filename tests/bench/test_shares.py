@@ -9,6 +9,7 @@ import pytest
 from benchmarks.generation.shares import layers_within, ratios, shares, weight_bytes
 from benchmarks.generation.systems.setting import Setting, Speeds
 
+from tandem.bench.model_shapes import find_shape
 from tests.conftest import REPOSITORY
 
 SETTING = Setting(
@@ -35,12 +36,11 @@ def test_as_many_layers_as_fit() -> None:
 
 def test_ten_gigabytes_hold_layers_of_both_kinds_of_deepseek_v4() -> None:
     """Each has 256 experts of 25 million weights at 4.25 bits, and what lies beside them."""
-    layer = weight_bytes(SETTING, "deepseek-v4-flash", 2) - weight_bytes(
-        SETTING, "deepseek-v4-flash", 1
-    )
+    shape = find_shape("deepseek-v4-flash")
+    layer = weight_bytes(SETTING, shape, 2) - weight_bytes(SETTING, shape, 1)
     experts = 256 * 3 * 4096 * 2048 * 17 // 32
     assert experts < layer / 2 + experts / 2 < 1.1 * experts
-    assert weight_bytes(SETTING, "deepseek-v4-flash", 2) < 8e9
+    assert weight_bytes(SETTING, shape, 2) < 8e9
 
 
 @pytest.mark.slow

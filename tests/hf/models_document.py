@@ -23,6 +23,8 @@ class ModelsDocument:
     """Why nothing can look ahead in it."""
     refused: dict[str, str] = field(default_factory=dict)
     """The class of its experts, and why it has no adapter, as its cells."""
+    released: str = ""
+    """The section of released shapes, which `benchmarks.generation.released` writes."""
 
     def add(self, name: str, cells: str, why_blind: str | None) -> None:
         """Add the rows of one architecture."""
@@ -66,6 +68,8 @@ class ModelsDocument:
             "|---|---|",
             *_rows(self.blind),
             "",
+            *self.released.splitlines(),
+            "",
             f"## {len(self.refused)} are refused",
             "",
             "Their experts do not go through Transformers' experts interface, and no adapter puts"
@@ -99,11 +103,19 @@ def written() -> ModelsDocument | None:
     text = PATH.read_text(encoding="utf-8")
     if f"(Transformers {transformers.__version__})" not in text:
         return None
+    released = released_section(text)
     run, blind, refused = (
         dict(re.findall(r"^\| (?!architecture )(\w+) \| (.+) \|$", table, re.MULTILINE))
-        for table in text.split("\n|---|")[1:]
+        for table in text.replace(released, "").split("\n|---|")[1:]
     )
-    return ModelsDocument(run, blind, refused)
+    return ModelsDocument(run, blind, refused, released)
+
+
+def released_section(text: str) -> str:
+    """Return the section of released shapes of the file's text, which stays as it is."""
+    found = re.search(r"^## Released shapes\n.*?(?=\n\n## )", text, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[0]
 
 
 def models_outside_the_interface() -> dict[str, str]:

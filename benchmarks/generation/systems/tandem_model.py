@@ -7,7 +7,7 @@ from benchmarks.generation.systems.setting import Setting, Speeds
 
 from tandem.bench.generation import Workload, ceiling_of, measure, measure_machine
 from tandem.bench.kernels import KernelBench
-from tandem.bench.model_shapes import find_shape
+from tandem.bench.model_shapes import ModelShape, find_shape
 from tandem.bench.random_model import build_random_model
 from tandem.generate.generator import Generator
 from tandem.hf.config import OffloadConfig
@@ -49,13 +49,13 @@ class Tandem:
 class PackedTandem(Tandem):
     """The shape in formats of Tandem's own, with random weights."""
 
-    def __init__(self, setting: Setting) -> None:
-        """Build the model straight in packed form."""
+    def __init__(self, setting: Setting, shape: ModelShape | None = None) -> None:
+        """Build the model straight in packed form: of a shape, or that of the setting's name."""
         offload = OffloadConfig(
             expert_dtype=setting.expert_dtype, threads=setting.threads, isa=setting.isa or None
         )
         model = build_random_model(
-            find_shape(setting.shape), offload, dense_dtype=setting.dense_dtype,
+            shape or find_shape(setting.shape), offload, dense_dtype=setting.dense_dtype,
             num_layers=setting.layers, vocabulary=setting.vocabulary,
         )  # fmt: skip
         self._prepare(setting, model)

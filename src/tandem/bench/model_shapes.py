@@ -1,7 +1,7 @@
 """The shapes of released models, from their config.json, to be filled with random weights."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tandem.core.errors import ConfigError
@@ -14,6 +14,8 @@ class ModelShape:
 
     model_type: str
     values: dict[str, Any] = field(default_factory=dict)
+    whole: str = ""
+    """The architecture that it is the text model of, where Transformers builds none by itself."""
 
     def cut(self, num_layers: int, *, first: int = 0) -> "ModelShape":
         """Return the shape with so many of its layers, and so what it lists layer by layer."""
@@ -26,7 +28,7 @@ class ModelShape:
         if "per_layer_config" in values:  # what differs, by a layer's number
             own = {int(layer) - first: one for layer, one in values["per_layer_config"].items()}
             values["per_layer_config"] = {n: one for n, one in own.items() if 0 <= n < end - first}
-        return ModelShape(self.model_type, values | {"num_hidden_layers": end - first})
+        return replace(self, values=values | {"num_hidden_layers": end - first})
 
     @property
     def has_experts(self) -> bool:
@@ -43,14 +45,15 @@ class ModelShape:
     def sample(self, num_layers: int) -> "ModelShape":
         """Return the shape with the first run of so many layers that has as many kinds as any.
 
-        Of such runs the one whose kinds most of the model's layers are of.
+        Of such runs the one whose kinds, then whose layers, are most like the model's others.
         """
         kinds = self.kinds
         counts = Counter(kinds)
 
-        def mixture(start: int) -> tuple[int, int]:
-            found = set(kinds[start : start + num_layers])
-            return len(found), sum(counts[kind] for kind in found)
+        def mixture(start: int) -> tuple[int, int, int]:
+            run = kinds[start : start + num_layers]
+            found = set(run)
+            return len(found), sum(counts[x] for x in found), sum(counts[x] for x in run)
 
         starts = range(max(0, len(kinds) - num_layers) + 1)
         return self.cut(num_layers, first=max(starts, key=mixture))

@@ -10,7 +10,12 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 from tandem.bench.model_shapes import ModelShape
 from tandem.bench.random_weights import random_experts, random_matrix
@@ -21,7 +26,7 @@ from tandem.foreign_types import ModelPart, PreTrainedModel
 from tandem.hf.adapters import put_on_interface
 from tandem.hf.compat import parts_in_fp32
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
-from tandem.hf.dense import PackedLinear, give_fp32_logits, packable_layers, untie
+from tandem.hf.dense import PackedLinear, give_fp32_logits, is_tower, packable_layers, untie
 from tandem.hf.experts import is_experts_module
 from tandem.hf.quantizer import OffloadQuantizer
 from tandem.kernels.dense import CpuThreads, DenseWeight
@@ -59,6 +64,7 @@ def build_random_model(
     draw_matrix: _DrawMatrix = random_matrix
     if is_shared:
         draw_experts, draw_matrix = cache(draw_experts), cache(draw_matrix)
+    _drop_towers(model)
     put_on_interface(model)
     # First, so that what is packed is not counted as it would be loaded.
     fmt = parse_dense_dtype(dense_dtype)
@@ -85,10 +91,21 @@ def build_random_model(
 def empty_model_of(shape: ModelShape, vocabulary: int | None = None) -> PreTrainedModel:
     """Build a shape in bf16 without memory, perhaps with another vocabulary.
 
-    Raises `UnsupportedModelError` for a text model that Transformers builds beside others alone.
+    Raises `UnsupportedModelError` for a text model that Transformers builds beside others alone,
+    where the shape does not say of what it is a part.
     """
     cut = {} if vocabulary is None else {"vocab_size": vocabulary}
-    config = AutoConfig.for_model(shape.model_type, **shape.values | cut)
+    values = shape.values | cut
+    if shape.whole:
+        text = values | {"model_type": shape.model_type}
+        whole = AutoConfig.for_model(shape.whole, text_config=text)
+        with torch.device("meta"):
+            beside: PreTrainedModel = AutoModelForImageTextToText.from_config(
+                whole, dtype=torch.bfloat16
+            )
+        whole.architectures = [type(beside).__name__]
+        return beside
+    config = AutoConfig.for_model(shape.model_type, **values)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(
             f"Transformers builds no text model of {shape.model_type} by itself, so no copy of it "
@@ -117,6 +134,14 @@ def _draw_routes(model: nn.Module) -> None:
                 len(table), cast("ModelPart", module).num_experts, generator=random, device="cpu"
             )
             table.copy_(chances.topk(table.shape[1]).indices)
+
+
+def _drop_towers(model: nn.Module) -> None:
+    """Leave a model without what it has for images and sound, which no text meets."""
+    for path, parent in list(model.named_modules()):
+        for name in [name for name, _ in parent.named_children()]:
+            if is_tower(f"{path}.{name}".removeprefix(".")):
+                setattr(parent, name, nn.Identity())
 
 
 def drop_experts(model: nn.Module) -> None:
