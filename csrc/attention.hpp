@@ -76,6 +76,7 @@ struct AttentionCall {
   const void* token_sinks = nullptr;  // as `sinks`, but (num_tokens, num_heads), or null
   std::int64_t selected_heads = 1;    // num_kv_heads where each has a selection of its own
   std::int64_t selected_block = 1;
+  std::int64_t chunk = 0;  // a token sees its own chunk of so many positions; 0: all
 
   const std::int32_t* selected_by(std::int64_t token, std::int64_t kv_head) const {
     const std::int64_t head = selected_heads == 1 ? 0 : kv_head;

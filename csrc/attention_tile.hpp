@@ -9,8 +9,9 @@
 namespace tandem {
 
 inline std::int64_t first_position(const AttentionCall& call, std::int64_t token) {
-  const std::int64_t end = call.positions[token] + 1;
-  return call.window > 0 ? std::max<std::int64_t>(0, end - call.window) : 0;
+  const std::int64_t position = call.positions[token];
+  const std::int64_t of_chunk = call.chunk > 0 ? position / call.chunk * call.chunk : 0;
+  return call.window > 0 ? std::max(of_chunk, position + 1 - call.window) : of_chunk;
 }
 
 // The positions that a token sees besides those of its window, from the row's first one on.

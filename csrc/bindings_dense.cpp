@@ -258,6 +258,12 @@ void set_selection(AttentionCall& call, std::int64_t block, bool by_head) {
   call.selected_heads = by_head ? call.num_kv_heads : 1;
 }
 
+// A token sees its own chunk of so many positions.
+void set_chunk(AttentionCall& call, std::int64_t chunk) {
+  require(chunk >= 1, "one position or more in a chunk");
+  call.chunk = chunk;
+}
+
 // Profiles (dim, extent and a margin on both sides) of a bias by distance, see `DistanceBias`.
 void set_bias(AttentionCall& call, const Tensor& profiles) {
   profiles.require_dims("profiles", 2);
@@ -280,6 +286,7 @@ void bind_attention(nb::module_& m) {
       .def("set_compressed", &set_compressed)
       .def("set_always_seen", &set_always_seen)
       .def("set_selection", &set_selection)
+      .def("set_chunk", &set_chunk)
       .def("set_bias", &set_bias);
   nb::class_<AttentionEngine>(m, "AttentionEngine")
       .def("__init__",

@@ -28,6 +28,7 @@ struct Shape {
   std::vector<std::int64_t> always;  // of a row's first positions, beside the window, or empty
   std::int64_t extent;               // of a bias by distance; 0: there is none
   std::vector<float> profiles;       // (kProfiles, extent), the nearest distance first
+  std::int64_t chunk;                // of positions, of which a token sees its own; 0: all
 
   std::int64_t num_compressed() const {
     return ratio > 0 ? capacity_blocks * tandem::kKvBlock / ratio : 0;
@@ -42,6 +43,7 @@ Shape make_shape(Random& random, KvType type) {
   s.rows = random.between(1, 3);
   s.capacity_blocks = tandem::kKvChunk / tandem::kKvBlock * random.between(1, 3);
   s.window = random.between(0, 2) ? 0 : random.between(1, 100);
+  s.chunk = random.between(0, 3) ? 0 : random.between(1, 100);
   s.scale = 1.0f / std::sqrt(static_cast<float>(s.layout.key_dim));
   s.softcap = random.between(0, 3) ? 0.0f : 20.0f;
   if (random.between(0, 2) == 0) s.sinks = random.normals(s.heads);
@@ -168,7 +170,8 @@ void attend(const Shape& s, const History& history, const Step& step, std::size_
   const std::int64_t of_head = static_cast<std::int64_t>(token) * s.heads + head;
   double total = s.sinks.empty() ? 0 : std::exp(double{s.sinks[head]});
   if (!step.sinks.empty()) total = std::exp(double{step.sinks[of_head]});
-  const std::int64_t first = s.window > 0 ? std::max<std::int64_t>(0, position + 1 - s.window) : 0;
+  const std::int64_t of_chunk = s.chunk > 0 ? position / s.chunk * s.chunk : 0;
+  const std::int64_t first = s.window > 0 ? std::max(of_chunk, position + 1 - s.window) : of_chunk;
   const auto see = [&](const float* key, const float* value, double bias) {
     const double weight = std::exp(score(s, query, key, bias));
     for (std::int64_t d = 0; d < s.layout.value_dim; ++d) sums[d] += weight * value[d];
@@ -237,6 +240,7 @@ std::vector<float> run(tandem::AttentionEngine& engine, const Shape& s, Cache& c
     call.bias.profiles = profiles.data();
   }
   if (!step.sinks.empty()) call.token_sinks = step.sinks.data();
+  call.chunk = s.chunk;
   call.selected_heads = step.selected_heads;
   call.selected_block = step.selected_block;
   if (!s.always.empty()) {

@@ -16,7 +16,6 @@ from tandem.decode.padded import PaddedBatch
 from tandem.generate.generator import Generator
 from tandem.hf.config import OffloadConfig
 from tandem.hf.dense_place import keep_embeddings_on_host
-from tandem.kv_cache.chunks import positions_in_chunk
 from tests.architectures import build_tiny_model, tiny_inputs
 from tests.conftest import two_threads
 from tests.decode.twin_capture import TwinCapture
@@ -117,8 +116,3 @@ def test_more_experts_a_token_are_refused(tmp_path: Path) -> None:
     build_tiny_model("llama4", values={"num_experts_per_tok": 2}).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="sends a token to 2 experts"):
         tandem.load(tmp_path)
-
-
-def test_tokens_see_their_chunk_and_those_of_the_first_all_before() -> None:
-    seen = positions_in_chunk(torch.tensor([3, 4, 9]), 4)
-    assert seen.tolist() == [[-1] * 4, [4, 5, 6, 7], [8, 9, 10, 11]]

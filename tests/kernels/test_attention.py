@@ -31,6 +31,8 @@ FORMS = [
     form_of(4, 2, 32, softcap=3.0),
     form_of(4, 2, 32, softcap=2.0, window=300),
     form_of(4, 2, 32, window=40, keeps_prompt=True),
+    form_of(6, 2, 32, chunk=37),
+    form_of(4, 2, 32, chunk=600, window=300),
 ]
 PROMPT_LENGTHS = torch.tensor([20, 130, 0])  # of the rows
 
@@ -42,6 +44,8 @@ def plain(
     """One token's attention, head by head: q (heads, dim), k and v (kv heads, positions, dim)."""
     places = torch.arange(position + 1)
     seen = places > position - (form.window or position + 1)
+    if form.chunk:
+        seen &= places >= position // form.chunk * form.chunk
     if form.keeps_prompt:
         seen |= places < PROMPT_LENGTHS[row]
     outs = []

@@ -67,7 +67,13 @@ def test_what_torch_gives_whatever_shapes_and_lengths(
 
 @pytest.mark.parametrize(
     "more",
-    [{"window": 5}, {"window": 64}, {"softcap": 3.0}, {"window": 40, "softcap": 20.0}],
+    [
+        {"window": 5},
+        {"window": 64},
+        {"chunk": 70},
+        {"softcap": 3.0},
+        {"window": 40, "softcap": 20.0},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("has_sinks", [False, True])

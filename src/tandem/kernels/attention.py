@@ -48,6 +48,8 @@ class AttentionForm:
     """Positions that a token sees, itself included; 0: all before it."""
     keeps_prompt: bool = False
     """Whether a token sees, besides its window, all of the prompt that its slot began with."""
+    chunk: int = 0
+    """Positions of a chunk, of which a token sees its own alone; 0: there are none."""
     selected_block: int = 1
     """Positions that are selected together, where an indexer selects what tokens see."""
     selects_by_head: bool = False
@@ -57,6 +59,11 @@ class AttentionForm:
     def kept_window(self) -> int:
         """The latest positions that a slot needs to keep; 0: all."""
         return 0 if self.keeps_prompt else self.window
+
+    def most_seen(self, length: int) -> int:
+        """Return how many positions the last token of so many sees, but for a prompt's."""
+        of_chunk = (length - 1) % self.chunk + 1 if self.chunk else length
+        return min(of_chunk, self.window or length)
 
 
 class DistanceBias(NamedTuple):
@@ -115,6 +122,8 @@ class CachedAttention:
             form.window,
             self._sinks,
         )
+        if form.chunk:
+            self.native.set_chunk(form.chunk)
         self.native.set_selection(form.selected_block, form.selects_by_head)
         self._prompt_lengths = prompt_lengths if form.keeps_prompt else None
         if self._prompt_lengths is not None:

@@ -123,13 +123,6 @@ class SlotCache(ABC):
     def token_positions(self) -> Tensor:
         """The positions (n_tokens,) of the step's tokens in their slots, where the model runs."""
 
-    @abstractmethod
-    def select_chunks(self, size: int) -> Tensor | None:
-        """Return what tokens see that see their own chunk of so many positions; None: all before.
-
-        As of `select`.
-        """
-
     def expect(self, layer: int) -> None:
         """Note that a layer has new keys and values: its attention comes next."""
         if self._awaited is not None:

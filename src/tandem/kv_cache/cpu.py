@@ -24,7 +24,6 @@ from tandem.kernels.opaque_calls import ATTENTION, SELECTION, STATES, opaque
 from tandem.kernels.recurrent import LayerState, StateOperation, StateTokens
 from tandem.kv_cache.attention_call import AttentionCall, Beside
 from tandem.kv_cache.base import NotInSlotsError, SlotCache
-from tandem.kv_cache.chunks import positions_in_chunk
 from tandem.kv_cache.compressed import CompressedStore
 from tandem.kv_cache.cpu_states import CpuStates
 from tandem.kv_cache.index_keys import IndexStore, NewIndexKeys
@@ -77,7 +76,7 @@ class KvCache(SlotCache):
     def filled_bytes(self) -> int:
         """Bytes of the tokens that a step reads: of all that are held, within a layer's window."""
         return sum(
-            layer.bytes_of(min(length, layer.form.window or length))
+            layer.bytes_of(layer.form.most_seen(length))
             for layer in self._layers.values()
             for length in self.lengths
         ) + sum(map(self._read_bytes, self.lengths))
@@ -220,12 +219,6 @@ class KvCache(SlotCache):
     def token_positions(self) -> Tensor:
         """The positions (n_tokens,) of the step's tokens in their slots."""
         return self.positions
-
-    def select_chunks(self, size: int) -> Tensor | None:
-        """Return the positions that tokens see; see `SlotCache.select_chunks`."""
-        longest = max(s.first_position + s.num_tokens for s in self._segments)
-        is_first = not self.is_decoding and longest <= size
-        return None if is_first else positions_in_chunk(self.positions, size)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Append the new keys and values of the expected layer; attend: (n_tokens, heads, dim)."""

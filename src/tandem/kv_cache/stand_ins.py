@@ -192,15 +192,13 @@ def transformers_cache(model: PreTrainedModel, cache: SlotCache) -> DynamicCache
 def sees_all(model: PreTrainedModel) -> bool:
     """Tell whether attention sees all positions before a token, of its window if a layer has one.
 
-    Not where an indexer selects some, keys of many tokens stand beside a window, or in chunks.
+    Or of its chunk; not where an indexer selects some, or keys of many tokens are beside a window.
     """
-    config = model.config.get_text_config(decoder=True)
-    layers = DynamicCache(config=config).layers
-    selects = any(
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return not any(
         type(x) is DynamicIndexedLayer or compresses_windows(x) or selects_by_head(x)
         for x in layers
     )
-    return not selects and not chunked_layers(config)
 
 
 def _stand_in(cache: SlotCache, number: int, layer: Any) -> Any:

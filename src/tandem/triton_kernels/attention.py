@@ -147,6 +147,7 @@ def _bounds(
     position: tensor,
     prompt_length: tensor,
     window: constexpr,
+    chunk: constexpr,
     num_parts: constexpr,
     block_keys: constexpr,
 ) -> tensor:
@@ -157,6 +158,8 @@ def _bounds(
     """
     length = (position + 1).to(tl.int32)
     first = tl.maximum(length - window, 0) if window > 0 else 0
+    if chunk > 0:
+        first = tl.maximum(first, (length - 1) // chunk * chunk)
     skipped = first - tl.minimum(first, prompt_length)
     blocks = (length - skipped + block_keys - 1) // block_keys
     each = (blocks + num_parts - 1) // num_parts * block_keys
@@ -207,8 +210,8 @@ def attend_parts(
     num_heads: constexpr, num_kv_heads: constexpr, key_dim: constexpr, value_dim: constexpr,
     value_width: constexpr,
     line_dim: constexpr, kind: constexpr, scale: constexpr, softcap: constexpr, window: constexpr,
-    num_parts: constexpr, block_heads: constexpr, block_keys: constexpr, block_dim: constexpr,
-    bias_dim: constexpr, extent: constexpr,
+    chunk: constexpr, num_parts: constexpr, block_heads: constexpr, block_keys: constexpr,
+    block_dim: constexpr, bias_dim: constexpr, extent: constexpr,
 ) -> None:  # fmt: skip
     """Attend to a part of the positions. A program is (some heads of a KV head, part, token).
 
@@ -229,7 +232,7 @@ def attend_parts(
     position, prompt = tl.load(positions + token), 0
     if prompt_lengths is not None:
         prompt = tl.load(prompt_lengths + token).to(tl.int32)
-    begin, end, first, skipped = _bounds(position, prompt, window, num_parts, block_keys)
+    begin, end, first, skipped = _bounds(position, prompt, window, chunk, num_parts, block_keys)
     base = (tl.load(slots + token) * num_kv_heads + kv_head) * tl.load(where + 4)
     keys, values = _pointer(tl.load(where), kind), _pointer(tl.load(where + 1), kind)
     queries = _queries(

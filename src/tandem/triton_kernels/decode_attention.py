@@ -40,12 +40,13 @@ def _append_and_attend(
     prompt_lengths: Tensor | None = None,
     states: Tensor | None = None,
     profiles: Tensor | None = None,
+    chunk: int = 0,
 ) -> Tensor:
     """Do what `DecodeAttention.__call__` says; writes to memory that only `where` knows."""
     form = AttentionForm(
         num_heads=query.shape[0], num_kv_heads=key.shape[0], key_dim=key.shape[2],
         value_dim=value_dim, scale=scale, softcap=softcap, window=window,
-        keeps_prompt=prompt_lengths is not None,
+        keeps_prompt=prompt_lengths is not None, chunk=chunk,
     )  # fmt: skip
     bias = None if states is None or profiles is None else DistanceBias(states, profiles)
     kernels = DecodeAttention(num_processors, has_small_tiles=has_small_tiles)
@@ -127,7 +128,7 @@ class DecodeAttention:
         result: Tensor = _append_and_attend(
             where, slots, positions, query, key, value, sinks, kind, form.value_dim, form.scale,
             form.softcap, form.window, self._num_processors, self._has_small_tiles,
-            prompt_lengths if form.keeps_prompt else None, *(bias or (None, None)),
+            prompt_lengths if form.keeps_prompt else None, *(bias or (None, None)), form.chunk,
         )  # fmt: skip
         return result
 
@@ -209,8 +210,9 @@ class DecodeAttention:
             num_heads=num_heads, num_kv_heads=form.num_kv_heads, key_dim=form.key_dim,
             value_dim=form.value_dim,
             line_dim=form.value_dim if has_values else form.key_dim, kind=kind,
-            scale=form.scale, softcap=form.softcap, window=form.window, num_parts=num_parts,
-            block_heads=_BLOCK_HEADS, **blocks, bias_dim=bias_dim, extent=extent,
+            scale=form.scale, softcap=form.softcap, window=form.window, chunk=form.chunk,
+            num_parts=num_parts, block_heads=_BLOCK_HEADS, **blocks, bias_dim=bias_dim,
+            extent=extent,
         )  # fmt: skip
         return _joined(parts, sums, sinks, query)
 

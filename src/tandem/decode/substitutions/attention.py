@@ -61,9 +61,9 @@ def attention_forward(
     block = 1
     if block_indices is not None:
         indices, block = block_indices
+    chunk = 0
     if isinstance(attention_mask, SeesOwnChunk):
-        seen, attention_mask = attention_mask.seen(cache.select_chunks), None
-        indices = None if seen is None else seen[None]
+        chunk, attention_mask = attention_mask.size, None
     has_mask = attention_mask is not None and not isinstance(attention_mask, SeesAllBefore)
     if has_mask or isinstance(position_bias, Tensor) or not causal:
         raise NotInSlotsError("attention has a mask or a bias of the model's own")
@@ -82,6 +82,7 @@ def attention_forward(
         softcap=float(softcap or 0),
         window=sliding_window or cache.expected_window,  # some models tell it to their mask alone
         keeps_prompt=cache.expects_prompt,
+        chunk=chunk,
         selected_block=block,
         selects_by_head=indices is not None and indices.dim() == 4,
     )

@@ -15,9 +15,11 @@ BiasOf = Callable[[slice], Tensor]
 _MOST_SCORE_BYTES = 64 << 20
 
 
-def visible(place: Tensor, position: Tensor, window: int) -> Tensor:
-    """Tell which positions the token at a place sees."""
+def visible(place: Tensor, position: Tensor, window: int, chunk: int = 0) -> Tensor:
+    """Tell which positions the token at a place sees: in its window, and of its own chunk."""
     seen = position <= place
+    if chunk:
+        seen = seen & (position >= place // chunk * chunk)
     return seen & (position > place - window) if window else seen
 
 

@@ -205,17 +205,6 @@ class StaticKvCache(SlotCache):
         _, first, count = self._segments[0]
         return torch.arange(first, first + count, device=self._device)
 
-    def select_chunks(self, size: int) -> Tensor | None:
-        """Return a mask of what tokens see, (n_tokens, positions); None: all before them."""
-        if self._kernels is not None:
-            raise NotInSlotsError("kernels attend to all positions")
-        _, first, count = self._segments[0]
-        length = self.attended_length if self.is_decoding else first + count
-        if length <= size:
-            return None
-        begin = self.token_positions // size * size
-        return torch.arange(length, device=self._device) >= begin[:, None]
-
     def attend(self, call: AttentionCall) -> Tensor:
         """Append the new keys and values of the expected layer; attend: (n_tokens, heads, dim)."""
         if self.has_compressed:
@@ -312,15 +301,16 @@ class StaticKvCache(SlotCache):
         group = form.num_heads // form.num_kv_heads
         keys = keys.repeat_interleave(group, 0)  # (heads, total, dim)
         values = values.repeat_interleave(group, 0)
-        window = form.kept_window
-        is_whole = count == total and not (window and window < total)
+        window, chunk = form.kept_window, form.chunk
+        is_whole = count == total <= min(window or total, chunk or total)
         is_whole = is_whole and selected is None and bias is None
         if is_whole and not form.softcap and sinks is None:  # needs no mask, and has fast kernels
             out = F.scaled_dot_product_attention(
                 query[None], keys[None], values[None], is_causal=True, scale=form.scale
             )
         else:
-            mask = self._seen_by_last(count, total, window, by_query_head(selected, group))
+            selected = by_query_head(selected, group)
+            mask = self._seen_by_last(count, total, window, selected, chunk)
             heads = None if sinks is None else sinks.reshape(-1, form.num_heads, 1).transpose(0, 1)
             added = None if bias is None else self._bias_of_prompt(bias, total)
             out = attention(form, query[None], keys[None], values[None], mask, heads, added)
@@ -334,10 +324,12 @@ class StaticKvCache(SlotCache):
         heads = None if sinks is None else sinks.reshape(-1, 1)
         return attention_in_pieces(form, of_tokens, keys[None], values[None], mask, heads)[0]
 
-    def _seen_by_last(self, count: int, total: int, window: int, selected: Tensor | None) -> Tensor:
+    def _seen_by_last(
+        self, count: int, total: int, window: int, selected: Tensor | None, chunk: int = 0
+    ) -> Tensor:
         """Tell what the last of some positions see of all: (count, total)."""
         place = torch.arange(total - count, total, device=self._device)[:, None]
-        seen = visible(place, torch.arange(total, device=self._device)[None], window)
+        seen = visible(place, torch.arange(total, device=self._device)[None], window, chunk)
         return seen if selected is None else seen & selected
 
     def _layer(self, call: AttentionCall) -> LayerMemory:

@@ -81,7 +81,7 @@ class StepPlaces:
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         """Hold so many rows, to be brought."""
-        self._device, self._masks = device, dict[tuple[int, bool], Tensor]()
+        self._device, self._masks = device, dict[tuple[int, int, bool], Tensor]()
         self._width = max(2, num_rows)  # kernels are compiled for addresses of whole 16 bytes
         fields = len(Run._fields)
         with torch.inference_mode(False):
@@ -112,16 +112,16 @@ class StepPlaces:
 
     def mask(self, form: AttentionForm, capacity: int) -> Tensor:
         """Return which of `capacity` positions rows see: (n_rows, 1, 1, capacity), kept."""
-        kind = form.window, form.keeps_prompt
+        kind = form.window, form.chunk, form.keeps_prompt
         if kind not in self._masks or self._masks[kind].shape[3] != capacity:
             with torch.inference_mode(False):
                 self._masks[kind] = self._seen(*kind, capacity)
         return self._masks[kind]
 
-    def _seen(self, window: int, keeps_prompt: bool, capacity: int) -> Tensor:
+    def _seen(self, window: int, chunk: int, keeps_prompt: bool, capacity: int) -> Tensor:
         place = self.positions[:, None, None, None]
         position = torch.arange(capacity, device=self._device)
-        seen = visible(place, position, window)
+        seen = visible(place, position, window, chunk)
         if not keeps_prompt:
             return seen
         return seen | (position < self.prompt_lengths[:, None, None, None])
