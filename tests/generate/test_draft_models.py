@@ -12,6 +12,7 @@ from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.generate.generator import Generator
 from tandem.generate.speculation.draft_model import DraftModel
 from tandem.generate.speculation.small_model import load_small
+from tandem.hf.dense import packed_layers
 from tandem.policy.speculation.drafter import SureDraft
 from tandem.policy.speculation.paid_drafts import PaidDrafts
 from tandem.policy.speculation.plans import NextStep
@@ -20,6 +21,7 @@ from tests.architectures import VOCABULARY, build_tiny_model
 from tests.conftest import two_threads
 from tests.generate.test_speculation import PROMPTS, texts
 from tests.hf.tiny import loaded
+from tests.loading.gguf_files import tiny_model, write_gguf
 
 NEW_TOKENS = 30
 
@@ -85,6 +87,18 @@ def test_dense_models_draft_too(tmp_path: Path) -> None:
     generator = Generator(model, draft=load_small(tmp_path / "draft"))
     plain = Generator(model, speculate="none").generate(PROMPTS[0], max_new_tokens=NEW_TOKENS)
     answers = generator.generate(PROMPTS[0], max_new_tokens=NEW_TOKENS)
+    assert texts(answers) == texts(plain)
+    assert answers[0].drafted_tokens > 0
+
+
+def test_a_gguf_file_drafts_with_its_own_codes(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "draft.gguf", tiny_model(), "Q8_0")
+    draft = load_small(file)
+    formats = {layer.packed.matrix.format.name for _, layer in packed_layers(draft)}
+    assert formats == {"int8-g32"}  # as Q8_0 is held
+    model = loaded(tmp_path / "model", "qwen3_moe")
+    plain = Generator(model, speculate="none").generate(PROMPTS[0], max_new_tokens=NEW_TOKENS)
+    answers = Generator(model, draft=draft).generate(PROMPTS[0], max_new_tokens=NEW_TOKENS)
     assert texts(answers) == texts(plain)
     assert answers[0].drafted_tokens > 0
 

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from tandem.hf.packed_writer import OnProgress
 
 DEMO_MODELS = ("demo", "demo-equal")
+DENSE_DTYPE_HELP = (
+    "linear layers beside experts (all of a dense model): none (as loaded), int8, int4, bf16 or "
+    "another format; auto: int8 if the model is quantised, else none. A file's own codes stay"
+)
 _NO_TOKENIZER = "no tokenizer"
 _TRIAL = "Hello, 1 2 3\n"  # some tokenizers load, and fail at any text
 # What a packed copy has of its source beside the weights.

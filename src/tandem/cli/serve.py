@@ -13,6 +13,7 @@ from tandem.cli.drafting import DraftChoice
 from tandem.cli.images import load_image_reader
 from tandem.cli.keeping import Keeper, KeepOptions, cache_dir
 from tandem.cli.model_choice import (
+    DENSE_DTYPE_HELP,
     ModelChoice,
     add_model,
     find_model,
@@ -34,8 +35,7 @@ class ServeOptions:
 
     dense_dtype: str = option(
         "auto",
-        help="attention, shared experts and head: none (as loaded), int8, int4, bf16; "
-        "auto: int8 if the experts are quantised too, else as they are",
+        help=DENSE_DTYPE_HELP,
         metavar="DTYPE",
     )
     compile: bool = option(

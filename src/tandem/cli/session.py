@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from tandem.cli.keeping import Keeper, cache_dir
+from tandem.cli.model_choice import DENSE_DTYPE_HELP
 from tandem.cli.streams import require_text
 from tandem.core.config import option
 from tandem.core.errors import ConfigError
@@ -47,8 +48,7 @@ class SessionOptions:
     )
     dense_dtype: str = option(
         "auto",
-        help="attention, shared experts and head: none (as loaded), int8, int4, bf16; "
-        "auto: int8 if the experts are quantised too",
+        help=DENSE_DTYPE_HELP,
         metavar="DTYPE",
     )
     kv_dtype: str = option(
