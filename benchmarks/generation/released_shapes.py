@@ -71,11 +71,23 @@ _MINIMAX_M3 = {
     "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 57,
 }
 
+# Step's layers: each fourth sees all, the others a window, with more heads.
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+_STEP = {
+    "layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 11 + ["full_attention"],
+    "sliding_window": 512,
+    "num_sliding_attention_heads": 96,
+    "rope_parameters": {
+        "full_attention": {**_ROPE, "partial_rotary_factor": 0.5},
+        "sliding_attention": _ROPE,
+    },
+}
+
 RELEASED = {
     "inkling": Released("Inkling", "inkling_text"),
     "minimax_m3_vl": Released("MiniMax-M3", "minimax_m3_vl_text", _MINIMAX_M3),
     "llama4": Released("Llama 4 Scout", "llama4_text"),
-    "step3p7": Released("Step-3.7-Flash", "step3p5", whole="step3p7"),
+    "step3p7": Released("Step-3.7-Flash", "step3p5", _STEP, whole="step3p7"),
     "qwen3_moe": Released("Qwen3-30B-A3B", "qwen3_moe", of_bench="qwen3-30b-a3b"),
     "afmoe": Released("Trinity-Mini", "afmoe"),
     "aria": Released(
