@@ -11,8 +11,8 @@ namespace {
 // what else is in the batch. A task reads at least one segment: below it, merging costs more than a
 // second thread saves.
 constexpr std::int64_t kSegment = 512;
-// Of compressed keys, which all heads have: so many rows that half as many keys are enough work.
-constexpr std::int64_t kCompressedSegment = 256;
+// Of keys that lie alone, which all heads have: so many rows that fewer keys are enough work.
+constexpr std::int64_t kJointSegment = 256;
 constexpr std::int64_t kTasksPerThread = 4;
 // Query rows of a prompt's tile: they read a chunk of keys and values while it is in the cache.
 constexpr std::int64_t kTileRows = 64;
@@ -20,6 +20,7 @@ constexpr std::int64_t kTileRows = 64;
 constexpr std::int64_t kManyHeads = 32;
 // More selected positions than this are marked by all threads.
 constexpr std::int64_t kManySelected = 1 << 14;
+constexpr std::int64_t kMostPositions = std::int64_t{1} << 31;  // of a row that is a ring
 
 const AttentionKernel& choose(const std::string& isa, bool may_use_tiles) {
 #if defined(__x86_64__)
@@ -30,9 +31,7 @@ const AttentionKernel& choose(const std::string& isa, bool may_use_tiles) {
   return portable_attention();
 }
 
-std::int64_t segments(std::int64_t positions, std::int64_t each = kSegment) {
-  return (positions + each - 1) / each;
-}
+std::int64_t segments(std::int64_t positions) { return (positions + kSegment - 1) / kSegment; }
 
 std::int64_t part_values(const AttentionCall& call, std::int64_t rows) {
   return rows * (2 + call.layout.value_width());
@@ -57,16 +56,20 @@ std::int64_t head_offset(const AttentionCall& call, std::int64_t row, std::int64
 void append_heads(const AttentionCall& call, std::int64_t head, bool is_key) {
   const TokenView& from = is_key ? call.new_key : call.new_value;
   const std::int64_t dim = is_key ? call.layout.key_dim : call.layout.value_dim;
-  const std::int64_t block =
-      is_key ? call.layout.key_block_bytes() : call.layout.value_block_bytes();
+  const std::int64_t block = is_key ? call.key_block_bytes() : call.value_block_bytes();
   thread_local std::vector<float> values;
   values.resize(dim);
   for (std::int64_t t = 0; t < call.num_tokens; ++t) {
     load_values(value_at(from.data, call.type, t * from.token_stride + head * from.head_stride),
                 call.type, dim, values.data());
+    if (call.is_joint) {
+      write_joint(call.layout, joint_key(call, t, call.positions[t]), values.data());
+      continue;
+    }
     std::uint8_t* to =
         (is_key ? call.keys : call.values) + head_offset(call, call.rows[t], head, block);
-    (is_key ? append_key : append_value)(call.layout, to, call.positions[t], values.data());
+    (is_key ? append_key : append_value)(call.layout, to, call.positions[t] % call.capacity(),
+                                         values.data());
   }
 }
 
@@ -75,10 +78,10 @@ void append_compressed(const AttentionCall& call) {
   thread_local std::vector<float> values;
   values.resize(call.layout.key_dim);
   for (std::int64_t t = 0; t < call.num_tokens; ++t) {
-    if (!compressed.ends_window(t)) continue;
+    if (!compressed.ends_window(call.positions[t])) continue;
     load_values(value_at(compressed.new_key.data, call.type, t * compressed.new_key.token_stride),
                 call.type, call.layout.key_dim, values.data());
-    write_joint(call.layout, compressed_key(call, t, compressed.positions[t] / compressed.ratio),
+    write_joint(call.layout, compressed_key(call, t, call.positions[t] / compressed.ratio),
                 values.data());
   }
 }
@@ -121,7 +124,7 @@ void finish_row(const AttentionCall& call, const PartialAttention& total, std::i
 }
 
 void require_inside(const AttentionCall& call) {
-  const std::int64_t capacity = call.capacity_blocks * kKvBlock;
+  const std::int64_t capacity = call.is_ring() ? kMostPositions : call.capacity();
   for (std::int64_t t = 0; t < call.num_tokens; ++t) {
     const std::int64_t row = call.rows[t], position = call.positions[t];
     if (row < 0 || row >= call.num_rows || position < 0 || position >= capacity)
@@ -135,9 +138,9 @@ void require_inside(const AttentionCall& call) {
   const CompressedKeys& compressed = call.compressed;
   if (compressed.ratio == 0) return;
   for (std::int64_t t = 0; t < call.num_tokens; ++t) {
-    if (compressed.positions[t] < 0 || compressed.num_seen(t) > compressed.capacity ||
+    if (compressed.num_seen(call.positions[t]) > compressed.capacity ||
         call.rows[t] >= compressed.num_rows)
-      throw std::invalid_argument("a token at position " + std::to_string(compressed.positions[t]) +
+      throw std::invalid_argument("a token at position " + std::to_string(call.positions[t]) +
                                   " sees more than the " + std::to_string(compressed.capacity) +
                                   " compressed keys of a slot in the cache");
   }
@@ -167,7 +170,7 @@ AttentionEngine::AttentionEngine(ThreadPool& pool, const std::string& isa, bool 
 
 void AttentionEngine::append(const AttentionCall& call) {
   require_inside(call);
-  const std::int64_t tasks = 2 * call.num_kv_heads;
+  const std::int64_t tasks = (call.is_joint ? 1 : 2) * call.num_kv_heads;
   if (call.num_tokens * call.num_kv_heads > kManyHeads) {
     pool_.run(tasks, [&](std::int64_t i) { append_heads(call, i / 2, i % 2 == 0); });
   } else {
@@ -179,13 +182,13 @@ void AttentionEngine::append(const AttentionCall& call) {
 // Null where all is seen.
 std::uint64_t* AttentionEngine::marks_of(const AttentionCall& call, std::int64_t token,
                                          std::int64_t kv_head) {
-  if (call.compressed.ratio > 0 || !sees_some(call, token, kv_head)) return nullptr;
+  if (call.is_joint || !sees_some(call, token, kv_head)) return nullptr;
   const std::int64_t head = call.selected_heads == 1 ? 0 : kv_head;
   return selected_.data() + (token * call.selected_heads + head) * selected_words_;
 }
 
 void AttentionEngine::mark_selected(const AttentionCall& call) {
-  if (!call.selected || call.compressed.ratio > 0) return;
+  if (!call.selected || call.is_joint) return;
   std::int64_t last = 0;
   for (std::int64_t t = 0; t < call.num_tokens; ++t) last = std::max(last, call.positions[t] + 1);
   selected_words_ = (last + kKvChunk - 1) / kKvChunk;
@@ -206,36 +209,29 @@ void AttentionEngine::mark_selected(const AttentionCall& call) {
 }
 
 void AttentionEngine::plan_tiles(const AttentionCall& call) {
-  const std::int64_t most = std::max<std::int64_t>(1, kTileRows / heads_of(call));
+  const std::int64_t most =
+      call.is_joint ? 1 : std::max<std::int64_t>(1, kTileRows / heads_of(call));
   tiles_.clear();
   for (std::int64_t head = 0; head < call.num_kv_heads; ++head)
     for (std::int64_t t = 0; t < call.num_tokens;) {
       std::int64_t n = 1;
-      const auto is_alone = [&](std::int64_t token) {  // with compressed keys of its own choice
-        return call.compressed.ratio > 0 && sees_some(call, token);
-      };
-      while (n < most && t + n < call.num_tokens && call.rows[t + n] == call.rows[t] &&
-             !is_alone(t) && !is_alone(t + n))
-        ++n;
-      const std::int64_t last = t + n - 1;
-      std::int64_t num_compressed = 0;
-      each_compressed(call, last, [&](std::int64_t) { ++num_compressed; });
-      const std::int64_t first = always_seen(call, t) > 0 ? 0 : first_position(call, t);
-      tiles_.push_back({t, n, head, first / kSegment * kSegment,
-                        call.positions[last] + 1, num_compressed, 0, 0});
+      while (n < most && t + n < call.num_tokens && call.rows[t + n] == call.rows[t]) ++n;
+      if (call.is_joint) {
+        std::int64_t num_keys = 0;
+        each_joint(call, t, [&](const std::uint8_t*) { ++num_keys; });
+        tiles_.push_back({t, n, head, 0, num_keys, kJointSegment, 0, 0});
+      } else {
+        const std::int64_t first = always_seen(call, t) > 0 ? 0 : first_position(call, t);
+        const std::int64_t end = call.positions[t + n - 1] + 1;
+        tiles_.push_back({t, n, head, first / kSegment * kSegment, end, kSegment, 0, 0});
+      }
       t += n;
     }
 }
 
-std::int64_t AttentionEngine::Tile::own_segments() const { return segments(end - begin); }
-
-std::int64_t AttentionEngine::Tile::num_segments() const {
-  return own_segments() + segments(num_compressed, kCompressedSegment);
-}
-
 void AttentionEngine::plan_tasks() {
   std::int64_t positions = 0;
-  for (const Tile& tile : tiles_) positions += tile.end - tile.begin + tile.num_compressed;
+  for (const Tile& tile : tiles_) positions += tile.end - tile.begin;
   const std::int64_t share =
       std::max<std::int64_t>(1, segments(positions / (kTasksPerThread * pool_.num_threads())));
   tasks_.clear();
@@ -302,21 +298,13 @@ void AttentionEngine::attend(const AttentionCall& call, const Task& task) {
 void AttentionEngine::attend_segment(const AttentionCall& call, const Tile& tile,
                                      std::int64_t segment, const PartialAttention& partial) {
   const TileRows& rows = queries();
-  QueryTile query{tile.num_tokens * heads_of(call), rows.query.data(), rows.own.data(), nullptr,
-                  call.scale, call.softcap, &call.bias, rows.bias_states.data()};
-  if (const std::int64_t number = segment - tile.own_segments(); number >= 0) {
-    query.seen = rows.compressed.data();
-    query.joint = rows.joint.data();
-    query.bias = nullptr;
-    const std::int64_t at = number * kCompressedSegment;
-    return kernel_.attend(call.layout, nullptr, nullptr, query, at,
-                          std::min(at + kCompressedSegment, tile.num_compressed), partial);
-  }
-  const std::int64_t row = call.rows[tile.first_token], at = tile.begin + segment * kSegment;
-  kernel_.attend(call.layout,
-                 call.keys + head_offset(call, row, tile.kv_head, call.layout.key_block_bytes()),
-                 call.values + head_offset(call, row, tile.kv_head, call.layout.value_block_bytes()),
-                 query, at, std::min(at + kSegment, tile.end), partial);
+  const QueryTile query{tile.num_tokens * heads_of(call), rows.query.data(), rows.seen.data(),
+                        call.capacity(), call.is_joint ? rows.joint.data() : nullptr, call.scale,
+                        call.softcap, &call.bias, rows.bias_states.data()};
+  const std::int64_t row = call.rows[tile.first_token], at = tile.begin + segment * tile.segment;
+  kernel_.attend(call.layout, call.keys + head_offset(call, row, tile.kv_head, call.key_block_bytes()),
+                 call.values + head_offset(call, row, tile.kv_head, call.value_block_bytes()), query, at,
+                 std::min(at + tile.segment, tile.end), partial);
 }
 
 void AttentionEngine::merge(const AttentionCall& call, const Tile& tile,

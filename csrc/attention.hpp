@@ -22,14 +22,13 @@ struct TokenView {
 // alone. The token that ends such a window brings its key; a token sees the keys of all windows that have
 // ended.
 struct CompressedKeys {
-  std::uint8_t* keys;             // (rows, capacity, bytes of a key)
+  std::uint8_t* keys;  // (rows, capacity, bytes of a key)
   std::int64_t num_rows, capacity;
-  std::int64_t ratio;             // 0: there are none
-  const std::int64_t* positions;  // of each token, from its row's first one on
-  TokenView new_key;              // of each token; those that end no window bring none
+  std::int64_t ratio;  // 0: there are none
+  TokenView new_key;   // of each token; those that end no window bring none
 
-  std::int64_t num_seen(std::int64_t token) const { return (positions[token] + 1) / ratio; }
-  bool ends_window(std::int64_t token) const { return (positions[token] + 1) % ratio == 0; }
+  std::int64_t num_seen(std::int64_t position) const { return (position + 1) / ratio; }
+  bool ends_window(std::int64_t position) const { return (position + 1) % ratio == 0; }
 };
 
 // What is added to scores by distance: a token and head have the product of their states with a profile
@@ -82,6 +81,17 @@ struct AttentionCall {
     const std::int64_t head = selected_heads == 1 ? 0 : kv_head;
     return selected + (token * selected_heads + head) * num_selected;
   }
+  // Whether keys are their values, too: of one head, each alone. There are compressed keys only then.
+  bool is_joint = false;
+
+  std::int64_t capacity() const { return capacity_blocks * kKvBlock; }
+  // A row whose tokens see a window alone is a ring: a position lies at its remainder by the capacity.
+  // The caller leaves what a token sees where it is until it has attended.
+  bool is_ring() const { return window > 0 && !always_seen && window + kKvBlock <= capacity(); }
+  std::int64_t key_block_bytes() const {
+    return is_joint ? kKvBlock * layout.joint_bytes() : layout.key_block_bytes();
+  }
+  std::int64_t value_block_bytes() const { return is_joint ? 0 : layout.value_block_bytes(); }
 };
 
 // What a query row sees: positions begin..end-1, and 0..always-1 as far as they are before the end; of
@@ -91,12 +101,14 @@ struct SeenByRow {
   const std::uint64_t* selected;
 };
 
-// Queries that share a KV head: row r is (key_width) fp32 values. The keys of positions lie where `joint`
-// says, alone, unless it is null: then in blocks.
+// Queries that share a KV head: row r is (key_width) fp32 values. Keys lie where `joint` says, alone, and
+// positions are places in that list, unless it is null: then in blocks, a position at its remainder by
+// `capacity`.
 struct QueryTile {
   std::int64_t num_rows;
   const float* query;
   const SeenByRow* seen;
+  std::int64_t capacity;
   const std::uint8_t* const* joint;
   float scale, softcap;
   const DistanceBias* bias;
@@ -141,12 +153,11 @@ class AttentionEngine {
   // Tokens of one row, next to each other in the call, with one KV head.
   struct Tile {
     std::int64_t first_token, num_tokens, kv_head;
-    std::int64_t begin, end;             // of positions
-    std::int64_t num_compressed;         // keys that are read after them, in segments of their own
+    std::int64_t begin, end;             // of positions, or of keys that lie alone
+    std::int64_t segment;                // so many of them
     std::int64_t first_part, num_parts;  // one a segment, to be merged; none: one task does it all
 
-    std::int64_t own_segments() const;
-    std::int64_t num_segments() const;
+    std::int64_t num_segments() const { return (end - begin + segment - 1) / segment; }
   };
   struct Task {
     std::int64_t tile, first_segment, num_segments;

@@ -323,7 +323,7 @@ void attend_with(const KvLayout& layout, const std::uint8_t* keys, const std::ui
                    {row, std::min(kGroupRows, tile.num_rows - row), at}, end, partial);
   };
   for (std::int64_t at = begin / kKvChunk * kKvChunk; at < end; at += kKvChunk) {
-    const std::int64_t block = at / kKvBlock;
+    const std::int64_t block = at % tile.capacity / kKvBlock;
     if (tile.joint) {
       SpreadChunk chunk(layout, tile.joint + at, end - at);
       attend_chunk(at, chunk.keys(), chunk.values());

@@ -26,11 +26,22 @@ inline bool sees_some(const AttentionCall& call, std::int64_t token, std::int64_
   return call.selected && *call.selected_by(token, kv_head) >= 0;
 }
 
+inline std::uint8_t* compressed_key(const AttentionCall& call, std::int64_t token, std::int64_t number) {
+  const CompressedKeys& compressed = call.compressed;
+  return compressed.keys +
+         (call.rows[token] * compressed.capacity + number) * call.layout.joint_bytes();
+}
+
+inline std::uint8_t* joint_key(const AttentionCall& call, std::int64_t token, std::int64_t position) {
+  return call.keys +
+         (call.rows[token] * call.capacity() + position % call.capacity()) * call.layout.joint_bytes();
+}
+
 // Calls f with the number of each compressed key that a token sees.
 template <typename F>
 void each_compressed(const AttentionCall& call, std::int64_t token, const F& f) {
   if (call.compressed.ratio == 0) return;
-  const std::int64_t seen = call.compressed.num_seen(token);
+  const std::int64_t seen = call.compressed.num_seen(call.positions[token]);
   if (!sees_some(call, token)) {
     for (std::int64_t number = 0; number < seen; ++number) f(number);
     return;
@@ -40,27 +51,31 @@ void each_compressed(const AttentionCall& call, std::int64_t token, const F& f) 
     if (numbers[i] >= 0 && numbers[i] < seen) f(numbers[i]);
 }
 
-inline std::uint8_t* compressed_key(const AttentionCall& call, std::int64_t token, std::int64_t number) {
-  const CompressedKeys& compressed = call.compressed;
-  return compressed.keys +
-         (call.rows[token] * compressed.capacity + number) * call.layout.joint_bytes();
+// Calls f with each key that a token sees where they lie alone: those of its window come first.
+template <typename F>
+void each_joint(const AttentionCall& call, std::int64_t token, const F& f) {
+  for (std::int64_t p = first_position(call, token); p <= call.positions[token]; ++p)
+    f(joint_key(call, token, p));
+  each_compressed(call, token, [&](std::int64_t number) { f(compressed_key(call, token, number)); });
 }
 
 // The queries of a tile as the kernels take them: row t * heads + h for token t and head h.
 struct TileRows {
   std::vector<float> query, bias_states;
-  std::vector<SeenByRow> own, compressed;  // of positions, and of compressed keys
-  std::vector<const std::uint8_t*> joint;  // the compressed keys, those of the last token
+  std::vector<SeenByRow> seen;
+  std::vector<const std::uint8_t*> joint;  // where keys lie alone, those of the tile's one token
 
   template <typename SelectedOf>
   void fill(const AttentionCall& call, std::int64_t first_token, std::int64_t num_tokens,
             std::int64_t kv_head, const SelectedOf& selected_of) {
     const std::int64_t heads = heads_of(call), width = call.layout.key_width();
-    const bool is_compressed = call.compressed.ratio > 0;
     query.resize(num_tokens * heads * width);
     bias_states.resize(num_tokens * heads * call.bias.dim);
-    own.resize(num_tokens * heads);
-    compressed.resize(is_compressed ? num_tokens * heads : 0);
+    seen.resize(num_tokens * heads);
+    joint.clear();
+    if (call.is_joint)
+      each_joint(call, first_token, [&](const std::uint8_t* key) { joint.push_back(key); });
+    const auto num_joint = static_cast<std::int64_t>(joint.size());
     for (std::int64_t t = 0; t < num_tokens; ++t)
       for (std::int64_t h = 0; h < heads; ++h) {
         const std::int64_t token = first_token + t, row = t * heads + h;
@@ -73,15 +88,10 @@ struct TileRows {
         std::fill(to + call.layout.key_dim, to + width, 0.0f);
         if (call.bias.dim > 0)
           load(call.bias.states, call.bias.dim, bias_states.data() + row * call.bias.dim);
-        own[row] = {first_position(call, token), call.positions[token] + 1,
-                    always_seen(call, token), selected_of(token)};
-        if (is_compressed) compressed[row] = {0, call.compressed.num_seen(token), 0, nullptr};
+        seen[row] = {first_position(call, token), call.positions[token] + 1,
+                     always_seen(call, token), selected_of(token)};
+        if (call.is_joint) seen[row] = {0, num_joint, 0, nullptr};
       }
-    joint.clear();
-    const std::int64_t last = first_token + num_tokens - 1;
-    each_compressed(call, last, [&](std::int64_t number) {
-      joint.push_back(compressed_key(call, last, number));
-    });
   }
 };
 

@@ -23,13 +23,7 @@ TokenView token_view(const Tensor& x, const char* name, ValueType type, std::int
 }
 
 void take_tokens(AttentionCall& call, std::int64_t count, const Tensor& slots,
-                 const Tensor& positions, const MaybeTensor& whole_positions) {
-  const bool is_compressed = call.compressed.ratio > 0;
-  require(is_compressed == whole_positions.has_value(),
-          "positions from the first token on where there are compressed keys");
-  if (is_compressed)
-    call.compressed.positions =
-        whole_positions->dense<const std::int64_t>("whole_positions", count);
+                 const Tensor& positions) {
   call.num_tokens = count;
   call.rows = slots.dense<const std::int64_t>("slots", count);
   call.positions = positions.dense<const std::int64_t>("positions", count);
@@ -77,10 +71,9 @@ RowsCall rows_call(const DenseMatrix& matrix, const Tensor& numbers, const Tenso
 }
 
 void take_new(AttentionCall& call, const Tensor& slots, const Tensor& positions, const Tensor& key,
-              const Tensor& value, const MaybeTensor& whole_positions,
-              const MaybeTensor& compressed) {
-  take_tokens(call, key.size(1), slots, positions, whole_positions);
-  require(compressed.has_value() == whole_positions.has_value(), "compressed keys where there are some");
+              const Tensor& value, const MaybeTensor& compressed) {
+  take_tokens(call, key.size(1), slots, positions);
+  require(compressed.has_value() == (call.compressed.ratio > 0), "compressed keys where there are some");
   call.type = key.value_type("key");
   call.new_key = token_view(key, "key", call.type, call.num_kv_heads, call.num_tokens,
                             call.layout.key_dim);
@@ -92,17 +85,17 @@ void take_new(AttentionCall& call, const Tensor& slots, const Tensor& positions,
 }
 
 void take_query(AttentionCall& call, const Tensor& slots, const Tensor& positions,
-                const Tensor& query, const MaybeTensor& selected,
-                const MaybeTensor& whole_positions, const MaybeTensor& bias_states,
+                const Tensor& query, const MaybeTensor& selected, const MaybeTensor& bias_states,
                 const MaybeTensor& sinks, const Tensor& out) {
   const ValueType type = query.value_type("query");
-  take_tokens(call, query.size(1), slots, positions, whole_positions);
+  take_tokens(call, query.size(1), slots, positions);
   call.type = type;
   call.query = token_view(query, "query", type, call.num_heads, call.num_tokens,
                           call.layout.key_dim);
   call.num_selected = selected ? selected->size(-1) : 0;
   call.selected = nullptr;
   if (selected) {
+    require(!call.is_joint || call.compressed.ratio > 0, "nothing selected of a window");
     require(call.num_selected > 0, "one selected position or more");
     require(call.selected_heads == 1 || call.compressed.ratio == 0, "compressed keys for all heads");
     call.selected = selected->dense<const std::int32_t>(

@@ -37,14 +37,11 @@ struct GroupsProduct {
 RowsCall rows_call(const DenseMatrix& matrix, const Tensor& numbers, const Tensor& out);
 
 // New keys and values (KV heads, tokens, dim), and queries (heads, tokens, dim) with their results.
-// `whole_positions` are counted from the first token of a slot, for layers with compressed keys;
-// `bias_states` (heads, tokens, dim) are for layers with a bias by distance, `sinks` (tokens, heads).
+// `compressed` (1, tokens, dim) are for layers with compressed keys, `bias_states` (heads, tokens, dim) are for layers with a bias by distance, `sinks` (tokens, heads).
 void take_new(AttentionCall& call, const Tensor& slots, const Tensor& positions, const Tensor& key,
-              const Tensor& value, const MaybeTensor& whole_positions,
-              const MaybeTensor& compressed);
+              const Tensor& value, const MaybeTensor& compressed);
 void take_query(AttentionCall& call, const Tensor& slots, const Tensor& positions,
-                const Tensor& query, const MaybeTensor& selected,
-                const MaybeTensor& whole_positions, const MaybeTensor& bias_states,
+                const Tensor& query, const MaybeTensor& selected, const MaybeTensor& bias_states,
                 const MaybeTensor& sinks, const Tensor& out);
 
 RoutedCall routed_call(const RoutedLayer& layer, const Tensor& hidden, const Tensor& index,

@@ -202,13 +202,17 @@ bool rearrange_rows(int num_threads, const std::vector<BlockPlacing>& blocks,
 
 void init_attention(AttentionCall* self, int cache_type, std::int64_t num_heads,
                     std::int64_t num_kv_heads, std::int64_t key_dim, std::int64_t value_dim,
-                    float scale, float softcap, std::int64_t window, const MaybeTensor& sinks) {
+                    float scale, float softcap, std::int64_t window, const MaybeTensor& sinks,
+                    bool is_joint) {
   require(cache_type >= 0 && cache_type <= static_cast<int>(KvType::kInt8), "a type of a KV cache");
   constexpr std::int64_t kMost = 1 << 20;
   require(num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0 && key_dim > 0 &&
               value_dim > 0 && num_heads <= kMost && key_dim <= kMost && value_dim <= kMost,
           "as many heads for each KV head, and 1 to 2^20 of them and of their values");
+  require(!is_joint || (num_kv_heads == 1 && key_dim == value_dim),
+          "keys of one head where they are values, too");
   AttentionCall call{};
+  call.is_joint = is_joint;
   call.layout = {static_cast<KvType>(cache_type), key_dim, value_dim};
   call.num_heads = num_heads;
   call.num_kv_heads = num_kv_heads;
@@ -220,14 +224,15 @@ void init_attention(AttentionCall* self, int cache_type, std::int64_t num_heads,
   new (self) AttentionCall(call);
 }
 
-// Keys and values are (slots, KV heads, blocks, bytes of a block) uint8, of whole chunks.
+// Keys and values are (slots, KV heads, blocks, bytes of a block) uint8, of whole chunks. Where keys are
+// their values, too, a block is 16 that lie alone, and one of values has no bytes.
 void set_cache(AttentionCall& call, const Tensor& keys, const Tensor& values) {
   const std::int64_t slots = keys.size(0), blocks = keys.size(2);
   const std::int64_t count = slots * call.num_kv_heads * blocks;
   keys.require_dims("keys", 4);
   require(blocks % (kKvChunk / kKvBlock) == 0, "whole chunks of 64 positions");
-  call.keys = keys.memory("keys", count * call.layout.key_block_bytes(), true);
-  call.values = values.memory("values", count * call.layout.value_block_bytes(), true);
+  call.keys = keys.memory("keys", count * call.key_block_bytes(), true);
+  call.values = values.memory("values", count * call.value_block_bytes(), true);
   call.capacity_blocks = blocks;
   call.num_rows = slots;
 }
@@ -235,8 +240,7 @@ void set_cache(AttentionCall& call, const Tensor& keys, const Tensor& values) {
 // Keys (slots, keys, bytes of one) uint8, one for every `ratio` tokens, each its value too.
 void set_compressed(AttentionCall& call, const Tensor& keys, std::int64_t ratio) {
   keys.require_dims("keys", 3);
-  require(ratio >= 1 && call.num_kv_heads == 1 && call.layout.key_dim == call.layout.value_dim,
-          "compressed keys of one head, which are values too");
+  require(ratio >= 1 && call.is_joint, "compressed keys beside keys that are values, too");
   const std::int64_t slots = keys.size(0), capacity = keys.size(1);
   call.compressed = {};
   call.compressed.keys = keys.memory("keys", slots * capacity * call.layout.joint_bytes(), true);
@@ -247,6 +251,7 @@ void set_compressed(AttentionCall& call, const Tensor& keys, std::int64_t ratio)
 
 // How many of a slot's first positions its tokens see besides those of the window: (slots,) int64.
 void set_always_seen(AttentionCall& call, const Tensor& counts) {
+  require(!call.is_joint, "a window alone where keys are values, too");
   call.num_always_seen = counts.count();
   call.always_seen = counts.dense<const std::int64_t>("counts", call.num_always_seen);
 }
@@ -266,6 +271,7 @@ void set_chunk(AttentionCall& call, std::int64_t chunk) {
 
 // Profiles (dim, extent and a margin on both sides) of a bias by distance, see `DistanceBias`.
 void set_bias(AttentionCall& call, const Tensor& profiles) {
+  require(!call.is_joint, "no bias where keys are values, too");
   profiles.require_dims("profiles", 2);
   call.bias = {{}, nullptr, profiles.size(0), profiles.size(1) - 2 * DistanceBias::kMargin};
   require(call.bias.dim > 0 && call.bias.extent > 0, "one distance or more between the margins");
@@ -277,9 +283,9 @@ void bind_attention(nb::module_& m) {
   nb::class_<AttentionCall>(m, "AttentionLayer")
       .def("__init__", &init_attention)
       .def_prop_ro("key_block_bytes",
-                   [](const AttentionCall& call) { return call.layout.key_block_bytes(); })
+                   [](const AttentionCall& call) { return call.key_block_bytes(); })
       .def_prop_ro("value_block_bytes",
-                   [](const AttentionCall& call) { return call.layout.value_block_bytes(); })
+                   [](const AttentionCall& call) { return call.value_block_bytes(); })
       .def("set_cache", &set_cache)
       .def_prop_ro("joint_key_bytes",
                    [](const AttentionCall& call) { return call.layout.joint_bytes(); })
@@ -297,24 +303,22 @@ void bind_attention(nb::module_& m) {
       .def("append",
            [](AttentionEngine& engine, const AttentionCall& layer, const Tensor& slots,
               const Tensor& positions, const Tensor& key, const Tensor& value,
-              const MaybeTensor& whole_positions, const MaybeTensor& compressed) {
+              const MaybeTensor& compressed) {
              AttentionCall call = layer;
-             take_new(call, slots, positions, key, value, whole_positions, compressed);
+             take_new(call, slots, positions, key, value, compressed);
              engine.append(call);
            },
-           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none() = nb::none(),
-           nb::arg().none() = nb::none())
+           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none() = nb::none())
       .def("attend", [](AttentionEngine& engine, const AttentionCall& layer, const Tensor& slots,
                         const Tensor& positions, const Tensor& query, const MaybeTensor& selected,
-                        const Tensor& out, const MaybeTensor& whole_positions,
-                        const MaybeTensor& bias_states, const MaybeTensor& sinks) {
+                        const Tensor& out, const MaybeTensor& bias_states,
+                        const MaybeTensor& sinks) {
         AttentionCall call = layer;
-        take_query(call, slots, positions, query, selected, whole_positions, bias_states, sinks, out);
+        take_query(call, slots, positions, query, selected, bias_states, sinks, out);
         const Turn turn(engine);
         engine.run(call);
       }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
-         nb::arg().none() = nb::none(), nb::arg().none() = nb::none(),
-         nb::arg().none() = nb::none());
+         nb::arg().none() = nb::none(), nb::arg().none() = nb::none());
 }
 
 // `experts` is (experts, bytes of one), with or without gaps between the experts. With `slots` they

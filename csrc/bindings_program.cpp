@@ -133,11 +133,11 @@ void add_table_rows(Program& program, const DenseMatrix& matrix, const Tensor& n
 void add_attention(Program& program, const AttentionCall& layer, const Tensor& slots,
                    const Tensor& positions, const Tensor& query, const Tensor& key,
                    const Tensor& value, const MaybeTensor& selected, const Tensor& out,
-                   const MaybeTensor& whole_positions, const MaybeTensor& compressed,
-                   const MaybeTensor& bias_states, const MaybeTensor& sinks) {
+                   const MaybeTensor& compressed, const MaybeTensor& bias_states,
+                   const MaybeTensor& sinks) {
   AttentionCall step = layer;
-  take_new(step, slots, positions, key, value, whole_positions, compressed);
-  take_query(step, slots, positions, query, selected, whole_positions, bias_states, sinks, out);
+  take_new(step, slots, positions, key, value, compressed);
+  take_query(step, slots, positions, query, selected, bias_states, sinks, out);
   program.add(Program::Attention{&layer, step});
 }
 
@@ -383,8 +383,7 @@ void bind_program(nb::module_& m) {
       .def("add_mix_out", &add_mix_out)
       .def("add_attention", &add_attention, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg(), nb::arg().none(), nb::arg(), nb::arg().none() = nb::none(),
-           nb::arg().none() = nb::none(), nb::arg().none() = nb::none(),
-           nb::arg().none() = nb::none(), nb::keep_alive<1, 2>())
+           nb::arg().none() = nb::none(), nb::arg().none() = nb::none(), nb::keep_alive<1, 2>())
       .def("add_experts", &add_experts)
       .def("num_active", &Program::num_active)
       .def("run", [](Program& program) {

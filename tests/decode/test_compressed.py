@@ -194,7 +194,7 @@ def test_what_is_selected_counts_as_read(threads: CpuThreads) -> None:
             pool.pretend(depth, room=4)
             read.append(pool.cache.filled_bytes)
     key = 16 * 4  # bytes, of an index key too
-    window = 16 * 2 * key  # in whole blocks
+    window = 16 * key  # in whole blocks
     assert read[:3] == [window + 10 * key + n * key for n in (10, 64, 128)]
     assert read[3:] == [window + n * key for n in (1, 2, 4)]
 
@@ -211,30 +211,40 @@ def test_sizes_from_a_config_are_those_of_the_memory(mix: str, threads: CpuThrea
     pool = CpuSlotPool(model, threads, 2, capacity=num_tokens)
     pool.prefill({0: LONG[:3]})
     cache = pool.cache
-    parts = kv_sizes_of(model.config, torch.float32).layers
+    sizes = kv_sizes_of(model.config, torch.float32)
+    parts = sizes.layers
     beside = num_tokens * sum(num_bytes for kind, num_bytes in parts if kind != SLIDING)
     kept = cache.compressed.num_bytes + cache.index_keys.num_bytes
     assert beside * 0.97 <= kept / 2 <= beside  # each layer's bytes of a token are rounded up
     assert state_bytes_of(model) == cache.states.step_bytes
     windows = [num_bytes for kind, num_bytes in parts if kind == SLIDING]
-    assert windows == [2 * 16 * 4] * len(MIXES[mix][0])
+    assert windows == [16 * 4] * len(MIXES[mix][0])
+    if mix != "sliding":  # its keys are not known to be values
+        whole = (cache.num_bytes - cache.states.num_bytes) / 2
+        assert whole <= sizes.bytes_of(num_tokens) <= 1.03 * whole
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_long_slot_takes_what_the_ratios_say(dtype: torch.dtype, threads: CpuThreads) -> None:
-    """Keys, compressors and indexers of released sizes at 128k tokens, at any length before."""
+    """All of a slot of released sizes at 128k tokens; without its windows at any length before."""
     sizes = {"head_dim": 512, "index_head_dim": 128, "partial_rotary_factor": 64 / 512}
-    model = model_with([SPARSE, HEAVY], 8, 4, 128, **sizes).to(dtype)
-    pool = CpuSlotPool(model, threads, 1)
-    pool.prefill({0: LONG[:3]})
-    cache = pool.cache
-    last = 128 * 1024
+    model, last = model_with([SPARSE, HEAVY], 128, 4, 128, **sizes).to(dtype), 128 * 1024
+    pools = [CpuSlotPool(model, threads, 1, capacity=n) for n in (last, 256)]
+    for pool in pools:
+        pool.prefill({0: LONG[:3]})
+    whole, cache = (pool.cache for pool in pools)
+
+    def of_ratios(num_tokens: int) -> int:
+        unfinished = 8 * 2 * 2 * 512 + 8 * 2 * 2 * 128 + 128 * 2 * 512  # values and gates, in fp32
+        keys = num_tokens // 4 * (512 + 128) + num_tokens // 128 * 512
+        return keys * dtype.itemsize + unfinished * 4
+
+    windows = 2 * 128 * 512 * dtype.itemsize
+    assert whole.num_bytes <= 1.05 * (of_ratios(last) + windows)
     for num_tokens in [*range(last - 20_000, last, 199), last]:
         cache.reserve(num_tokens)  # as a slot grows
-        windows = 8 * 2 * 2 * 512 + 8 * 2 * 2 * 128 + 128 * 2 * 512  # values and gates, in fp32
-        keys = num_tokens // 4 * (512 + 128) + num_tokens // 128 * 512
         kept = cache.compressed.num_bytes + cache.index_keys.num_bytes + cache.states.num_bytes
-        assert kept <= 1.05 * (keys * dtype.itemsize + windows * 4)
+        assert kept <= 1.05 * of_ratios(num_tokens)
 
 
 def test_a_token_of_the_released_model_takes_what_its_ratios_say() -> None:
@@ -242,5 +252,5 @@ def test_a_token_of_the_released_model_takes_what_its_ratios_say() -> None:
     parts = kv_sizes_of(config, torch.bfloat16).layers
     num_bytes = {kind: {n for of, n in parts if of == kind} for kind, _ in parts}
     key, index_key = 512 * 2, 128 * 2
-    assert num_bytes == {SLIDING: {2 * key}, SPARSE: {(key + index_key) // 4}, HEAVY: {key // 128}}
+    assert num_bytes == {SLIDING: {key}, SPARSE: {(key + index_key) // 4}, HEAVY: {key // 128}}
     assert sum(kind == SLIDING for kind, _ in parts) == 43

@@ -118,7 +118,7 @@ def test_a_ring_goes_around(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.hf.kv_sizes.GRANULE_TOKENS", 1)
     model, pool = model_of("no multiples"), pool_of("no multiples", 2)
     expected = logits_of(model, LONG)
-    pool.prefill({0: LONG[:150]})  # 95 positions are kept
+    pool.prefill({0: LONG[:150]})  # 87 positions are kept
     close(pool.prefill_with_logits(0, LONG[150:290]), expected[150:290])
     assert [pool.usable(0, n) for n in (290, 289, 281)] == [290, 282, 0]  # one is there at 162
     pool.copy(0, 1, 282)
@@ -151,7 +151,7 @@ def test_the_memory_of_a_slot_is_what_its_ratios_say() -> None:
     model, pool = model_of("as released"), pool_of("as released", 2)
     pool.prefill({0: LONG[:3]})
     before, cache = pool.cache.kv_bytes, pool.cache
-    rings = 4 * 2 * 1280 * 16 * 4  # layers, slots, positions, values of a key, bytes
+    rings = 4 * 2 * 1024 * 16 * 4  # layers, slots, positions, values of a key, bytes
     assert cache.windows.ring_bytes == rings
     more = 128 * 256
     cache.reserve(256 + more)

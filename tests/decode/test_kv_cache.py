@@ -8,7 +8,8 @@ import torch
 from tandem.core.errors import CapacityError
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.padded import PaddedBatch
-from tandem.hf.kv_sizes import most_kept
+from tandem.hf.kv_sizes import ring_size
+from tandem.kernels.attention import BLOCK_TOKENS
 from tandem.kernels.dense import CpuThreads
 from tests.architectures import build_tiny_model
 from tests.decode.whole_pool import cpu_pool
@@ -50,9 +51,8 @@ def test_a_kv_cache_larger_than_memory_is_refused_with_its_size(
 
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let slots slide after some dozens of tokens."""
+    """Let rings go round after some dozens of tokens."""
     monkeypatch.setattr("tandem.hf.kv_sizes.MARGIN_TOKENS", 16)
-    monkeypatch.setattr("tandem.hf.kv_sizes.LEAST_SLACK_TOKENS", 16)
     monkeypatch.setattr("tandem.hf.kv_sizes.GRANULE_TOKENS", 64)
 
 
@@ -67,16 +67,14 @@ def test_windows_keep_what_they_reach_and_change_nothing(name: str, threads: Cpu
     prompts = [tokens_of(1, 90), tokens_of(2, 5)]
     ours, theirs = cpu_pool(model, threads, prompts), PaddedBatch(model, prompts, 0)
     logits, expected = ours.prefill(), theirs.prefill()
-    sizes = []
     for i in range(140):
         torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
         tokens = [32 + (7 * i + row) % 90 for row in range(2)]
         logits, expected = ours.decode(tokens).clone(), theirs.decode(tokens)
-        sizes.append({w: kept.capacity for w, kept in ours.cache._windows.items()})
+        rings = [(x, first) for x, first in ours.cache.layers_of(0) if x.form.kept_window]
+        assert [x.keys.shape[2] * BLOCK_TOKENS for x, _ in rings] == [ring_size(4)] * 2
     assert ours.step.is_replaying
-    assert sizes[-1] == sizes[0]
-    assert max(sizes[-1].values()) <= most_kept(4, 90)
-    assert ours.cache._windows[4].first(0) >= 128  # it has slid
+    assert all(first >= 128 for _, first in rings)
 
 
 @pytest.mark.usefixtures("small_windows")

@@ -72,16 +72,21 @@ def _weight() -> DenseWeight:
 
 
 def _compressed_attention() -> _native.AttentionLayer:
-    """Attention that reads compressed keys beside its own; everything takes those of one more."""
-    layer = _attention()
+    """Attention that reads compressed keys beside its own."""
+    layer = _attention(is_joint=True)
     (keys,) = _kept(_bytes(1, 32, layer.joint_key_bytes))
     layer.set_compressed(keys, 2)
+    return layer
+
+
+def _biased_attention() -> _native.AttentionLayer:
+    layer = _attention(is_joint=False)
     layer.set_bias(*_kept(_floats(2, 5 + 2 * _MARGIN)))
     return layer
 
 
-def _attention() -> _native.AttentionLayer:
-    layer = _native.AttentionLayer(0, HEADS, 1, DIM, DIM, 0.25, 0.0, 0, None)
+def _attention(*, is_joint: bool) -> _native.AttentionLayer:
+    layer = _native.AttentionLayer(0, HEADS, 1, DIM, DIM, 0.25, 0.0, 0, None, is_joint)
     blocks = [_bytes(1, 1, 4, n) for n in (layer.key_block_bytes, layer.value_block_bytes)]
     layer.set_cache(*blocks)
     _KEPT.extend(blocks)
@@ -130,7 +135,8 @@ def engine_cases() -> dict[str, Case]:
     grouped = [weight.native] * 2, _floats(TOKENS, 2, HIDDEN), _floats(TOKENS, 2, 16)
     one = [weight.native], _floats(TOKENS, HIDDEN), [_floats(TOKENS, 16)]
     read = weight.native, _ints(TOKENS), _floats(TOKENS, HIDDEN)
-    layer, head = _compressed_attention(), _floats(1, TOKENS, DIM)
+    compressed, biased = _compressed_attention(), _biased_attention()
+    head = _floats(1, TOKENS, DIM)
     where = _ints(TOKENS), torch.arange(TOKENS)
     queries = _floats(HEADS, TOKENS, DIM), _int32(TOKENS, 2), _floats(TOKENS, HEADS, DIM)
     beside = _floats(HEADS, TOKENS, 2), _floats(TOKENS, HEADS)
@@ -152,11 +158,9 @@ def engine_cases() -> dict[str, Case]:
         "DenseEngine.read": Case(dense.read, read),
         "RoutedExperts.run": Case(threads.experts.run, (_routed(), *_routing())),
         "AttentionEngine.append": Case(
-            attention.append, (layer, *where, head, head, where[1].clone(), head.clone())
+            attention.append, (compressed, *where, head, head, head.clone())
         ),
-        "AttentionEngine.attend": Case(
-            attention.attend, (layer, *where, *queries, where[1].clone(), *beside)
-        ),
+        "AttentionEngine.attend": Case(attention.attend, (biased, *where, *queries, *beside)),
         "TokenSampler.choose": Case(
             sampler.choose, (_floats(8), torch.tensor([1, 2]), 0.5), any_size=[0, 1]
         ),
@@ -174,7 +178,8 @@ def making_cases() -> dict[str, Case]:
     on_disk = [_native.SlotLayer(*slots)], _pages(2, _PAGES), 1, 1, 4096, 1.0
     tables = _native.RowTables([([(__file__, 0, 8)], 64)], 1, 1.0)
     numbers = 0, HEADS, 1, DIM, DIM, 0.25, 0.0, 0
-    layer, index = _native.AttentionLayer(*numbers, None), _native.IndexLayer()
+    layer, joint = (_native.AttentionLayer(*numbers, None, is_joint) for is_joint in (False, True))
+    index = _native.IndexLayer()
     blocks = [_bytes(2, 1, 4, n) for n in (layer.key_block_bytes, layer.value_block_bytes)]
     form = HEADS, 1, DIM, DIM, 2, True, False, 1.0
     of_pairs = _floats(1, DIM, 16), _floats(HEADS, DIM), _floats(2, HEADS, 1, DIM, 16)
@@ -192,10 +197,10 @@ def making_cases() -> dict[str, Case]:
         "SlotLayer": Case(_native.SlotLayer, slots, any_size=[0]),
         "HostSlots": Case(_native.HostSlots, on_disk, any_size=[0]),
         "RowTables.read": Case(tables.read, (0, _ints(3), _bytes(3, 64)), any_type=[1]),
-        "AttentionLayer": Case(_native.AttentionLayer, (*numbers, _floats(HEADS))),
+        "AttentionLayer": Case(_native.AttentionLayer, (*numbers, _floats(HEADS), False)),
         "AttentionLayer.set_cache": Case(layer.set_cache, blocks),
         "AttentionLayer.set_compressed": Case(
-            layer.set_compressed, (_bytes(2, 8, layer.joint_key_bytes), 2), any_size=[0]
+            joint.set_compressed, (_bytes(2, 8, joint.joint_key_bytes), 2), any_size=[0]
         ),
         "AttentionLayer.set_bias": Case(
             layer.set_bias, (_floats(2, 5 + 2 * _MARGIN),), any_size=[0]
@@ -300,8 +305,8 @@ def _operations() -> dict[str, tuple[Any, ...]]:
         "recurrence": (recurrence, *where, False, one_head, one_head, heads, rate, rate,
                        _floats(TOKENS, HEADS, DIM)),
         "attention": (attention, *where, _floats(HEADS, TOKENS, DIM), head, head.clone(),
-                      _int32(TOKENS, 2), _floats(TOKENS, HEADS, DIM), where[1].clone(),
-                      head.clone(), _floats(HEADS, TOKENS, 2), _floats(TOKENS, HEADS)),
+                      _int32(TOKENS, 2), _floats(TOKENS, HEADS, DIM), head.clone(),
+                      None, _floats(TOKENS, HEADS)),
         "compression": (compression, *where, *(_floats(TOKENS, 2 * DIM) for _ in range(2)), out),
         "mix_in": (1e-6, 1e-6, 2.0, 0.0, 3, streams, _floats(8, 2 * DIM), _floats(8), _floats(3),
                    out, of_streams),

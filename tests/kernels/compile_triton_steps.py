@@ -134,7 +134,7 @@ def attend_in_windows(case: tuple[Any, ...], capability: int) -> None:
     kernels = DecodeAttention(128, has_small_tiles=capability < 80)
     kernels.in_windows(
         form, where, *places, query, key, key if ratio else None, chosen, torch.zeros(64), kind,
-        1280, ratio,
+        1024, ratio,
     )  # fmt: skip
 
 

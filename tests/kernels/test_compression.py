@@ -87,15 +87,20 @@ WINDOW, RATIO, TOKENS = 6, 4, 2600
 
 
 def attention_of(
-    dim: int, dtype: torch.dtype, sinks: Tensor | None, kv_dtype: str = "", heads: int = 5
+    dim: int,
+    dtype: torch.dtype,
+    sinks: Tensor | None,
+    kv_dtype: str = "",
+    heads: int = 5,
+    capacity: int = TOKENS,
 ) -> tuple[CachedAttention, CompressedKeys]:
     """Attention of some heads, with what holds its compressed keys, in three slots."""
     form = AttentionForm(
         num_heads=heads, num_kv_heads=1, key_dim=dim, value_dim=dim, scale=dim**-0.5, window=WINDOW
     )
-    attention = CachedAttention(form, kv_dtype or dtype, sinks)
+    attention = CachedAttention(form, kv_dtype or dtype, sinks, is_joint=True)
     kept = attention.compress(RATIO)
-    attention.reserve(3, TOKENS)
+    attention.reserve(3, capacity)
     kept.reserve(3, TOKENS)
     return attention, kept
 
@@ -130,7 +135,7 @@ def test_a_window_and_compressed_keys(
     for slot, count in lengths.items():
         at = torch.arange(count)
         slots, own, more = torch.full_like(at, slot), keys[slot, :count], beside[slot, :count]
-        attention.append(threads, slots, at, own[None], own[None], more[None], at)
+        attention.append(threads, slots, at, own[None], own[None], more[None])
     slots = torch.tensor([2, 0, *[1] * 9, 2, 2])
     at = torch.tensor([5, 1, *range(28, 37), TOKENS - 2, TOKENS - 1])
     query = draw(5, len(at), dim, seed=5, dtype=dtype)
@@ -140,7 +145,7 @@ def test_a_window_and_compressed_keys(
         chosen = [torch.randperm(int(n))[:most].tolist() if n > most else [] for n in seen]
         rows = [[*row, *[-1] * (most - len(row))] for row in chosen]
         selected = torch.tensor(rows, dtype=torch.int32)
-    actual = attention.attend(threads, slots, at, query, selected, at)
+    actual = attention.attend(threads, slots, at, query, selected)
     tolerance = 5e-2 if kv_dtype else 1e-5 if dtype == torch.float32 else 2e-2
     for token, (slot, position) in enumerate(zip(slots.tolist(), at.tolist(), strict=True)):
         own = keys[slot, max(0, position + 1 - WINDOW) : position + 1]
@@ -160,38 +165,40 @@ def test_a_token_does_not_depend_on_the_others(
     keys, beside = (draw(TOKENS, 32, seed=n) for n in (1, 2))
     places, ones = torch.arange(TOKENS), torch.ones(TOKENS, dtype=torch.int64)
     for slots in (0 * ones, ones, 2 * ones):
-        attention.append(threads, slots, places, keys[None], keys[None], beside[None], places)
+        attention.append(threads, slots, places, keys[None], keys[None], beside[None])
     at = torch.tensor([*range(1020, 1029), *range(2), *range(2042, 2056), 2590])
     slots = torch.tensor([0] * 9 + [1] * 2 + [2] * (len(at) - 11))
     query = draw(heads, len(at), 32, seed=5)
     chosen = torch.stack([torch.randperm(256)[:9].sort().values for _ in at]).int()
     chosen[::3] = -1  # sees all
     for selected in (None, chosen):
-        together = attention.attend(threads, slots, at, query, selected, at)
+        together = attention.attend(threads, slots, at, query, selected)
         for token in range(len(at)):
             one = slice(token, token + 1)
             own = None if selected is None else selected[one]
             where = threads, slots[one], at[one]
-            alone = attention.attend(*where, query[:, one], own, at[one])
+            alone = attention.attend(*where, query[:, one], own)
             assert torch.equal(alone[0], together[token])
 
 
-def test_places_in_a_window_that_slid_are_others(threads: CpuThreads) -> None:
-    """Own keys lie by their place, compressed ones by the position in their slot."""
-    attention, _ = attention_of(32, torch.float32, None)
-    keys, beside = (draw(40, 32, seed=n) for n in (1, 2))
-    at, slots = torch.arange(40), torch.zeros(40, dtype=torch.int64)
-    attention.append(threads, slots, at, keys[None], keys[None], beside[None], at)
-    query = draw(5, 1, 32, seed=3)
-    expected = attention.attend(threads, slots[:1], at[39:], query, None, at[39:])
-    other, _ = attention_of(32, torch.float32, None)
-    for first, end, shift in ((0, 32, 0), (24, 40, 24)):
-        own, more = keys[None, first:end], beside[None, first:end]
-        where = slots[first:end], at[first:end] - shift
-        other.append(threads, *where, own, own, more, at[first:end])
-    places = at[32:] - 24
-    found = other.attend(threads, slots[:1], places[-1:], query, None, at[39:])
-    assert torch.equal(found, expected)
+@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8"])
+def test_a_ring_gives_what_all_positions_give(threads: CpuThreads, kv_dtype: str) -> None:
+    """Own keys lie at the remainder of their position, compressed ones all the same."""
+    whole, ring = (
+        attention_of(32, torch.float32, None, kv_dtype, capacity=n)[0] for n in (TOKENS, 128)
+    )
+    keys, beside = (draw(1, 700, 32, seed=n) for n in (1, 2))
+    query, done = draw(5, 700, 32, seed=3), 0
+    for count in (100, 1, 1, 60, 90, 3, 106, 106, 1, 1, 105, 26, 100):
+        some = slice(done, done + count)
+        at, slots = torch.arange(some.start, some.stop), torch.zeros(count, dtype=torch.int64)
+        found = []
+        for attention in (whole, ring):
+            attention.append(threads, slots, at, keys[:, some], keys[:, some], beside[:, some])
+            found.append(attention.attend(threads, slots, at, query[:, some]))
+        assert torch.equal(*found)
+        done += count
+    assert done == 700
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8"])
@@ -201,8 +208,8 @@ def test_what_was_not_written_is_never_heard(threads: CpuThreads, kv_dtype: str)
         memory.fill_(255)  # NaN, if it were read
     keys = draw(9, 24)
     at, slots = torch.arange(9), torch.ones(9, dtype=torch.int64)
-    attention.append(threads, slots, at, keys[None], keys[None], keys[None], at)
-    out = attention.attend(threads, slots, at, draw(5, 9, 24), None, at)
+    attention.append(threads, slots, at, keys[None], keys[None], keys[None])
+    out = attention.attend(threads, slots, at, draw(5, 9, 24))
     assert out.isfinite().all()
 
 
@@ -211,18 +218,16 @@ def test_keys_outside_their_memory_are_refused(
     threads: CpuThreads, slot: int, position: int
 ) -> None:
     attention, _ = attention_of(24, torch.float32, None)
-    slots, places, at = torch.tensor([slot]), torch.tensor([0]), torch.tensor([position])
+    slots, at = torch.tensor([slot]), torch.tensor([position])
     key = torch.zeros(1, 1, 24)
     with pytest.raises(ValueError, match=r"expected one of|compressed keys of a slot"):
-        attention.append(threads, slots, places, key, key, key, at)
+        attention.append(threads, slots, at, key, key, key)
     with pytest.raises(ValueError, match=r"expected one of|compressed keys of a slot"):
-        attention.attend(threads, slots, places, torch.zeros(5, 1, 24), None, at)
+        attention.attend(threads, slots, at, torch.zeros(5, 1, 24))
 
 
-def test_compressed_keys_come_with_positions(threads: CpuThreads) -> None:
+def test_compressed_keys_come_where_there_are_some(threads: CpuThreads) -> None:
     attention, _ = attention_of(24, torch.float32, None)
     one, key = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, 24)
-    with pytest.raises(ValueError, match="where there are compressed keys"):
+    with pytest.raises(ValueError, match="where there are some"):
         attention.append(threads, one, one, key, key)
-    with pytest.raises(ValueError, match="where there are compressed keys"):
-        attention.attend(threads, one, one, torch.zeros(5, 1, 24))

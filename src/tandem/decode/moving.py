@@ -47,7 +47,7 @@ class MovingSlots:
         Where slots have states, the slot is of no use before these are put in.
         """
         first, count = self._cache.lengths[slot], len(tokens)
-        self._cache.begin([Segment(slot, first, count)])  # makes room, and windows slide
+        self._cache.begin([Segment(slot, first, count)])  # makes room
         parts = list(self._memory(slot, first, count))
         pieces = pieces_of(data, [part.numel() for part in parts])
         for part, piece in zip(parts, pieces, strict=True):
@@ -59,8 +59,9 @@ class MovingSlots:
         """Yield the memory of some tokens: of keys and values (KV heads, blocks, bytes) uint8."""
         assert first % BLOCK_TOKENS == num_tokens % BLOCK_TOKENS == 0
         num_blocks = num_tokens // BLOCK_TOKENS
-        for layer, kept in self._cache.layers_of(slot):
-            begin = (first - kept) // BLOCK_TOKENS
+        for layer, _ in self._cache.layers_of(slot):
+            begin = first // BLOCK_TOKENS % layer.keys.shape[2]  # in a ring, if it has a window
+            assert begin + num_blocks <= layer.keys.shape[2]
             for tensor in (layer.keys, layer.values):
                 yield tensor[slot, :, begin : begin + num_blocks]
         yield from self._cache.index_keys.memory(slot, first, num_tokens)

@@ -6,9 +6,6 @@ import torch
 
 from tandem.checkpoint.config_values import value_of
 from tandem.foreign_types import PreTrainedConfig
-from tandem.hf.steps import MAX_STEP_TOKENS
-from tandem.kernels.attention import CHUNK_TOKENS
-from tandem.kernels.recurrent import MOST_DRAFTED
 
 USUAL_CONTEXT = 4096  # tokens of a conversation
 # Layers of these kinds, as Transformers calls them, keep a state of one size, or nothing.
@@ -18,11 +15,9 @@ _SELECTING = "minimax_m3_sparse"  # an indexer selects of all keys
 _SLIDING = "sliding_attention"
 _GPU_INDEX_BYTES = 4  # a GPU's kernels read index keys in fp32; it alone keeps one copy of keys
 # Kept before a window, so that slots can go back: a conversation's next turn often writes the end
-# of the last one differently, and requests may begin with the same instructions.
-MARGIN_TOKENS = 1024
-# Room beyond, so that steps rarely slide: at least so many tokens, or this share of the window.
-LEAST_SLACK_TOKENS = 256
-_SLACK_SHARE = 4
+# of the last one differently, and requests may begin with the same instructions. Drafted tokens and
+# an idle row on a GPU are written over a part of it. A window of 128 is 1,024 with it.
+MARGIN_TOKENS = 896
 # A slot's room grows in steps, so that it is copied rarely and never much too large.
 GRANULE_TOKENS = 256
 
@@ -44,8 +39,7 @@ class KvSizes(NamedTuple):
 
     def bytes_of(self, num_tokens: int) -> int:
         """Return what so many tokens of one sequence take at most."""
-        kept = min(num_tokens, most_kept(self.window, MAX_STEP_TOKENS))
-        return self._bytes_of(num_tokens, kept)
+        return self._bytes_of(num_tokens, min(num_tokens, ring_size(self.window)))
 
     def device_bytes_of(self, num_tokens: int) -> int:
         """Return the same on a GPU, which keeps a window in a ring if there are compressed keys.
@@ -74,19 +68,9 @@ def kv_sizes_of(config: PreTrainedConfig, dtype: torch.dtype, *, latents: int = 
     return KvSizes(tuple(each), window, bool(value_of(config, "compress_rates")))
 
 
-def most_kept(window: int, step_tokens: int) -> int:
-    """Return the positions that a slot has room for at most, in steps of up to `step_tokens`."""
-    return room_for(window + MARGIN_TOKENS + CHUNK_TOKENS + step_tokens, window)
-
-
 def ring_size(window: int) -> int:
-    """Return the positions of a ring on a GPU, with room for drafted tokens and an idle row."""
-    return whole_granules(window + MARGIN_TOKENS + MOST_DRAFTED + 1)
-
-
-def room_for(num_tokens: int, window: int) -> int:
-    """Return the positions that a slot has room for which keeps so many of a layer's window."""
-    return whole_granules(num_tokens + max(LEAST_SLACK_TOKENS, window // _SLACK_SHARE))
+    """Return the positions of a ring that a layer with a window keeps of a slot."""
+    return whole_granules(window + MARGIN_TOKENS)
 
 
 def whole_granules(num_tokens: int) -> int:
@@ -111,8 +95,8 @@ def _parts_of(
         return [(kind, _kv_bytes(config, dtype, copies) + index)]
     key = int(config.head_dim) * dtype.itemsize  # which is the value, too
     if kind not in ratios:
-        return [(kind, copies * key)]
-    return [(kind, -(-(key + index) // int(ratios[kind]))), (_SLIDING, copies * key)]
+        return [(kind, key)]
+    return [(kind, -(-(key + index) // int(ratios[kind]))), (_SLIDING, key)]
 
 
 def _kv_bytes(config: PreTrainedConfig, dtype: torch.dtype, latents: int) -> int:

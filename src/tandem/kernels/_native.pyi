@@ -157,6 +157,7 @@ class AttentionLayer:
         softcap: float,
         window: int,
         sinks: Tensor | None,
+        is_joint: bool,
         /,
     ) -> None: ...
     @property
@@ -181,7 +182,6 @@ class AttentionEngine:
         positions: Tensor,
         key: Tensor,
         value: Tensor,
-        whole_positions: Tensor | None = None,
         compressed: Tensor | None = None,
         /,
     ) -> None: ...
@@ -193,7 +193,6 @@ class AttentionEngine:
         query: Tensor,
         selected: Tensor | None,
         out: Tensor,
-        whole_positions: Tensor | None = None,
         bias_states: Tensor | None = None,
         sinks: Tensor | None = None,
         /,
@@ -373,7 +372,6 @@ class Program:
         value: Tensor,
         selected: Tensor | None,
         out: Tensor,
-        whole_positions: Tensor | None = None,
         compressed: Tensor | None = None,
         bias_states: Tensor | None = None,
         sinks: Tensor | None = None,

@@ -101,14 +101,17 @@ class CachedAttention:
         sinks: Tensor | None = None,
         prompt_lengths: Tensor | None = None,
         profiles: Tensor | None = None,
+        *,
+        is_joint: bool = False,
     ) -> None:
         """Keep keys and values as `kv_dtype`, of `KV_DTYPES`; no memory is taken yet.
 
         `sinks` (heads,) are scores of nothing, which take their share of the softmax. Where windows
         keep prompts, `prompt_lengths` (slots,) int64 are read when attention is computed.
-        `profiles` are those of a `DistanceBias`.
+        `profiles` are those of a `DistanceBias`. Where a layer `is_joint`, its keys are its values,
+        too, and are kept once.
         """
-        self.form = form
+        self.form, self._is_joint = form, is_joint
         self.kv_dtype = kv_dtype if isinstance(kv_dtype, str) else _OF_VALUES[kv_dtype]
         self._sinks = None if sinks is None else sinks.detach().float().contiguous()
         self.native = _native.AttentionLayer(
@@ -121,6 +124,7 @@ class CachedAttention:
             form.softcap,
             form.window,
             self._sinks,
+            is_joint,
         )
         if form.chunk:
             self.native.set_chunk(form.chunk)
@@ -180,13 +184,15 @@ class CachedAttention:
 
     def with_sinks(self, sinks: Tensor) -> "CachedAttention":
         """Return attention to the same keys and values, which this one holds, with other sinks."""
-        other = CachedAttention(self.form, self.kv_dtype, sinks, self._prompt_lengths)
+        other = CachedAttention(
+            self.form, self.kv_dtype, sinks, self._prompt_lengths, is_joint=self._is_joint
+        )
         other.keys, other.values = self.keys, self.values
         other.native.set_cache(self.keys, self.values)
         return other
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Let a slot begin with the first `length` tokens of another one."""
+        """Let a slot begin with the first `length` tokens of another one, as far as it has them."""
         blocks = -(-length // BLOCK_TOKENS)
         for tensor in (self.keys, self.values):
             tensor[target, :, :blocks] = tensor[source, :, :blocks]
@@ -199,18 +205,17 @@ class CachedAttention:
         key: Tensor,
         value: Tensor,
         compressed: Tensor | None = None,
-        whole_positions: Tensor | None = None,
     ) -> None:
         """Write (kv heads, n_tokens, dim) of tokens whose slot and position are (n_tokens,) int64.
 
         They lie inside the cache, for which the caller makes room; `ValueError` else. A slot's
-        positions are filled in their order, without a gap. Of `compressed` (1, n_tokens, dim) those
-        of tokens that end a window are kept, as counted by the positions in their slot.
+        positions are filled in their order, without a gap; a layer with a window keeps the last
+        ones, as many as it has room for. Of `compressed` (1, n_tokens, dim) those of tokens that
+        end a window of compressed keys are kept.
         """
         key, value = _dense_last(key), _dense_last(value)
         compressed = None if compressed is None else _dense_last(compressed)
-        where = slots, positions
-        threads.attention.append(self.native, *where, key, value, whole_positions, compressed)
+        threads.attention.append(self.native, slots, positions, key, value, compressed)
 
     def attend(
         self,
@@ -219,9 +224,9 @@ class CachedAttention:
         positions: Tensor,
         query: Tensor,
         selected: Tensor | None = None,
-        whole_positions: Tensor | None = None,
         bias_states: Tensor | None = None,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Attend: query (heads, n_tokens, key dim) -> (n_tokens, heads, value dim).
 
@@ -229,16 +234,15 @@ class CachedAttention:
         (n_tokens, most) int32 a token sees those blocks of positions alone, in any order, or of
         the compressed keys, if there are some, those alone; -1 stands where there are fewer. A
         token whose first one is -1 sees all. (n_tokens, kv heads, most) where the form selects by
-        head. `bias_states` are those of a `DistanceBias`, `sinks`
-        (n_tokens, heads) as of the layer, but of each token.
+        head. `bias_states` are those of a `DistanceBias`, `sinks` (n_tokens, heads) as of the
+        layer, but of each token. The result may go into an `out`.
         """
         query = _dense_last(query)
-        shape = (query.shape[1], self.form.num_heads, self.form.value_dim)
-        out = torch.empty(shape, dtype=query.dtype, device="cpu")
-        where = slots, positions
+        if out is None:
+            shape = (query.shape[1], self.form.num_heads, self.form.value_dim)
+            out = torch.empty(shape, dtype=query.dtype, device="cpu")
         states = None if bias_states is None else _dense_last(bias_states)
-        beside = whole_positions, states, sinks
-        threads.attention.attend(self.native, *where, query, selected, out, *beside)
+        threads.attention.attend(self.native, slots, positions, query, selected, out, states, sinks)
         return out
 
 

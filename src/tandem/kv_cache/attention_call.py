@@ -45,6 +45,12 @@ class AttentionCall(NamedTuple):
         """Sinks that all tokens have."""
         return self.sinks if self.sinks is not None and self.sinks.dim() == 1 else None
 
+    def part(self, some: slice) -> "AttentionCall":
+        """Return what is of some tokens, where nothing but a selection stands beside."""
+        query, key, value = (x[:, some] for x in (self.query, self.key, self.value))
+        selected = None if self.selected is None else self.selected[some]
+        return self._replace(query=query, key=key, value=value, selected=selected)
+
     @property
     def beside(self) -> list[Tensor]:
         """What stands beside queries, keys and values, in the order that `Beside.of` reads."""
@@ -58,19 +64,24 @@ class Beside(NamedTuple):
     """The same for a layer on the CPU that is known."""
 
     compressed: Tensor | None
-    positions: Tensor | None
-    """Of the tokens in their slots, where they count for compressed keys."""
     bias_states: Tensor | None
     sinks: Tensor | None
     selected: Tensor | None
 
     @classmethod
-    def of(cls, attention: CachedAttention, given: Sequence[Tensor], positions: Tensor) -> "Beside":
+    def of(cls, attention: CachedAttention, given: Sequence[Tensor]) -> "Beside":
         """Tell which tensor is which, as far as a layer has it; a selection may follow."""
         rest = iter(given)
-        has_compressed = attention.compressed is not None
-        compressed = next(rest) if has_compressed else None
+        compressed = None if attention.compressed is None else next(rest)
         states = next(rest) if attention.has_bias else None
         sinks = next(rest) if attention.has_token_sinks else None
-        counted = positions if has_compressed else None
-        return cls(compressed, counted, states, sinks, next(rest, None))
+        return cls(compressed, states, sinks, next(rest, None))
+
+    def part(self, some: slice) -> "Beside":
+        """Return what is of some tokens."""
+        return Beside(
+            None if self.compressed is None else self.compressed[:, some],
+            None if self.bias_states is None else self.bias_states[:, some],
+            None if self.sinks is None else self.sinks[some],
+            None if self.selected is None else self.selected[some],
+        )

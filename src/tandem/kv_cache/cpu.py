@@ -1,8 +1,8 @@
 """The KV cache of sequence slots on the CPU: a step costs what each slot has filled.
 
 Tokens of several slots go through the model as one sequence; only attention tells them apart. So a
-batch needs no padding, and slots may be at any position. Layers with a sliding window keep no more
-than it can reach ([windows](windows.py)).
+batch needs no padding, and slots may be at any position. Layers with a sliding window keep their
+last positions in rings ([windows](windows.py)).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +13,8 @@ from torch import Tensor
 from tandem.core.errors import CapacityError
 from tandem.core.units import format_bytes
 from tandem.experts.store import host_memory
-from tandem.hf.kv_sizes import whole_granules
-from tandem.kernels.attention import (
-    CachedAttention,
-    Segment,
-    require_kv_dtype,
-)
+from tandem.hf.kv_sizes import ring_size, whole_granules
+from tandem.kernels.attention import AttentionForm, CachedAttention, Segment, require_kv_dtype
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.kernels.opaque_calls import ATTENTION, SELECTION, STATES, opaque
 from tandem.kernels.recurrent import LayerState, StateOperation, StateTokens
@@ -29,7 +25,7 @@ from tandem.kv_cache.cpu_states import CpuStates
 from tandem.kv_cache.index_keys import IndexStore, NewIndexKeys
 from tandem.kv_cache.latents import ExpandedKeys, Expansion
 from tandem.kv_cache.states import StateKey
-from tandem.kv_cache.windows import KeptWindow
+from tandem.kv_cache.windows import Rings, pieces_of_step
 
 _INVENTED_AT_ONCE = 1024  # tokens
 # Slots grow by this part of what they hold: copying it is a small part of the steps that read it in
@@ -56,7 +52,7 @@ class KvCache(SlotCache):
         self._kv_dtype = require_kv_dtype(kv_dtype)
         self._capacity = whole_granules(capacity)
         self._layers: dict[int, CachedAttention] = {}
-        self._windows: dict[int, KeptWindow] = {}
+        self._rings = Rings(num_slots)
         self.states = CpuStates(num_slots)
         self.index_keys = IndexStore(num_slots)
         self.index_keys.reserve(self._capacity, 0)
@@ -97,8 +93,8 @@ class KvCache(SlotCache):
     def layers_of(self, slot: int) -> list[tuple[CachedAttention, int]]:
         """Return the layers in their order, each with the first position that a slot keeps."""
         layers = [self._layers[number] for number in sorted(self._layers)]
-        windows = [self._windows.get(layer.form.kept_window) for layer in layers]
-        firsts = [0 if window is None else window.first(slot) for window in windows]
+        windows = [layer.form.kept_window for layer in layers]
+        firsts = [self._rings.first(slot, window) if window else 0 for window in windows]
         return list(zip(layers, firsts, strict=True))
 
     def begin(self, segments: Sequence[Segment]) -> None:
@@ -113,8 +109,7 @@ class KvCache(SlotCache):
                 for s in segments
             ]
         )
-        self.reserve(max(s.first_position + s.num_tokens for s in segments))
-        self._place(is_kept=False)
+        self._make_room()
         self.states.begin(segments)
 
     def begin_decode(self, counts: Mapping[int, int], slots: Tensor, positions: Tensor) -> None:
@@ -126,13 +121,18 @@ class KvCache(SlotCache):
         """
         segments = [Segment(slot, self.lengths[slot], n) for slot, n in counts.items()]
         self._announce(segments, is_decoding=True)
-        self.reserve(max(s.first_position + s.num_tokens for s in segments))
+        self._make_room()
         places = [(s.slot, s.first_position + i) for s in segments for i in range(s.num_tokens)]
         slots.copy_(torch.tensor([slot for slot, _ in places], device="cpu"))
         positions.copy_(torch.tensor([position for _, position in places], device="cpu"))
         self.slots, self.positions = slots, positions
-        self._place(is_kept=True)
         self.states.begin_step(segments)
+
+    def _make_room(self) -> None:
+        ends = {s.slot: s.first_position + s.num_tokens for s in self._segments}
+        self.reserve(max(ends.values()))
+        for slot, end in ends.items():
+            self._rings.note_written(slot, end)
 
     def _announce(self, segments: Sequence[Segment], *, is_decoding: bool) -> None:
         super()._announce(segments, is_decoding=is_decoding)
@@ -143,13 +143,10 @@ class KvCache(SlotCache):
 
     def _copy_layers(self, source: int, target: int, length: int) -> None:
         for layer in self._layers.values():
-            window = self._windows.get(layer.form.kept_window)
-            kept = length if window is None else max(0, length - window.first(source))
-            layer.copy_prefix(source, target, kept)
+            layer.copy_prefix(source, target, length)
         self.compressed.copy_prefix(source, target, length)
         self._expanded.note_written(target, 0)
-        for window in self._windows.values():
-            window.follow(source, target)
+        self._rings.follow(source, target)
 
     def reachable(self, slot: int, length: int) -> int:
         """Return with how many of its first `length` tokens a slot can go on.
@@ -158,8 +155,7 @@ class KvCache(SlotCache):
         states, as many as the longest checkpoint has.
         """
         length = super().reachable(slot, length)
-        is_there = all(window.reaches(slot, length) for window in self._windows.values())
-        return length if is_there else 0
+        return length if self._rings.reaches(slot, length) else 0
 
     def cut(self, slot: int, length: int) -> bool:
         """Forget a slot's tokens from `length` on, so that others can be put in.
@@ -167,7 +163,7 @@ class KvCache(SlotCache):
         States are lost by that, until some are put in. False, and nothing is forgotten, if layers
         with a window no longer have what the next token sees.
         """
-        if not all(window.reaches(slot, length) for window in self._windows.values()):
+        if not self._rings.reaches(slot, length):
             return False
         if self.states:
             self.states.lose(slot, length)
@@ -177,18 +173,14 @@ class KvCache(SlotCache):
     def _forget(self, slot: int, length: int) -> None:
         super()._forget(slot, length)
         if length == 0:
-            for window in self._windows.values():
-                window.begin_anew(slot)
+            self._rings.begin_anew(slot)
 
     def _invent(self, length: int) -> None:
         self._expanded.clear()
-        for window in self._windows.values():
-            window.pretend(length)
-        for layer in self._layers.values():
-            kept = self._windows.get(layer.form.kept_window)
-            for slot in range(len(self.lengths)):
-                first = 0 if kept is None else kept.first(slot)
-                _pretend(layer, self.threads, slot, length - first)
+        for slot in range(len(self.lengths)):
+            self._rings.begin_anew(slot, length)
+            for layer, first in self.layers_of(slot):
+                _pretend(layer, self.threads, slot, range(first, length))
         self.compressed.pretend(length)
 
     def advance(
@@ -237,23 +229,27 @@ class KvCache(SlotCache):
         *more: Tensor,
     ) -> Tensor:
         """The same for a layer that is known; `more` are those of `AttentionCall.beside`."""
-        slots, positions = self.slots, self.positions_of(attention)
-        given = Beside.of(attention, more, self.positions)
-        attention.append(
-            self.threads, slots, positions, key, value, given.compressed, given.positions
-        )
-        return attention.attend(
-            self.threads, slots, positions, query, given.selected, given.positions,
-            given.bias_states, given.sinks,
-        )  # fmt: skip
+        given, form = Beside.of(attention, more), attention.form
+        out = query.new_empty((query.shape[1], form.num_heads, form.value_dim))
+        for _, some in pieces_of_step(self._segments, form.kept_window):
+            tokens, of = (self.threads, self.slots[some], self.positions[some]), given.part(some)
+            attention.append(*tokens, key[:, some], value[:, some], of.compressed)
+            attention.attend(
+                *tokens, query[:, some], of.selected, of.bias_states, of.sinks, out[some]
+            )
+        return out
 
     def attend_expanded(self, call: AttentionCall, expansion: Expansion) -> Tensor:
         """Append new latents as of `attend`; attend to what slots keep of them, expanded."""
-        attention = self._layer_for(call)
-        positions = self.positions_of(attention)
-        attention.append(self.threads, self.slots, positions, call.key, call.value)
-        tokens = (self._segments, positions)
-        return self._expanded.attend(self.threads, attention, *tokens, call, expansion)
+        attention, form = self._layer_for(call), expansion.form
+        out = call.query.new_empty((call.query.shape[1], form.num_heads, form.value_dim))
+        for segments, some in pieces_of_step(self._segments, attention.form.kept_window):
+            positions, own = self.positions[some], call.part(some)
+            attention.append(self.threads, self.slots[some], positions, own.key, own.value)
+            self._expanded.attend(
+                self.threads, attention, segments, positions, own, expansion, out[some]
+            )
+        return out
 
     def _layer_for(self, call: AttentionCall) -> CachedAttention:
         """Return the expected layer."""
@@ -261,18 +257,6 @@ class KvCache(SlotCache):
         if key.dtype not in VALUE_DTYPES or key.shape[1] != len(self.positions):
             raise NotInSlotsError(f"keys are {key.dtype} of shape {tuple(key.shape)}")
         return self._layers.get(number) or self._add_layer(number, call)
-
-    def positions_of(self, attention: CachedAttention) -> Tensor:
-        """Return the places (n_tokens,) of the step's tokens in a layer's slots.
-
-        As long as `positions` are the same tensor, so are these.
-        """
-        window = self._windows.get(attention.form.kept_window)
-        return self.positions if window is None or window.positions is None else window.positions
-
-    def _place(self, *, is_kept: bool) -> None:
-        for window in self._windows.values():
-            window.place(self._segments, self.positions, is_kept=is_kept)
 
     def _add_layer(self, layer: int, call: AttentionCall) -> CachedAttention:
         form, dtype = call.form, call.key.dtype
@@ -282,15 +266,14 @@ class KvCache(SlotCache):
             call.head_sinks,
             self._prompt_lengths,
             None if call.bias is None else call.bias.profiles,
+            is_joint=self.has_compressed and bool(form.kept_window) and form.num_kv_heads == 1,
         )
         attention.has_token_sinks = call.token_sinks is not None
-        window = self._window_of(form.kept_window)
         if all(known.form.kept_window != form.kept_window for known in self._layers.values()):
-            self._expect_kind(attention, self._capacity if window is None else window.capacity)
-        if window is None:
-            self._grow(attention, self._capacity, 0)
-        else:
-            window.add(attention)
+            self._expect_kind(attention, _room(form, self._capacity))
+        if form.kept_window:
+            self._rings.add(form.kept_window)
+        self._grow(attention, _room(form, self._capacity), 0)
         if call.compressed is not None:
             self._add_compressed(layer, attention, call.compressed.ratio)
         self._layers[layer] = attention
@@ -301,26 +284,21 @@ class KvCache(SlotCache):
         self._require_bytes(compressed.bytes_of(self._capacity) * len(self.lengths))
         self.compressed.add(layer, compressed, self._capacity)
 
-    def _window_of(self, size: int) -> KeptWindow | None:
-        if size and size not in self._windows:
-            window = self._windows[size] = KeptWindow(size, len(self.lengths), self._grow)
-            window.capacity = min(self._capacity, window.capacity_for(self._segments))
-        return self._windows.get(size)
-
     def reserve(self, needed: int) -> None:
         """Make room for `needed` tokens in each slot; raises `CapacityError` if there is none."""
         if needed <= self._capacity:
             return
         before = self._capacity
         self._capacity = whole_granules(max(needed, self._capacity * (_GROWTH + 1) // _GROWTH))
-        layers = [layer for layer in self._layers.values() if not layer.form.kept_window]
+        # Rings do not grow once they have their size.
+        layers = [layer for layer in self._layers.values() if _room(layer.form, before) == before]
         try:
             self._require_memory(layers)
         except CapacityError:
             self._capacity = before
             raise
         for layer in layers:
-            self._grow(layer, self._capacity, max(self.lengths))
+            self._grow(layer, _room(layer.form, self._capacity), max(self.lengths))
         self.index_keys.reserve(self._capacity, max(self.lengths))
         self.compressed.reserve(self._capacity, max(self.lengths))
 
@@ -329,7 +307,7 @@ class KvCache(SlotCache):
 
         Layers grow one after the other, so that one of them is there twice for a moment.
         """
-        needed = sum(layer.bytes_of(self._capacity) for layer in layers)
+        needed = sum(layer.bytes_of(_room(layer.form, self._capacity)) for layer in layers)
         for kept in (self.index_keys, self.compressed):
             needed += kept.bytes_of(self._capacity)
         held = self.index_keys.num_bytes + self.compressed.num_bytes
@@ -374,16 +352,21 @@ def _advance(cache: KvCache, state: LayerState, *inputs: Tensor) -> Tensor:
     return cache.states.advance(cache.threads, state, tokens, inputs)
 
 
-def _pretend(layer: CachedAttention, threads: CpuThreads, slot: int, length: int) -> None:
-    """Let a slot of a layer hold `length` tokens that nobody said; there is room for them."""
-    count = min(length, _INVENTED_AT_ONCE)
+def _room(form: AttentionForm, capacity: int) -> int:
+    """Return the positions that a layer keeps of slots with room for `capacity` tokens."""
+    return min(capacity, ring_size(form.kept_window)) if form.kept_window else capacity
+
+
+def _pretend(layer: CachedAttention, threads: CpuThreads, slot: int, tokens: range) -> None:
+    """Let a slot of a layer hold tokens that nobody said; there is room for them."""
+    count = min(len(tokens), _INVENTED_AT_ONCE)
     key, value = (
         torch.randn(layer.form.num_kv_heads, count, dim, device="cpu") * 0.1
         for dim in (layer.form.key_dim, layer.form.value_dim)
     )
-    for first in range(0, length, _INVENTED_AT_ONCE):
-        positions = torch.arange(first, min(first + count, length), device="cpu")
+    for first in tokens[::_INVENTED_AT_ONCE]:
+        positions = torch.arange(first, min(first + count, tokens.stop), device="cpu")
         part = slice(0, len(positions))
         slots = torch.full_like(positions, slot)
-        beside = () if layer.compressed is None else (key[:, part], positions)
-        layer.append(threads, slots, positions, key[:, part], value[:, part], *beside)
+        compressed = None if layer.compressed is None else key[:, part]
+        layer.append(threads, slots, positions, key[:, part], value[:, part], compressed)

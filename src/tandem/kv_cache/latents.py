@@ -85,33 +85,35 @@ class ExpandedKeys:
         positions: Tensor,
         call: AttentionCall,
         expansion: Expansion,
-    ) -> Tensor:
-        """Attend to what slots keep, (n_tokens, heads, value dim), slot by slot.
+        out: Tensor,
+    ) -> None:
+        """Attend to what slots keep, slot by slot, into `out` (n_tokens, heads, value dim).
 
-        `positions` (n_tokens,) are places in the slots' memory; the tokens have been appended.
+        The tokens at their `positions` (n_tokens,) have been appended.
         """
         form, query, selected = expansion.form, call.query, call.selected
-        out = query.new_empty((query.shape[1], form.num_heads, form.value_dim))
         begin = 0
         for segment in segments:
             part = slice(begin, begin + segment.num_tokens)
-            begin, places = part.stop, positions[part]
-            layer = self._filled(threads, kept, segment.slot, int(places[-1]) + 1, expansion)
+            first = _first_seen(form, segment)
+            begin, places = part.stop, positions[part] - first
+            layer = self._filled(threads, kept, segment, first, expansion)
             layer = layer if call.sinks is None else layer.with_sinks(call.sinks)
             own = None if selected is None else selected[part]
-            out[part] = layer.attend(threads, torch.zeros_like(places), places, query[:, part], own)
-        return out
+            slots = torch.zeros_like(places)
+            layer.attend(threads, slots, places, query[:, part], own, out=out[part])
 
     def _filled(
-        self, threads: CpuThreads, kept: CachedAttention, slot: int, length: int, by: Expansion
+        self, threads: CpuThreads, kept: CachedAttention, new: Segment, first: int, by: Expansion
     ) -> CachedAttention:
-        """Return a layer of one slot with the first tokens that this slot keeps, expanded."""
+        """Return a layer of one slot with its tokens from `first` to the last new one, expanded."""
+        slot, length = new.slot, new.first_position + new.num_tokens - first
         self._forget_written(slot)
         layer, filled = self._room(kept, slot, length, by)
-        for first in range(filled // BLOCK_TOKENS * BLOCK_TOKENS, length, _AT_ONCE):
-            count = min(_AT_ONCE, length - first)
-            keys, values = by.expand(kept_keys(kept, slot, first, count).to(by.dtype))
-            places = torch.arange(first, first + count, device="cpu")
+        for at in range(filled // BLOCK_TOKENS * BLOCK_TOKENS, length, _AT_ONCE):
+            count = min(_AT_ONCE, length - at)
+            keys, values = by.expand(kept_keys(kept, slot, first + at, count).to(by.dtype))
+            places = torch.arange(at, at + count, device="cpu")
             layer.append(threads, torch.zeros_like(places), places, keys, values)
         if layer is not self._shared:
             self._rows[slot][kept] = _Rows(layer, length)
@@ -132,7 +134,7 @@ class ExpandedKeys:
         layer, filled = layers.get(kept) or (CachedAttention(by.form, by.dtype), 0)
         capacity = layer.keys.shape[2] * BLOCK_TOKENS
         if by.form.window:
-            filled = 0  # slots slide
+            filled = 0  # they begin somewhere else
         if length <= capacity:
             return layer, filled
         capacity = max(length, min(capacity * 3 // 2, length + _AT_ONCE))
@@ -163,6 +165,12 @@ class ExpandedKeys:
         return shared
 
 
+def _first_seen(form: AttentionForm, new: Segment) -> int:
+    """Return the first position of a block that a slot's new tokens see."""
+    seen = max(0, new.first_position + 1 - form.window) if form.window else 0
+    return seen // BLOCK_TOKENS * BLOCK_TOKENS
+
+
 def kept_keys(layer: CachedAttention, slot: int, first: int, count: int) -> Tensor:
     """Return what a layer keeps as the keys of a slot's tokens, (count, key dim), one KV head.
 
@@ -173,8 +181,9 @@ def kept_keys(layer: CachedAttention, slot: int, first: int, count: int) -> Tens
     dtype, dim = _KEPT_DTYPES[layer.kv_dtype], layer.form.key_dim
     width = -(-dim // 4) * 4
     num_dwords = width * dtype.itemsize // _DWORD_BYTES
-    begin, end = first // BLOCK_TOKENS, -(-(first + count) // BLOCK_TOKENS)
-    dwords = layer.keys[slot, 0, begin:end].view(torch.int32)  # (blocks, dwords and scales)
+    blocks = torch.arange(first // BLOCK_TOKENS, -(-(first + count) // BLOCK_TOKENS), device="cpu")
+    blocks %= layer.keys.shape[2]  # in a ring, if it has a window
+    dwords = layer.keys[slot, 0, blocks].view(torch.int32)  # (blocks, dwords and scales)
     # A block's dwords are (dword of the key, position): see csrc/kv_layout.hpp.
     codes = dwords[:, : num_dwords * BLOCK_TOKENS].unflatten(1, (num_dwords, BLOCK_TOKENS))
     keys = codes.transpose(1, 2).contiguous().view(dtype)  # (blocks, positions, width)

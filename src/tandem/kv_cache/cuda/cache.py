@@ -114,7 +114,7 @@ class StaticKvCache(SlotCache):
         self.slots = torch.full((segment.num_tokens,), segment.slot, device="cpu")
         end = segment.first_position + segment.num_tokens
         self.reserve(end)
-        self.windows.note_written(segment.slot, end)
+        self.windows.rings.note_written(segment.slot, end)
         self.states.begin_prompt(segment)
 
     def places(self, num_rows: int) -> StepPlaces:
@@ -146,7 +146,7 @@ class StaticKvCache(SlotCache):
         self.slots = torch.tensor(slots, device="cpu")
         self._step = self.places(num_rows)
         for slot, position in zip(slots, positions, strict=True):
-            self.windows.note_written(slot, position + 1)
+            self.windows.rings.note_written(slot, position + 1)
         runs = self.states.begin_decode(segments, self._step)
         self._step.bring(slots, positions, runs, [self.prompt_lengths[slot] for slot in slots])
         if self._kernels is not None:
@@ -165,12 +165,12 @@ class StaticKvCache(SlotCache):
         None where a ring no longer has what the next token sees.
         """
         length = super().reachable(slot, length)
-        return length if self.windows.reaches(slot, length) else 0
+        return length if self.windows.rings.reaches(slot, length) else 0
 
     def _forget(self, slot: int, length: int) -> None:
         super()._forget(slot, length)
         if length == 0:
-            self.windows.begin_anew(slot)
+            self.windows.rings.begin_anew(slot)
 
     def advance(
         self, key: StateKey, operation: Callable[[], StateOperation], *inputs: Tensor

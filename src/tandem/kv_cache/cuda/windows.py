@@ -25,6 +25,7 @@ from tandem.kv_cache.cuda.index_keys import (
 )
 from tandem.kv_cache.cuda.layers import DecodeKernels, LayerMemory, StepPlaces, stored_dtype
 from tandem.kv_cache.index_keys import Zeros
+from tandem.kv_cache.windows import Rings
 
 
 class _Layer(NamedTuple):
@@ -57,7 +58,7 @@ class DeviceWindows:
         self._num_slots, self._zeros, self._kv_dtype = num_slots, zeros, kv_dtype
         self._capacity = 0
         self._layers: dict[int, _Layer] = {}
-        self._ends = [0] * num_slots  # before which positions of a slot were written since it began
+        self.rings = Rings(num_slots)
 
     @property
     def ring_bytes(self) -> int:
@@ -69,21 +70,6 @@ class DeviceWindows:
     def num_bytes(self) -> int:
         """Bytes of rings and compressed keys."""
         return sum(layer.memory.num_bytes for layer in self._layers.values())
-
-    def note_written(self, slot: int, end: int) -> None:
-        """Note that a step writes positions of a slot up to an end, an idle row's among them."""
-        self._ends[slot] = max(self._ends[slot], end)
-
-    def reaches(self, slot: int, length: int) -> bool:
-        """Tell whether a slot still has what the token after its first `length` sees."""
-        return all(
-            self._ends[slot] - ring_size(window) <= max(0, length + 1 - window)
-            for window in {layer.window for layer in self._layers.values()}
-        )
-
-    def begin_anew(self, slot: int) -> None:
-        """Let a slot hold nothing."""
-        self._ends[slot] = 0
 
     def reserve(self, capacity: int, used: int) -> None:
         """Make room for the keys of `capacity` tokens in each slot, of which `used` are kept."""
@@ -97,13 +83,14 @@ class DeviceWindows:
         """Let a slot begin with the first `length` tokens of another one."""
         for layer in self._layers.values():
             layer.memory.copy_prefix(source, target, layer.num_places(length))
-        self._ends[target] = self._ends[source]
+        self.rings.follow(source, target)
 
     def invent(self, length: int) -> None:
         """Fill what all slots have of their first tokens with invented numbers."""
         for layer in self._layers.values():
             layer.memory.invent(layer.num_places(length))
-        self._ends = [length] * self._num_slots
+        for slot in range(self._num_slots):
+            self.rings.begin_anew(slot, length)
 
     def of_prompt(self, number: int, segment: Segment, call: AttentionCall) -> Tensor:
         """Append a prompt's tokens of one slot to a layer; attend: (n_tokens, heads, dim)."""
@@ -175,6 +162,7 @@ class DeviceWindows:
                     form, self._num_slots, num_places, dtype, self._zeros, has_values=False
                 )
             self._layers[number] = _Layer(memory, form.window, ratio)
+            self.rings.add(form.window)
         return self._layers[number]
 
 

@@ -87,14 +87,14 @@ def _attention(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | Non
     tensors = [graph.tensor(ref) for ref in refs]
     if len(cache.positions) != tensors[0].shape[1] or any(x.stride(-1) != 1 for x in tensors):
         return None
-    slots, positions = cache.slots, cache.positions_of(attention)
+    slots, positions = cache.slots, cache.positions
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (q, k, v, *more), (out,) = inputs, outputs
-        given = Beside.of(attention, more, cache.positions)
+        given = Beside.of(attention, more)
         program.add_attention(
-            attention.native, slots, positions, q, k, v, given.selected, out, given.positions,
-            given.compressed, given.bias_states, given.sinks,
+            attention.native, slots, positions, q, k, v, given.selected, out, given.compressed,
+            given.bias_states, given.sinks,
         )  # fmt: skip
 
     return _Call(NativeCall(add, cache.threads), refs)
