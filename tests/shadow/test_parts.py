@@ -168,6 +168,31 @@ def test_attention_that_does_not_work_is_torchs(
         assert find(CUDA) is None
 
 
+def _one_more_than(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: function(*args) + 1
+
+
+def test_kernels_beside_compressed_keys_are_tried_where_a_model_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    with shadow_gpu():
+        from tandem.decode.cuda import attention
+        from tandem.triton_kernels import decode_attention, hyper_connections, states
+
+        monkeypatch.setattr(attention, "decode_kernels", attention.decode_kernels.__wrapped__)
+        find = attention.compressed_kernels.__wrapped__
+        assert isinstance(find(CUDA), decode_attention.DecodeAttention)
+        for kind, name, what in (
+            (hyper_connections.TritonStreams, "mix_out", "hyper-connections give"),
+            (states.TritonStates, "compress", "compressors give"),
+            (decode_attention.DecodeAttention, "in_windows", "in windows it gives"),
+        ):
+            monkeypatch.setattr(kind, name, _one_more_than(getattr(kind, name)))
+            with pytest.warns(TandemWarning, match=f"{what} other numbers than torch"):
+                assert find(CUDA) is None
+
+
 @pytest.mark.filterwarnings("ignore:Triton is not installed")
 def test_a_machine_is_measured_when_a_model_is_loaded_for_the_first_time(tmp_path: Path) -> None:
     checkpoint = save_tiny_checkpoint(tmp_path / "tiny", num_hidden_layers=1)

@@ -201,6 +201,12 @@ def sees_all(model: PreTrainedModel) -> bool:
     )
 
 
+def compresses(model: PreTrainedModel) -> bool:
+    """Tell whether keys of many tokens stand beside a window, in some layer."""
+    config = model.config.get_text_config(decoder=True)
+    return any(map(compresses_windows, DynamicCache(config=config).layers))
+
+
 def _stand_in(cache: SlotCache, number: int, layer: Any) -> Any:
     kind = type(layer)
     if kind in (DynamicLayer, DynamicSlidingWindowLayer) or keeps_prompt(layer):

@@ -1,20 +1,27 @@
 """What attends in decode steps on a GPU: Triton kernels, tried once, or torch."""
 
+import dataclasses
 import functools
 import importlib.util
 import warnings
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from tandem.core.errors import TandemWarning
 from tandem.devices.cuda.checks import TRITON_ATTENTION_CAPABILITY, TRITON_MATRIX_CAPABILITY
+from tandem.foreign_types import PreTrainedModel
 from tandem.kernels.attention import AttentionForm
 from tandem.kernels.device_states import Run, SlotTokens, StateKernels, StateMemory
-from tandem.kernels.hyper_connections import StreamKernels
-from tandem.kernels.recurrent import Convolution
+from tandem.kernels.hyper_connections import HyperConnection, StreamKernels
+from tandem.kernels.recurrent import Compression, Convolution
 from tandem.kv_cache.cuda.layers import DecodeKernels, LayerMemory
+from tandem.kv_cache.stand_ins import compresses
 
 _TRIED = AttentionForm(num_heads=2, num_kv_heads=1, key_dim=64, value_dim=64, scale=1.0)
+_TRIED_WINDOW = dataclasses.replace(_TRIED, window=2)
+_TRIED_RING = 16  # positions
 
 
 @functools.lru_cache(maxsize=8)
@@ -31,19 +38,41 @@ def decode_kernels(device: torch.device) -> DecodeKernels | None:
     kernels = DecodeAttention(
         properties.multi_processor_count, has_small_tiles=capability < TRITON_MATRIX_CAPABILITY
     )
+    return kernels if _works(partial(_try, kernels, device), device) else None
+
+
+@functools.lru_cache(maxsize=8)
+def compressed_kernels(device: torch.device) -> DecodeKernels | None:
+    """Return the same for a model with compressed keys; None: torch.
+
+    What such a model has beside them, compressors and residual streams, is tried, too.
+    """
+    kernels = decode_kernels(device)
+    if kernels is None:
+        return None
+    return kernels if _works(partial(_try_compressed, kernels, device), device) else None
+
+
+def _works(trial: Callable[[], None], device: torch.device) -> bool:
+    """Tell whether a trial of kernels ends well; warns if it does not."""
     try:
         with torch.cuda.device(device):
-            _try(kernels, device)
+            trial()
     except Exception as error:  # Triton's compilers and tools raise what they like
         first_line = str(error).partition("\n")[0]
         warnings.warn(
             f"Triton's attention cannot be used here ({first_line}), so decode steps attend with "
             "torch, slower for long texts",
             TandemWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-        return None
-    return kernels
+        return False
+    return True
+
+
+def kernels_for(model: PreTrainedModel) -> DecodeKernels | None:
+    """Return what attends in a model on a GPU; None: torch."""
+    return (compressed_kernels if compresses(model) else decode_kernels)(model.device)
 
 
 def state_kernels(kernels: DecodeKernels | None) -> StateKernels | None:
@@ -66,10 +95,7 @@ def stream_kernels(kernels: DecodeKernels | None) -> StreamKernels | None:
 
 def _try(kernels: DecodeKernels, device: torch.device) -> None:
     """Attend to one token, whose value is then the result; raises what is wrong."""
-
-    def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
+    zeros = partial(_zeros, device)
     layer = LayerMemory(_TRIED, 1, 16, torch.float16, zeros)
     places = (torch.zeros(1, dtype=torch.int64, device=device),) * 2  # slot 0, position 0
     query = torch.ones(2, 1, 64, dtype=torch.float16, device=device)
@@ -86,3 +112,38 @@ def _try(kernels: DecodeKernels, device: torch.device) -> None:
     out = states.convolve(convolution, memory, tokens, x)
     if not torch.equal(out, x.cumsum(0).to(x.dtype)):
         raise RuntimeError("convolutions give other numbers than torch")
+
+
+def _try_compressed(kernels: DecodeKernels, device: torch.device) -> None:
+    """Attend in a window beside a compressed key, make such keys, mix streams; as `_try`."""
+    states, streams = state_kernels(kernels), stream_kernels(kernels)
+    assert states is not None
+    assert streams is not None
+    zeros = partial(_zeros, device)
+    layer = LayerMemory(_TRIED_WINDOW, 1, _TRIED_RING + 2, torch.float16, zeros, has_values=False)
+    one = torch.ones(2, 1, 64, dtype=torch.float16, device=device)
+    slots, positions = (torch.full((1,), n, dtype=torch.int64, device=device) for n in (0, 1))
+    # Weights are equal: of position 0 (zeros), of this one (ones), and of the key of both (twos).
+    out = kernels.in_windows(
+        _TRIED_WINDOW, layer.where, slots, positions, torch.zeros_like(one), one[:1], 2 * one[:1],
+        None, None, layer.kind, _TRIED_RING, 2,
+    )  # fmt: skip
+    if not torch.equal(out, torch.ones_like(out)):
+        raise RuntimeError("in windows it gives other numbers than torch")
+    operation = Compression(zeros((2, 64), torch.float32), 1)
+    rings, both = zeros((1, *operation.state_shape), torch.float32), one[:, 0]
+    values = both * torch.tensor([[0], [2]], device=device)
+    where = torch.zeros(2, dtype=torch.int64, device=device), torch.arange(2, device=device)
+    keys = states.compress(operation, rings, *where, values, both)
+    if not torch.equal(keys, values / 2):
+        raise RuntimeError("compressors give other numbers than torch")
+    connection = HyperConnection(1.0, 0.0, output_factor=2.0, num_rounds=1)
+    token = one.transpose(0, 1)  # of two streams
+    matrix, base = zeros((8, 128), torch.float32), zeros((8,), torch.float32)
+    mixed, weights = streams.mix_in(connection, token, matrix, base, torch.ones(3, device=device))
+    if not torch.equal(streams.mix_out(mixed, weights, token), 2 * token):
+        raise RuntimeError("hyper-connections give other numbers than torch")
+
+
+def _zeros(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)

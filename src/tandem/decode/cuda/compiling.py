@@ -4,9 +4,7 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 
-import torch
-
-from tandem.decode.cuda.attention import decode_kernels
+from tandem.decode.cuda.attention import kernels_for
 from tandem.decode.cuda.slots import CudaSlotPool
 from tandem.foreign_types import PreTrainedModel
 from tandem.kv_cache.base import NotInSlotsError
@@ -16,7 +14,7 @@ from tandem.policy.step_path import GRAPH_ROWS, MAX_GRAPH_TOKENS
 
 def step_compilations(
     model: PreTrainedModel,
-    find_kernels: Callable[[torch.device], DecodeKernels | None] = decode_kernels,
+    find_kernels: Callable[[PreTrainedModel], DecodeKernels | None] = kernels_for,
 ) -> list[Callable[[], None]]:
     """Return works, one for each size of step, after which a capture compiles nothing.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import CapacityError, TandemError
-from tandem.decode.cuda.attention import decode_kernels, state_kernels, stream_kernels
+from tandem.decode.cuda.attention import kernels_for, state_kernels, stream_kernels
 from tandem.decode.cuda.fusion import fuse_for_gpu
 from tandem.decode.cuda.graphs import (
     TOLERANCES,
@@ -65,20 +65,20 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         make_capture: MakeCapture | None = None,
         kv_dtype: str = "auto",
         notes_hidden: bool = False,
-        find_kernels: Callable[[torch.device], DecodeKernels | None] = decode_kernels,
+        find_kernels: Callable[[PreTrainedModel], DecodeKernels | None] = kernels_for,
         layers: GraphLayers | None = None,
     ) -> None:
         """Make slots with room for `capacity` tokens each; they grow.
 
-        `kv_dtype` is what keys and values are kept in, `find_kernels` returns what attends on a
-        device. Without `make_capture` steps run as they are; `layers` compute the experts of
+        `kv_dtype` is what keys and values are kept in, `find_kernels` returns what attends in a
+        model. Without `make_capture` steps run as they are; `layers` compute the experts of
         captured ones, in place of what the executor has for it. With `notes_hidden`, `hidden` and
         `on_hidden` tell, on the host, what the output head reads. Raises
         `NotInSlotsError` for a model that keeps more than keys and values.
         """
         # Kernels attend to all positions, or to windows and compressed keys; torch to positions
         # that an indexer has selected.
-        found = find_kernels(model.device)
+        found = find_kernels(model)
         of_all = found if sees_all(model) else None
         self._layers = layers
         cache = StaticKvCache(
