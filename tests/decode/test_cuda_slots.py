@@ -89,22 +89,6 @@ def test_a_longer_conversation_reuses_what_the_cache_holds(models: dict[str, Any
     torch.testing.assert_close(rows.decode([77]), fresh.decode([77]), rtol=1e-4, atol=1e-4)
 
 
-def test_steps_that_ask_routers_ahead_are_not_captured(models: dict[str, Any]) -> None:
-    class AsksAhead(CpuExecutor):
-        needs_hooks = True
-
-    runtime = runtime_in(models["mixtral"])
-    before = runtime.executor
-    runtime.use(AsksAhead(runtime.store))
-    try:
-        rows = cuda_pool(models["mixtral"], PROMPTS, 20, make_capture=TwinCapture)
-        logits_of(rows, 2, TOKENS)
-        assert not rows.step.is_replaying
-        assert rows.step.why_not == "routers are asked ahead, which a recorded step leaves out"
-    finally:
-        runtime.use(before)
-
-
 def test_a_kv_cache_that_cannot_grow_goes_on_as_it_is(
     models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

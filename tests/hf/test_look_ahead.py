@@ -1,5 +1,6 @@
 """Routers found by watching, asked ahead with and without the residual; calibration."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,16 @@ from transformers import AutoModelForCausalLM
 import tandem
 from tandem.bench.routing_recording import recording
 from tandem.core.errors import ConfigError, FileFormatError, UnsupportedModelError
+from tandem.decode.cpu_slots import CpuSlotPool
+from tandem.decode.cuda.slots import CudaSlotPool
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.hf.lookahead.look_ahead import LookAhead, look_ahead
 from tandem.hf.lookahead.residuals import Residuals
 from tandem.hf.lookahead.routers import find_routers
+from tandem.policy.plan import Hint
 from tests.architectures import architectures, build_tiny_model, tiny_inputs
+from tests.conftest import two_threads
+from tests.decode.twin_capture import TwinCapture
 from tests.hf.test_hybrid import load, recorded, replayed
 from tests.inside import runtime_in
 
@@ -134,6 +140,45 @@ def test_hints_are_planned_with_and_replay_exactly(
         statistics.prefetch_useful,
         executor.cache.clock.now,
     )
+
+
+@pytest.mark.parametrize("is_gpu", [False, True], ids=["recorded", "captured in segments"])
+def test_steps_that_are_replayed_ask_as_the_models_own_code_does(
+    checkpoint: Path, profile: str, *, is_gpu: bool
+) -> None:
+    """A twin of the GPU's steps needs no device of its own for that."""
+    model = load(checkpoint, profile, look_ahead=True, prediction="foresight")
+    executor = runtime_in(model).executor
+    assert isinstance(executor.look_ahead, LookAhead)
+    executor.look_ahead.residuals.is_fixed = True  # a step that is compared is done twice
+    asked: list[list[tuple[int, ...]]] = []
+
+    def look_ahead(layer: int) -> Sequence[Hint]:
+        hints = executor.look_ahead_itself(layer)
+        if layer == 0:
+            asked.append([])
+        asked[-1].extend(hint.load.experts for hint in hints)
+        return hints
+
+    executor.look_ahead_itself, executor.look_ahead = executor.look_ahead, look_ahead
+    found = []
+    for has_replay in (True, False):
+        pool: CpuSlotPool | CudaSlotPool
+        if is_gpu:
+            pool = CudaSlotPool(model, 1, make_capture=TwinCapture if has_replay else None)
+        else:
+            pool = CpuSlotPool(model, two_threads(), 1, has_replay=has_replay)
+        pool.prefill({0: [40, 41, 42]})
+        for token in (50, 61, 72, 83, 94):
+            pool.decode({0: token})
+        assert pool.step.is_replaying == has_replay, pool.step.why_not
+        asked.clear()
+        logits = [pool.decode({0: token}).clone() for token in (105, 116, 41)]
+        found.append((torch.cat(logits), [*asked]))
+    (ours, guesses), (theirs, expected) = found
+    assert guesses == expected
+    assert [len(of_step) for of_step in guesses] == [len(executor.store) - 1] * 3
+    torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
 
 
 def test_a_closed_executor_listens_no_more(checkpoint: Path, profile: str) -> None:

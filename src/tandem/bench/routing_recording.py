@@ -27,7 +27,7 @@ def recording(model: PreTrainedModel, given: LookAhead | None = None) -> Iterato
         )
     inner, own = runtime.executor, runtime.look_ahead
     ahead: LookAhead | str
-    if own is not None and inner.needs_hooks:
+    if own is not None and inner.asks_ahead:
         ahead = own  # the executor asks it, and must not be given other guesses
     elif given is not None:
         ahead = given

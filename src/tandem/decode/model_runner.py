@@ -75,9 +75,6 @@ class ModelRunner:
         """
         if not has_replay:
             return "replay is disabled (has_replay=False)"
-        executor = self.executor
-        if executor is not None and executor.needs_hooks:
-            return "routers are asked ahead, which a recorded step leaves out"
         dtype = self.model.dtype
         return None if dtype in tolerances else f"the model is {dtype}"
 

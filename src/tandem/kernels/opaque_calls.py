@@ -24,6 +24,7 @@ STATES = "states"
 SELECTION = "selection"
 MIX_IN = "mix_in"
 MIX_OUT = "mix_out"
+ROUTER_INPUT = "router_input"
 WITHOUT_EFFECTS = {GROUPS, ROWS, MIX_IN, MIX_OUT}
 """Kinds of which only the results matter: what they read may be weights, which stay as they are."""
 
@@ -112,7 +113,7 @@ def opaque(kind: str, function: Callable[..., T], *args: object) -> T:
     """Call a function; while a step is recorded, as one operation of this kind.
 
     Its tensors are among `args`, not in a closure, and it does the same each time. It returns a
-    tensor, or a tuple of tensors.
+    tensor, a tuple of tensors, or None.
     """
     if torch.compiler.is_compiling():  # native calls take addresses, which a graph has not
         result: T = _uncompiled(function, *args)

@@ -25,7 +25,14 @@ from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.executor import Executor, unheard
 from tandem.hf.row_tables import room_for_rows
 from tandem.kernels import _native
-from tandem.kernels.opaque_calls import DISK_ROWS, EXPERTS, Meeting, intercepted, opaque
+from tandem.kernels.opaque_calls import (
+    DISK_ROWS,
+    EXPERTS,
+    ROUTER_INPUT,
+    Meeting,
+    intercepted,
+    opaque,
+)
 from tandem.recording.recorded_graph import Fusing, RecordedGraph
 from tandem.recording.recorder import NotRecordableError, Recorder
 from tandem.recording.replay import ReplayedStep
@@ -49,6 +56,14 @@ class GraphBreak(NamedTuple):
     function: Callable[..., Tensor]
     args: tuple[object, ...]
     result: Tensor
+    first: tuple[Callable[[], object], ...]
+    """What is told of the segment before it, such as what a router has read."""
+
+    def run(self) -> None:
+        """Do the call, behind what comes first; its result is queued for the next segment."""
+        for tell in self.first:
+            tell()
+        self.result.copy_(self.function(*self.args))
 
 
 Save = Callable[[], Callable[[], None]]
@@ -121,15 +136,23 @@ class _GraphBreaker:
     def __init__(self, capture: Capture, layers: GraphLayers | None, pad: Pad) -> None:
         self._capture, self._layers, self._pad = capture, layers, pad
         self.segments: list[tuple[Graph, GraphBreak | None]] = []
+        self._first: tuple[Callable[[], object], ...] = ()  # of the next break
 
-    def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
+    def call(
+        self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]
+    ) -> Tensor | None:
+        if kind == ROUTER_INPUT:
+            self._first += (partial(function, *args),)
+            return None
         if kind not in _BREAKS:
             return function(*args)  # captured like everything else
         handed, result = _handed_over(kind, args, self._layers, self._pad)
         if result is not None:
             return result
         result = room_for_rows(*handed) if kind == DISK_ROWS else torch.empty_like(handed[1])
-        self.segments.append((self._capture.end(), GraphBreak(function, handed, result)))
+        call = GraphBreak(function, handed, result, self._first)
+        self.segments.append((self._capture.end(), call))
+        self._first = ()
         self._capture.begin()
         return result
 
@@ -142,7 +165,7 @@ class _PaddedRecorder(Recorder):
         self._pad = pad
 
     def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
-        if kind not in _BREAKS:
+        if kind not in (*_BREAKS, ROUTER_INPUT):
             return super().call(kind, function, args)
         padded = _padded(args, self._pad) if kind == EXPERTS else args
         result = Meeting.call(self, kind, function, padded)
@@ -218,7 +241,7 @@ class CapturedStep:
                 for graph, call in self._segments:
                     graph.replay()
                     if call is not None:
-                        call.result.copy_(call.function(*call.args))
+                        call.run()
         except _native.StepSlowError:
             go_back()
             return self._plain()

@@ -77,8 +77,8 @@ class Executor(ABC):
         return self.store.slots is not None
 
     @property
-    def needs_hooks(self) -> bool:
-        """Whether hooks on the model's modules must run in each step, as replays do not."""
+    def asks_ahead(self) -> bool:
+        """Whether it asks each next layer's router itself."""
         return False
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:  # noqa: B027

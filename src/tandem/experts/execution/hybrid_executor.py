@@ -94,8 +94,8 @@ class HybridExecutor(Executor):
         return self._in_graph or self.captured is not None
 
     @property
-    def needs_hooks(self) -> bool:
-        """Whether routers are asked ahead, by what hooks on them have seen."""
+    def asks_ahead(self) -> bool:
+        """Whether it asks each next layer's router."""
         return self.look_ahead is not None
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:

@@ -21,9 +21,9 @@ class PassingExecutor(Executor):
         self.inner, self.cache, self.listeners = inner, inner.cache, inner.listeners
 
     @property
-    def needs_hooks(self) -> bool:
-        """Whether the executor within needs hooks."""
-        return self.inner.needs_hooks
+    def asks_ahead(self) -> bool:
+        """Whether the executor within asks routers ahead."""
+        return self.inner.asks_ahead
 
     def before(self, call: RoutedCall) -> RoutedCall:
         """Return the call that is computed."""

@@ -69,11 +69,6 @@ class RoutingRecorder(PassingExecutor):
         self._steps: list[_Step] = []
         self._sequences: list[_Sequence] = []
 
-    @property
-    def needs_hooks(self) -> bool:
-        """Whether guesses are recorded: hooks on the routers make them."""
-        return self._guesses is not None or self.inner.needs_hooks
-
     def begin_sequences(self, batch: int = 1) -> None:
         """Begin `batch` sequences side by side; those before have ended."""
         self._finish()

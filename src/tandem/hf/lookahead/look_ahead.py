@@ -1,7 +1,8 @@
 """Looking ahead: asks the next MoE layer's router what it would choose for this layer's state.
 
 "gate" asks with the state as it is (HybriMoE), "residual" adds the mean difference first (DALI,
-equation 10). Runs between a layer's router and its experts; changes nothing in the model.
+equation 10). Runs between a layer's router and its experts; changes nothing in the model. What a
+router reads is told by an opaque call, so that a recorded or captured step tells it too.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from tandem.hf.experts import Bound
 from tandem.hf.identity import model_identity
 from tandem.hf.lookahead.residuals import Residuals
 from tandem.hf.lookahead.routers import Router, find_routers
+from tandem.kernels.opaque_calls import ROUTER_INPUT, opaque
 from tandem.policy.plan import Hint, LayerLoad
 
 SOURCES = ("gate", "residual")
@@ -52,19 +54,24 @@ class LookAhead:
 
     def _listener(self, layer: int) -> Callable[..., None]:
         def listen(module: nn.Module, args: tuple[Tensor, ...], options: dict[str, object]) -> None:
-            if layer == 0:
-                self._token_ids = None
-            if self._routers[layer].reads_tokens:
-                self._token_ids = self._routers[layer].token_ids(args, options)
+            router = self._routers[layer]
+            token_ids = router.token_ids(args, options) if router.reads_tokens else None
             hidden = args[0].detach().reshape(-1, args[0].shape[-1])
-            before = self._hidden
-            if self._layer == layer - 1 and before is not None and before.shape == hidden.shape:
-                if self.cosines is not None:
-                    self.cosines.append(self._likeness(layer - 1, before, hidden))
-                self.residuals.learn(layer - 1, before, hidden)
-            self._hidden, self._layer = hidden, layer
+            opaque(ROUTER_INPUT, self._hear, layer, hidden, token_ids)
 
         return listen
+
+    def _hear(self, layer: int, hidden: Tensor, token_ids: Tensor | None) -> None:
+        """Note what a layer's router reads, and learn how it differs from the one before."""
+        if layer == 0 or token_ids is not None:
+            self._token_ids = token_ids
+        hidden = hidden.clone()  # a recorded step uses its memory again
+        before = self._hidden
+        if self._layer == layer - 1 and before is not None and before.shape == hidden.shape:
+            if self.cosines is not None:
+                self.cosines.append(self._likeness(layer - 1, before, hidden))
+            self.residuals.learn(layer - 1, before, hidden)
+        self._hidden, self._layer = hidden, layer
 
     def _likeness(self, layer: int, before: Tensor, hidden: Tensor) -> tuple[float, float]:
         before, hidden = before.float(), hidden.float()
