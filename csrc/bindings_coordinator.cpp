@@ -60,38 +60,46 @@ void bind_mailbox(nb::module_& m) {
       .def_prop_ro("is_hit", &MailboxLayout::is_hit)
       .def_prop_ro("weights", &MailboxLayout::weights)
       .def_prop_ro("fetched", &MailboxLayout::fetched)
+      .def_prop_ro("guessed", [](const MailboxLayout&) { return MailboxLayout::kGuessed; })
+      .def_prop_ro("guess", &MailboxLayout::guess)
       .def_prop_ro("layer_bytes", &MailboxLayout::layer_bytes)
       .def_prop_ro("hidden", &MailboxLayout::hidden)
       .def_prop_ro("results", &MailboxLayout::results)
       .def_prop_ro("num_bytes", &MailboxLayout::num_bytes);
 }
 
-Foresight::State foresight_state(std::vector<Ids> before, std::vector<double> seen,
-                                 std::vector<double> came_true, std::int64_t countdown,
-                                 std::int64_t count_every) {
-  return {std::move(before), std::move(seen), std::move(came_true), countdown, count_every};
+using CountsTuple =
+    std::tuple<std::vector<double>, std::vector<double>, std::int64_t, std::int64_t>;
+
+Foresight::Counts counts_of(CountsTuple counts) {
+  auto& [seen, came_true, countdown, count_every] = counts;
+  return {std::move(seen), std::move(came_true), countdown, count_every};
+}
+
+CountsTuple as_tuple(const Foresight::Counts& counts) {
+  return {counts.seen, counts.came_true, counts.countdown, counts.count_every};
 }
 
 void bind_foresight(nb::module_& m) {
   nb::class_<Foresight>(m, "Foresight")
       .def("__init__",
-           [](Foresight* self, ForesightTables& tables, std::vector<Ids> before,
-              std::vector<double> seen, std::vector<double> came_true, std::int64_t countdown,
-              std::int64_t count_every) {
-             new (self) Foresight(tables, foresight_state(std::move(before), std::move(seen),
-                                                          std::move(came_true), countdown,
-                                                          count_every));
+           [](Foresight* self, ForesightTables& tables, std::vector<Ids> before, CountsTuple counts,
+              CountsTuple of_hints, int hint_factor) {
+             require(hint_factor == 1 || hint_factor == 3, "a hint factor of 1 or 3");
+             new (self) Foresight(
+                 tables,
+                 {std::move(before), counts_of(std::move(counts)), counts_of(std::move(of_hints))},
+                 hint_factor);
            },
            nb::keep_alive<1, 2>())
       .def("load",
-           [](Foresight& self, std::vector<Ids> before, std::vector<double> seen,
-              std::vector<double> came_true, std::int64_t countdown, std::int64_t count_every) {
-             self.load(foresight_state(std::move(before), std::move(seen), std::move(came_true),
-                                       countdown, count_every));
+           [](Foresight& self, std::vector<Ids> before, CountsTuple counts, CountsTuple of_hints) {
+             self.load({std::move(before), counts_of(std::move(counts)),
+                        counts_of(std::move(of_hints))});
            })
       .def("state", [](const Foresight& self) {
         const Foresight::State& at = self.state();
-        return nb::make_tuple(at.before, at.seen, at.came_true, at.countdown, at.count_every);
+        return nb::make_tuple(at.before, as_tuple(at.counts), as_tuple(at.of_hints));
       });
 }
 
@@ -128,22 +136,28 @@ void bind_policy(nb::module_& m) {
                        link_free_at, pending);
            })
       .def("set_rule",
-           [](StepPolicy& self, int rule, bool predicts) {
+           [](StepPolicy& self, int rule, bool predicts, bool asks) {
              require(rule >= 0 && rule <= static_cast<int>(GraphRule::kDali), "one of three rules");
-             self.set_rule(static_cast<GraphRule>(rule), predicts);
+             self.set_rule(static_cast<GraphRule>(rule), predicts, asks);
            },
-           nb::arg(), nb::arg() = false)
+           nb::arg(), nb::arg() = false, nb::arg() = false)
       .def("resident", [](const StepPolicy& self) { return as_tuple(self.resident()); })
       .def("link_free_at", &StepPolicy::link_free_at)
       .def("begin_step", &StepPolicy::begin_step)
       .def("end_step", &StepPolicy::end_step)
       .def("decide", [](StepPolicy& self, std::int32_t layer, const Ids& experts,
-                        const Ids& tokens, double now) {
-        const StepCopies copies = self.decide(layer, experts, tokens, now);
+                        const Ids& tokens, double now, const Ids& guessed,
+                        const Ids& guessed_tokens) {
+        require(guessed.size() == guessed_tokens.size(), "tokens of each expert that is guessed");
+        for (const std::int32_t expert : guessed)
+          require(expert >= 0 && expert < self.resident().num_experts, "experts that exist");
+        const StepCopies copies =
+            self.decide(layer, {experts, tokens}, {guessed, guessed_tokens}, now);
         std::vector<SlotCopy> fetch;
         for (const FetchCopy& found : copies.fetch) fetch.push_back(found.copy);
         return nb::make_tuple(as_tuples(fetch), as_tuples(copies.ahead), as_tuples(copies.insert));
-      })
+      },
+           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg() = Ids(), nb::arg() = Ids())
       .def("copy_finished", &StepPolicy::copy_finished)
       .def("learn", &StepPolicy::learn);
 }

@@ -98,6 +98,10 @@ void bind_twin(nb::module_& m) {
       .def("join", &BoundTwin::join)
       .def("set_patience",
            [](BoundTwin& self, double seconds) { self.stream().set_patience(seconds); })
+      .def("set_guesses",
+           [](BoundTwin& self, std::vector<std::vector<std::int32_t>> guesses) {
+             self.stream().set_guesses(std::move(guesses));
+           })
       .def("set_dense_seconds",
            [](BoundTwin& self, double seconds) { self.stream().set_dense_seconds(seconds); })
       .def("times", [](BoundTwin& self) {

@@ -3,7 +3,8 @@
 python -m benchmarks.runtime.coordinator_stress --minutes 30
 
 Each step fetches nothing for the layer that runs, or some misses by either rule; some copy experts
-of the next layer ahead. Copies come at once, late, or, as from a driver whose calls block, behind
+of the next layer ahead, and ask its router for that, whose answer is right, wrong or does not come.
+Copies come at once, late, or, as from a driver whose calls block, behind
 the step. Every result is compared with the CPU executor's to the bit, every slot with the expert
 that the table says is in it; a lost step is one sentence, and the next one is right. Memory and
 threads must not grow. The last line is JSON.
@@ -20,7 +21,13 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from tests.experts.captured import LayerTokens, TwinMachine, random_step, sure_of_predictions
+from tests.experts.captured import (
+    LayerTokens,
+    TwinMachine,
+    random_step,
+    right_guesses,
+    sure_of_predictions,
+)
 from tests.experts.machines import FUNCTIONS, GEOMETRY, make_machine, make_store
 from tests.experts.stress import memory_bytes, require_no_growth
 
@@ -38,7 +45,10 @@ NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
 STEPS_PER_ENGINE = 40
 SHORT_PATIENCE = 0.05  # seconds
 SETTINGS = PlannerSettings(
-    prediction="foresight", prefetch_count=2, predicting_rows=GRAPH_ROWS, never_worse_than_cpu=False
+    prediction="foresight",
+    prefetch_count=2,
+    predicting_rows=GRAPH_ROWS,
+    never_worse_than_cpu=False,
 )
 FORMATS = ("int8", "int4", "bf16")
 
@@ -109,6 +119,7 @@ class Engine:
         planner = make_planner(SETTINGS, GEOMETRY, costs, num_slots, tables=NATIVE_TABLES)
         sure_of_predictions(planner)
         self._policy = native_step_policy(planner, native_foresight(planner))
+        self._guesses: list[list[int]] = []  # of the step before
         self._is_between = threading.Event()
         self._is_between.set()
         self._machine = TwinMachine(
@@ -150,16 +161,19 @@ class Engine:
         outcome, machine = self._outcome, self._machine
         outcome.steps += 1
         rule, predicts = self._draw.choice(range(len(IN_GRAPH))), self._draw.random() < 0.5
+        asks = self._draw.random() < 0.5
+        machine.twin.set_guesses(self._draw.choice(([], right_guesses(step), self._guesses)))
+        self._guesses = right_guesses(step)
         if self._draw.random() < 0.03:  # the device is not told to go on, and the caller gives up
             stops_before = self._draw.randrange(GEOMETRY.num_layers)
-            machine.start(step, rule, stops_before, predicts=predicts)
+            machine.start(step, rule, stops_before, predicts=predicts, asks=asks)
             machine.twin.join()
             machine.coordinator.abort_step(20.0)
             outcome.interruptions += 1
             return
         try:
             patience = SHORT_PATIENCE if self._has_trouble else 20.0
-            machine.run(step, rule, patience, predicts=predicts)
+            machine.run(step, rule, patience, predicts=predicts, asks=asks)
         except _native.StepLostError as error:
             if not self._has_trouble or "\n" in str(error):
                 raise WrongError(f"a step was lost: {error}") from error

@@ -198,9 +198,11 @@ class Machine {
       foresight_tables_.emplace(ForesightTables::Options{
           static_cast<std::int32_t>(num_layers()), static_cast<std::int32_t>(num_experts_), 700, 16,
           0.08, 0.125});
+      const Foresight::Counts counts{std::vector<double>(16, 4), std::vector<double>(16, 2), 3, 3};
+      const Foresight::Counts of_hints{std::vector<double>(9 * 16, 4),
+                                       std::vector<double>(9 * 16, 2), 3, 3};
       foresight_.emplace(*foresight_tables_,
-                         Foresight::State{std::vector<Ids>(num_layers()), std::vector<double>(16, 4),
-                                          std::vector<double>(16, 2), 3, 3});
+                         Foresight::State{std::vector<Ids>(num_layers()), counts, of_hints}, 1);
       std::vector<SuccessorTable*> tables;
       for (const auto& table : tables_) tables.push_back(table.get());
       policy_ = std::make_unique<StepPolicy>(

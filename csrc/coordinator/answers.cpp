@@ -13,6 +13,9 @@ namespace {
 constexpr double kSpinSeconds = 1e-5;
 constexpr int kSpins = 64;  // between two looks at the clock
 constexpr double kDiskPatience = 0.5;  // seconds that a device waits for a read
+// A guess comes two kernels behind the doorbell. A device that is stopped in between delays nothing
+// but itself.
+constexpr double kGuessPatience = 5e-5;
 
 // A use of a source, which ends behind all that is done about a layer.
 class SourceUse {
@@ -76,6 +79,7 @@ void Coordinator::answer(std::int64_t layer) {
   if (answers_[layer].load() != kTaken) return;
   fetched_.clear();
   const bool has_misses = find_misses(layer, host.num_experts);
+  guess_ = wait_for_guess(layer);
   const bool is_asked =
       host.source != nullptr && std::any_of(missed_.begin(), missed_.end(),
                                             [](std::int32_t expert) { return expert >= 0; });
@@ -113,10 +117,22 @@ bool Coordinator::find_misses(std::int64_t layer, std::int64_t num_experts) {
   return has_misses;
 }
 
+// What the next layer is guessed to choose; empty where nobody asks, or it does not come soon.
+std::span<const std::int32_t> Coordinator::wait_for_guess(std::int64_t layer) const {
+  const bool has_next = layer + 1 < static_cast<std::int64_t>(layers_.size());
+  if (!decisions_ || !decisions_->asks() || !has_next) return {};
+  const double end = steady_seconds() + kGuessPatience;
+  while (load_acquire(box_->guessed(layer)) != 1) {
+    if (steady_seconds() > end || is_lost_.load(std::memory_order_relaxed)) return {};
+    pause();
+  }
+  return {box_->guess(layer), static_cast<std::size_t>(box_->layout().pairs())};
+}
+
 std::span<const Fetch> Coordinator::fetch(std::int64_t layer) {
   if (!decisions_) return {};
   const auto pairs = static_cast<std::size_t>(box_->layout().pairs());
-  return decisions_->fetch(layer, {box_->choice(layer), pairs});
+  return decisions_->fetch(layer, {box_->choice(layer), pairs}, guess_);
 }
 
 // The misses that are not fetched. Returns how many experts that are.
@@ -210,6 +226,7 @@ void Coordinator::note(std::int64_t layer, std::int64_t num_computed, double run
   record.choice.assign(choice, choice + pairs);
   record.is_hit.assign(is_hit, is_hit + pairs);
   record.weights.assign(weights, weights + pairs);
+  record.guess.assign(guess_.begin(), guess_.end());
   record.fetched = fetched_;
   record.num_computed = num_computed;
   record.rung = rung;

@@ -85,7 +85,10 @@ void Coordinator::begin_step(std::int64_t mailbox, double patience) {
   }
   for (std::int64_t l = 0; is_lost_.load() && box_ != nullptr && l < box.layout().num_layers; ++l)
     *box_->doorbell(l) = *box_->error(l) = 0;
-  for (std::size_t l = 0; l < layers_.size(); ++l) answers_[l].store(kOpen);
+  for (std::size_t l = 0; l < layers_.size(); ++l) {
+    answers_[l].store(kOpen);
+    *box.guessed(static_cast<std::int64_t>(l)) = 0;
+  }
   is_lost_.store(false);
   box_ = &box;
   num_records_ = 0;

@@ -47,6 +47,7 @@ namespace tandem {
 struct LayerRecord {
   std::int64_t layer;
   std::vector<std::int32_t> choice, is_hit;  // (num_rows, top_k)
+  std::vector<std::int32_t> guess;  // of the next layer's choice; empty: there is none
   std::vector<float> weights;
   std::vector<std::int32_t> fetched;  // experts of which the device has got copies in time
   std::int64_t num_computed;  // experts that the CPU computed
@@ -78,8 +79,13 @@ class LayerDecisions {
  public:
   virtual ~LayerDecisions() = default;
   virtual void begin_step() = 0;  // with the step's first doorbell
-  // Ahead of the answer to a layer with misses: which of them are copied.
-  virtual std::span<const Fetch> fetch(std::int64_t, std::span<const std::int32_t>) { return {}; }
+  virtual bool asks() const { return false; }  // for what the next layer is guessed to choose
+  // Ahead of the answer to a layer with misses: which of them are copied. By its choice, and by what
+  // the next one is guessed to choose.
+  virtual std::span<const Fetch> fetch(std::int64_t, std::span<const std::int32_t>,
+                                       std::span<const std::int32_t>) {
+    return {};
+  }
   virtual void note(const LayerRecord& record) = 0;  // behind the answer
   virtual void end_step() {}  // also where a layer that was asked about has had no answer
 };
@@ -136,6 +142,7 @@ class Coordinator {
   bool wait_for_doorbell(std::int64_t layer);
   void answer(std::int64_t layer);
   bool find_misses(std::int64_t layer, std::int64_t num_experts);
+  std::span<const std::int32_t> wait_for_guess(std::int64_t layer) const;
   std::span<const Fetch> fetch(std::int64_t layer);
   std::int64_t compute(const RoutedLayer& host, std::span<const Fetch> fetches);
   std::int64_t compute_coming(const RoutedLayer& host);
@@ -161,6 +168,7 @@ class Coordinator {
   std::vector<const std::uint8_t*> addresses_;
   std::vector<std::int32_t> asked_, tokens_;  // its experts that are asked for
   std::vector<std::int32_t> fetched_;         // those that have come in time
+  std::span<const std::int32_t> guess_;       // of the next layer's choice
   double begun_ = 0.0, ended_ = 0.0;          // of the threads' work
   std::vector<LayerRecord> records_;  // of all layers: their memory is used again
   std::size_t num_records_ = 0;

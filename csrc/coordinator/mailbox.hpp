@@ -6,11 +6,14 @@
 //   doorbell  u32                 the device sets 1 behind what it has published, the host resets
 //   done      u32                 1: the device may go on; 0 from its publishing until then
 //   error     u32                 not 0: the step is lost; set by the host, before `done`
+//   guessed   u32                 1: `guess` is there; set by the device, reset between steps
 //   choice    i32 (rows, top_k)   the router's; outside 0..num_experts-1 is padding
 //   is_hit    i32 (rows, top_k)   1: the device computes it, or it is padding; 0: the host does
 //   weights   f32 (rows, top_k)   the router's, for policies that read them
 //   fetched   u64 (rows, top_k)   where a miss lies that the host has copied meanwhile; 0: the host
 //                                 has computed it. Not read where nothing is ever fetched
+//   guess     i32 (rows, top_k)   the next layer's choice, as its router would have it now; outside
+//                                 0..num_experts-1 is padding. Written in steps that ask it
 //
 // Behind the blocks of all layers, shared by them:
 //
@@ -23,7 +26,8 @@
 // done = 1 (release). The device reads fetched behind its wait, and computes what lies there before
 // it reads results. Where nothing misses the host never writes `done` or fetched. Flags, not
 // counters, because operations of a captured graph carry constants. Between steps all doorbells and
-// errors are 0, and all blocks have been read.
+// errors are 0, and all blocks have been read. In between, at any time behind the doorbell: guess ->
+// guessed = 1. Nobody waits for it for long, and nothing but copies ahead depends on it.
 #pragma once
 
 #include <cstddef>
@@ -39,13 +43,14 @@ struct MailboxLayout {
 
   static constexpr std::int64_t kLineBytes = 64;
   static constexpr std::int64_t kDoorbell = 0, kDone = kLineBytes, kError = 2 * kLineBytes;
-  static constexpr std::int64_t kChoice = 3 * kLineBytes;
+  static constexpr std::int64_t kGuessed = 3 * kLineBytes, kChoice = 4 * kLineBytes;
 
   std::int64_t pairs() const { return num_rows * top_k; }
   std::int64_t is_hit() const { return kChoice + lines(pairs() * 4); }
   std::int64_t weights() const { return is_hit() + lines(pairs() * 4); }
   std::int64_t fetched() const { return weights() + lines(pairs() * 4); }
-  std::int64_t layer_bytes() const { return fetched() + lines(pairs() * 8); }
+  std::int64_t guess() const { return fetched() + lines(pairs() * 8); }
+  std::int64_t layer_bytes() const { return guess() + lines(pairs() * 4); }
   std::int64_t hidden() const { return num_layers * layer_bytes(); }
   std::int64_t results() const {
     return hidden() + lines(num_rows * hidden_size * value_bytes(type));
@@ -82,6 +87,12 @@ class Mailbox {
   float* weights(std::int64_t layer) const { return at<float>(layer, layout_.weights()); }
   std::uint64_t* fetched(std::int64_t layer) const {
     return at<std::uint64_t>(layer, layout_.fetched());
+  }
+  std::uint32_t* guessed(std::int64_t layer) const {
+    return at<std::uint32_t>(layer, layout_.kGuessed);
+  }
+  std::int32_t* guess(std::int64_t layer) const {
+    return at<std::int32_t>(layer, layout_.guess());
   }
   void* hidden() const { return memory_ + layout_.hidden(); }
   float* results() const { return reinterpret_cast<float*>(memory_ + layout_.results()); }

@@ -12,10 +12,11 @@ void StepDecisions::begin_step() {
 }
 
 std::span<const Fetch> StepDecisions::fetch(std::int64_t layer,
-                                            std::span<const std::int32_t> choice) {
+                                            std::span<const std::int32_t> choice,
+                                            std::span<const std::int32_t> guess) {
   fetches_.clear();
   if (policy_ == nullptr || (!policy_->fetches() && !policy_->predicts())) return {};
-  decide(layer, choice, steady_seconds());
+  decide(layer, choice, guess, steady_seconds());
   is_decided_ = true;
   const std::span<const FetchWord> words = copying_.fetch(copies_.fetch, copies_.ahead);
   for (std::size_t i = 0; i < words.size(); ++i) {
@@ -29,7 +30,7 @@ std::span<const Fetch> StepDecisions::fetch(std::int64_t layer,
 void StepDecisions::note(const LayerRecord& record) {
   if (policy_ == nullptr) return;
   if (!std::exchange(is_decided_, false)) {
-    decide(record.layer, record.choice, record.answered);
+    decide(record.layer, record.choice, record.guess, record.answered);
     for (const FetchWord& word : copying_.fetch(copies_.fetch, copies_.ahead))
       word.claim();  // no step waits for it any more
   }
@@ -44,7 +45,8 @@ void StepDecisions::end_step() {
   copying_.clear(policy_->end_step());
 }
 
-void StepDecisions::decide(std::int64_t layer, std::span<const std::int32_t> choice, double now) {
+void StepDecisions::decide(std::int64_t layer, std::span<const std::int32_t> choice,
+                           std::span<const std::int32_t> guess, double now) {
   if (decided_.size() == num_decided_) decided_.emplace_back();
   DecidedLayer& here = decided_[num_decided_++];
   here.layer = static_cast<std::int32_t>(layer);
@@ -53,8 +55,9 @@ void StepDecisions::decide(std::int64_t layer, std::span<const std::int32_t> cho
   copying_.take_arrivals(here.arrivals);
   for (const Arrival& arrival : here.arrivals)
     policy_->copy_finished(arrival.layer, arrival.expert, arrival.seconds);
-  count(choice);
-  copies_ = policy_->decide(here.layer, experts_, tokens_, now);
+  count(choice, load_);
+  count(guess, guess_);
+  copies_ = policy_->decide(here.layer, load_, guess_, now);
   if (!copies_.left.empty()) copying_.clear({copies_.left.begin(), copies_.left.end()});
   here.ahead.assign(copies_.ahead.begin(), copies_.ahead.end());
   here.copies.assign(copies_.entered.begin(), copies_.entered.end());
@@ -65,17 +68,18 @@ void StepDecisions::decide(std::int64_t layer, std::span<const std::int32_t> cho
 }
 
 // The active experts in ascending order, and how many tokens each has.
-void StepDecisions::count(std::span<const std::int32_t> choice) {
+void StepDecisions::count(std::span<const std::int32_t> choice, StepPolicy::Load& load) {
+  load.experts.clear();
+  load.tokens.clear();
+  if (choice.empty()) return;
   const std::int64_t num_experts = policy_->resident().num_experts;
   tokens_of_.assign(num_experts, 0);
   for (const std::int32_t expert : choice)
     if (expert >= 0 && expert < num_experts) ++tokens_of_[expert];
-  experts_.clear();
-  tokens_.clear();
   for (std::int32_t expert = 0; expert < num_experts; ++expert) {
     if (tokens_of_[expert] == 0) continue;
-    experts_.push_back(expert);
-    tokens_.push_back(tokens_of_[expert]);
+    load.experts.push_back(expert);
+    load.tokens.push_back(tokens_of_[expert]);
   }
 }
 

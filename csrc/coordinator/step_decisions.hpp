@@ -35,7 +35,9 @@ class StepDecisions : public LayerDecisions {
   void set_dense_seconds(double seconds) { dense_ = seconds; }  // of a layer; between steps
 
   void begin_step() override;
-  std::span<const Fetch> fetch(std::int64_t layer, std::span<const std::int32_t> choice) override;
+  bool asks() const override { return policy_ != nullptr && policy_->asks(); }
+  std::span<const Fetch> fetch(std::int64_t layer, std::span<const std::int32_t> choice,
+                               std::span<const std::int32_t> guess) override;
   void note(const LayerRecord& record) override;
   void end_step() override;
 
@@ -45,13 +47,15 @@ class StepDecisions : public LayerDecisions {
   }
 
  private:
-  void decide(std::int64_t layer, std::span<const std::int32_t> choice, double now);
-  void count(std::span<const std::int32_t> choice);
+  void decide(std::int64_t layer, std::span<const std::int32_t> choice,
+              std::span<const std::int32_t> guess, double now);
+  void count(std::span<const std::int32_t> choice, StepPolicy::Load& load);
 
   StepPolicy* policy_;  // may be null
   CopyingThread& copying_;
   double dense_ = 0.0;
-  Ids experts_, tokens_, tokens_of_;
+  StepPolicy::Load load_, guess_;  // of the layer that runs, and of the next one
+  Ids tokens_of_;
   StepCopies copies_;  // of the layer that runs
   bool is_decided_ = false;
   std::vector<Fetch> fetches_;

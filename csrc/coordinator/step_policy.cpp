@@ -95,8 +95,9 @@ void StepPolicy::learn(std::int32_t layer) {
   if (predicts_) foresight_->learn();
 }
 
-StepCopies StepPolicy::decide(std::int32_t layer, const Ids& experts, const Ids& tokens,
+StepCopies StepPolicy::decide(std::int32_t layer, const Load& load, const Load& guess,
                               double now) {
+  const auto& [experts, tokens] = load;
   fetches_.clear();
   ahead_.clear();
   inserts_.clear();
@@ -107,6 +108,8 @@ StepCopies StepPolicy::decide(std::int32_t layer, const Ids& experts, const Ids&
   SuccessorTable& table = *tables_[layer];
   table.note(experts, tokens, 1, experts, above_);
   above_ = experts;
+  if (asks_ && layer + 1 < resident_.num_layers)
+    foresight_->hint(layer + 1, guess.experts, guess.tokens);
   if (predicts_) foresight_->observe(layer, experts, tokens);
   const std::uint8_t* states = states_of(layer);
   const bool has_misses = std::any_of(experts.begin(), experts.end(),

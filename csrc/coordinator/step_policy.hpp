@@ -81,10 +81,12 @@ class StepPolicy {
   // Between steps: takes the place of what is known. `pending` are the keys whose copies have not
   // ended, of experts with a slot and of those that were fetched for one use.
   void load(Resident resident, double link_free_at, const std::vector<std::int64_t>& pending);
-  // Between steps. `predicts` tells whether experts of the next layer are copied ahead.
-  void set_rule(GraphRule rule, bool predicts = false) {
+  // Between steps. `predicts` tells whether experts of the next layer are copied ahead, `asks`
+  // whether its router is asked for that.
+  void set_rule(GraphRule rule, bool predicts = false, bool asks = false) {
     rule_ = rule;
     predicts_ = predicts && foresight_ != nullptr;
+    asks_ = asks && predicts_;
   }
   const Resident& resident() const { return resident_; }
   double link_free_at() const { return link_free_at_; }
@@ -98,9 +100,14 @@ class StepPolicy {
   // Whether anything may be fetched for the layers of this step.
   bool fetches() const { return rule_ != GraphRule::kReadyOnGpu; }
   bool predicts() const { return predicts_; }
+  bool asks() const { return asks_ && !has_every_expert_; }
 
-  // What a layer uses now: experts in ascending order with their tokens.
-  StepCopies decide(std::int32_t layer, const Ids& experts, const Ids& tokens, double now);
+  // What a layer uses now, and what the next one is guessed to use (none: nobody knows): experts in
+  // ascending order with their tokens.
+  struct Load {
+    Ids experts, tokens;
+  };
+  StepCopies decide(std::int32_t layer, const Load& load, const Load& guess, double now);
   void copy_finished(std::int32_t layer, std::int32_t expert, double now);
   void learn(std::int32_t layer);
 
@@ -120,7 +127,7 @@ class StepPolicy {
   Ids above_;  // experts in use in the layer above
   GraphRule rule_ = GraphRule::kReadyOnGpu;
   Foresight* foresight_;
-  bool predicts_ = false;
+  bool predicts_ = false, asks_ = false;
   GraphProblem problem_;
   std::vector<FetchCopy> fetches_;
   std::vector<SlotCopy> ahead_, inserts_, entered_;

@@ -54,6 +54,7 @@ void TwinStream::run(const TwinCall& call) {
   times_[call.layer].rung = steady_seconds();
   store_release(box_.doorbell(call.layer), 1u);
   be_late();
+  publish_guess(call.layer);
   hits_.run(layer.layout, layer.activation,
             {call.num_tokens, box_.layout().top_k, used_.data(), box_.layout().type, call.hidden,
              rows_.data()});
@@ -91,6 +92,15 @@ void TwinStream::publish(const TwinCall& call) {
     std::memcpy(box_.hidden(), call.hidden,
                 call.num_tokens * layout.hidden_size * value_bytes(layout.type));
   store_release(box_.done(call.layer), has_misses ? 0u : 1u);
+}
+
+void TwinStream::publish_guess(std::int64_t layer) {
+  if (static_cast<std::size_t>(layer) >= guesses_.size()) return;
+  const std::vector<std::int32_t>& guess = guesses_[layer];
+  std::copy_n(guess.begin(), std::min<std::size_t>(guess.size(), box_.layout().pairs()),
+              box_.guess(layer));
+  store_release(box_.guessed(layer), 1u);
+  be_late();
 }
 
 void TwinStream::wait(std::int64_t layer) {

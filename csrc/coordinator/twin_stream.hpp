@@ -41,6 +41,11 @@ class TwinStream {
   // Does one layer in the caller's thread; returns when its results are combined.
   void run(const TwinCall& call);
 
+  // By layer, what the next one is guessed to choose, (num_rows, top_k) each; empty: not asked.
+  void set_guesses(std::vector<std::vector<std::int32_t>> guesses) {
+    guesses_ = std::move(guesses);
+  }
+
   // Works for so long ahead of each layer, as a GPU at attention does.
   void set_dense_seconds(double seconds) { dense_seconds_ = seconds; }
 
@@ -52,6 +57,7 @@ class TwinStream {
 
  private:
   void publish(const TwinCall& call);
+  void publish_guess(std::int64_t layer);
   void wait(std::int64_t layer);
   void add_fetched(const TwinCall& call);
   void combine(const TwinCall& call);
@@ -70,6 +76,7 @@ class TwinStream {
   std::vector<float> rows_, weights_, sums_;
   std::vector<std::int32_t> row_of_;
   std::vector<Times> times_;
+  std::vector<std::vector<std::int32_t>> guesses_;
   double dense_seconds_ = 0.0, patience_ = 0.0;
 };
 

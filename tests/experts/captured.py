@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.experts.cache.policy_tables import NATIVE_TABLES, native_step_policy
+from tandem.experts.cache.policy_tables import NATIVE_TABLES, native_foresight, native_step_policy
 from tandem.experts.execution.routed_layers import native_layer
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels import _native
@@ -16,8 +16,10 @@ from tandem.policy.assignment import IN_GRAPH
 from tandem.policy.cost import CostTable
 from tandem.policy.plan import Geometry
 from tandem.policy.planner import Planner
+from tandem.policy.prediction.calibration import Counts
 from tandem.policy.prediction.regression_predictor import RegressionPredictor
 from tandem.policy.settings import PlannerSettings, make_planner
+from tandem.policy.step_path import GRAPH_ROWS
 from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_machine
 
 PATIENCE = 20.0
@@ -64,9 +66,14 @@ def sure_of_predictions(planner: Planner) -> None:
     """Let a planner's prediction expect what it expects for sure, and count often."""
     prediction = planner.prediction
     assert isinstance(prediction, RegressionPredictor)
-    before, counts = prediction.state()
-    sure = [seen * (0.2 + 0.05 * place) for place, seen in enumerate(counts.seen)]
-    prediction.restore(before, counts._replace(came_true=sure, countdown=3, count_every=3))
+    state = prediction.state()
+
+    def surely(counts: Counts) -> Counts:
+        bins = len(state.counts.seen)
+        sure = [seen * (0.2 + 0.05 * (place % bins)) for place, seen in enumerate(counts.seen)]
+        return counts._replace(came_true=sure, countdown=3, count_every=3)
+
+    prediction.restore(state._replace(counts=surely(state.counts), of_hints=surely(state.of_hints)))
 
 
 def fetching_policy(rule: str, num_slots: int, cpu: float = SLOW_CPU) -> _native.StepPolicy:
@@ -80,6 +87,38 @@ def fetching_policy(rule: str, num_slots: int, cpu: float = SLOW_CPU) -> _native
     assert policy is not None
     policy.set_rule(IN_GRAPH.index(rule))
     return policy
+
+
+def asking_policy(num_slots: int) -> _native.StepPolicy:
+    """Return a policy that copies ahead what routers say, and nothing that is expected else."""
+    machine = make_machine(cpu=1e-3, gpu=1e-5, link=2e-5)
+    settings = PlannerSettings(
+        assignment="ready-on-gpu", prediction="foresight", prefetch_count=4,
+        predicting_rows=GRAPH_ROWS, asking_rows=GRAPH_ROWS,
+    )  # fmt: skip
+    planner = make_planner(
+        settings, GEOMETRY, CostTable(machine.shape), num_slots, tables=NATIVE_TABLES,
+        copy_price_seconds=1e-5,
+    )  # fmt: skip
+    assert isinstance(planner.prediction, RegressionPredictor)
+    state = planner.prediction.state()
+    bins = len(state.counts.seen)
+    hinted = [0.9 * seen * (place >= bins) for place, seen in enumerate(state.of_hints.seen)]
+    planner.prediction.restore(
+        state._replace(
+            counts=state.counts._replace(came_true=[0.0] * bins),
+            of_hints=state.of_hints._replace(came_true=hinted, countdown=1 << 30),
+        )
+    )
+    policy = native_step_policy(planner, native_foresight(planner))
+    assert policy is not None
+    policy.set_rule(0, True, True)
+    return policy
+
+
+def right_guesses(step: Sequence[LayerTokens]) -> list[list[int]]:
+    """Return, by layer, what the next one will choose."""
+    return [call.chosen.flatten().tolist() for call in step[1:]]
 
 
 class TwinMachine:
@@ -136,6 +175,7 @@ class TwinMachine:
         stops_before: int = -1,
         *,
         predicts: bool = False,
+        asks: bool = False,
     ) -> None:
         """Begin a step as a captured one begins: entries are cleared ahead of the launch.
 
@@ -148,7 +188,7 @@ class TwinMachine:
             self.seen.copy_(self.table)
         if rule is not None:
             assert self._policy is not None
-            self._policy.set_rule(rule, predicts)
+            self._policy.set_rule(rule, predicts, asks)
         calls = [
             (layer, call.hidden, call.chosen, call.weights, call.out)
             for layer, call in enumerate(step)
@@ -162,9 +202,10 @@ class TwinMachine:
         patience: float = PATIENCE,
         *,
         predicts: bool = False,
+        asks: bool = False,
     ) -> None:
         """Do a step whole; raises `StepLostError`."""
-        self.start(step, rule, predicts=predicts)
+        self.start(step, rule, predicts=predicts, asks=asks)
         try:
             self.coordinator.finish_step(patience)
         finally:

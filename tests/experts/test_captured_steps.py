@@ -151,13 +151,13 @@ def test_what_captured_steps_have_counted_goes_on_in_planned_ones(store: HostSto
     prediction = executor.cache.planner.prediction
     assert isinstance(prediction, RegressionPredictor)
     sure_of_predictions(executor.cache.planner)
-    before, counts = prediction.state()
+    before, counts, _ = prediction.state()
     threads = CpuThreads(num_threads=1)
     executor.captured = TwinSteps(executor.cache, native_layers(store), threads, torch.float32)
     for seed in range(6):
         step(executor, store, 1, seed)
     executor.captured.leave()
-    last, later = prediction.state()
+    last, later, _ = prediction.state()
     assert [*before] != [*last]
     assert sum(later.seen) > sum(counts.seen)
     assert later.seen != counts.seen

@@ -19,8 +19,10 @@ from tests.experts.captured import (
     PATIENCE,
     LayerTokens,
     TwinMachine,
+    asking_policy,
     fetching_policy,
     random_step,
+    right_guesses,
 )
 from tests.experts.machines import FUNCTIONS, GEOMETRY, make_store
 
@@ -196,6 +198,43 @@ def test_the_cpu_claims_what_a_blocked_driver_does_not_bring(store: HostStore, r
     assert machine.table.any()  # those that had got a slot have come
     for seed in range(3, 6):
         check(machine, store, random_step(1, torch.Generator().manual_seed(seed)))
+    machine.close()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_what_the_next_router_says_is_copied_ahead_and_computed_by_the_device(
+    store: HostStore, num_rows: int
+) -> None:
+    machine = TwinMachine(store, num_rows, num_slots=12, policy=asking_policy(12))
+    num_ahead, num_used = 0, 0
+    for seed in range(20):
+        step = random_step(num_rows, torch.Generator().manual_seed(seed))
+        guesses = right_guesses(step)
+        machine.twin.set_guesses(guesses)
+        check(machine, store, step)
+        decided = machine.coordinator.take_decided()
+        ahead = {copy[:2] for *_, copies in decided for copy in copies}
+        assert all(expert in guesses[layer - 1] for layer, expert in ahead)
+        num_ahead += len(ahead)
+        for layer, choice, is_hit, *_ in machine.coordinator.records():
+            pairs = zip(choice, is_hit, strict=True)
+            num_used += len({expert for expert, hit in pairs if hit and (layer, expert) in ahead})
+        machine.coordinator.clear_entries()
+        machine.coordinator.drain_copies()
+    assert num_ahead > 10
+    assert num_used > 0
+    machine.close()
+
+
+def test_a_guess_that_does_not_come_is_not_waited_for(store: HostStore) -> None:
+    machine = TwinMachine(store, 1, num_slots=12, policy=asking_policy(12))
+    step = random_step(1, torch.Generator().manual_seed(0))
+    machine.twin.set_guesses(right_guesses(step))
+    check(machine, store, step)
+    machine.coordinator.take_decided()
+    machine.twin.set_guesses([])  # what an earlier step has guessed is not taken for this one's
+    check(machine, store, step)
+    assert not [copies for *_, copies in machine.coordinator.take_decided() if copies]
     machine.close()
 
 

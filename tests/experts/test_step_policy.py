@@ -29,6 +29,7 @@ from tandem.policy.step_path import GRAPH_ROWS
 from tandem.sim.steps import LoadReader, replay_steps
 from tandem.sim.systems import TANDEM
 from tandem.sim.timeline import Timeline
+from tandem.sim.typical_routing import with_guesses
 from tandem.trace import RoutingTrace, read_trace
 from tests.experts.captured import sure_of_predictions
 from tests.policy.integrity import check_integrity
@@ -51,9 +52,20 @@ def trace(request: pytest.FixtureRequest) -> RoutingTrace:
     ("rule", "batch", "share"),
     [(None, 4, 0.6)] + [(name, *cell) for name in IN_GRAPH[1:] for cell in ((1, 0.25), (8, 0.6))],
 )
-@pytest.mark.parametrize("predicts", [False, True], ids=["", "predicts"])
+@pytest.mark.parametrize(
+    ("predicts", "asks"),
+    [(False, False), (True, False), (True, True)],
+    ids=["", "predicts", "asks"],
+)
 def test_the_same_experts_are_fetched_copied_ahead_enter_and_leave(
-    trace: RoutingTrace, hardware: str, rule: str | None, batch: int, share: float, predicts: bool
+    trace: RoutingTrace,
+    hardware: str,
+    rule: str | None,
+    batch: int,
+    share: float,
+    *,
+    predicts: bool,
+    asks: bool,
 ) -> None:
     """Slots, victims and the link's estimate are the planner's, whenever copies end."""
     geometry, profile = trace.meta.geometry, load_profile(hardware)
@@ -61,8 +73,10 @@ def test_the_same_experts_are_fetched_copied_ahead_enter_and_leave(
     if any(host.path == GRAPH for host in profile.host):
         shape = profile.charged(shape, GRAPH)
     settings = dataclasses.replace(
-        TANDEM, assignment=rule, predicting_rows=GRAPH_ROWS if predicts else ()
-    )
+        TANDEM, assignment=rule, predicting_rows=GRAPH_ROWS if predicts else (),
+        asking_rows=GRAPH_ROWS if asks else (),
+    )  # fmt: skip
+    trace = with_guesses(trace)
     num_slots = int(share * geometry.num_layers * geometry.num_experts)
     resident = range(0, geometry.num_layers * geometry.num_experts, 7)
     sizes = settings.set_sizes(geometry, num_slots)
@@ -81,15 +95,18 @@ def test_the_same_experts_are_fetched_copied_ahead_enter_and_leave(
     for number, step in enumerate(list(replay_steps(trace, batch, prompt=1))[: STEPS // batch + 8]):
         # Some steps do not copy ahead, as those of other rows, and find late copies.
         planner.predicting_rows = settings.predicting_rows[: 4 * (number % 4)]
+        planner.asking_rows = settings.asking_rows[: 4 * (number % 5)]
         begin_step(planner, policy, settings, len(step.tokens), timeline.now)
-        for load in reader.loads(step):
+        hints = [*reader.hints(step)[1:], []]
+        for load, known in zip(reader.loads(step), hints, strict=True):
             timeline.run_dense(len(step.tokens))
             for arrival in timeline.arrivals():
                 planner.copy_finished(*arrival)
                 policy.copy_finished(*arrival)
-            plan = planner.plan(load, timeline.now)
+            plan = planner.plan(load, timeline.now, known)
             assert not plan.arriving
-            native = policy.decide(load.layer, load.experts, load.tokens, timeline.now)
+            guess = known[0].load[1:3] if known else ((), ())
+            native = policy.decide(load.layer, load.experts, load.tokens, timeline.now, *guess)
             copies = plan.fetch, plan.prefetch, plan.insert
             assert native == tuple(as_tuples(some) for some in copies)
             assert policy.link_free_at() == planner.link.free_at
@@ -121,15 +138,17 @@ def begin_step(
     rule_idx = IN_GRAPH.index(settings.rule(graph_tokens=num_tokens))
     if rule_idx:  # staging slots may have changed
         policy.load(*resident_lists(planner), planner.link.free_at, [*planner.link.pending])
-    policy.set_rule(rule_idx, planner.predicts_in_graph(num_tokens))
-    policy.begin_step(planner.graph_rule(num_tokens).dense_seconds(planner.costs, num_tokens))
+    asks = planner.asks_in_graph(num_tokens)
+    policy.set_rule(rule_idx, planner.predicts_in_graph(num_tokens), asks)
+    dense = planner.graph_rule(num_tokens).dense_seconds(planner.costs, num_tokens, asks=asks)
+    policy.begin_step(dense)
 
 
 def check_same_predictions(planner: Planner, foresight: _native.Foresight | None) -> None:
     if foresight is None:
         return
     assert isinstance(planner.prediction, RegressionPredictor)
-    before, counts = planner.prediction.state()
+    before, *counts = planner.prediction.state()
     assert foresight.state() == ([[*experts] for experts in before], *counts)
 
 

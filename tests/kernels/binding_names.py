@@ -32,6 +32,7 @@ WITHOUT_MEMORY = {
     "SuccessorTable.followed", "SuccessorTable.learn", "SuccessorTable.note",
     "SuccessorTable.resize",
     "SuccessorTable.values", "TokenSampler", "TwinStream.join", "TwinStream.set_dense_seconds",
-    "TwinStream.set_patience", "TwinStream.times", "available_isas", "block_bytes", "block_cols",
+    "TwinStream.set_guesses", "TwinStream.set_patience", "TwinStream.times",
+    "available_isas", "block_bytes", "block_cols",
     "decide_lone_layer", "detect_cpu_features", "join_crc32c", "slot_bytes",
 }  # fmt: skip

@@ -291,7 +291,7 @@ def test_a_copy_ahead_may_end_late_if_a_router_named_it_and_the_cpu_would_end_la
 def test_a_step_in_one_graph_copies_ahead_into_clear_slots_before_it_copies_for_later() -> None:
     """What is used stays with its slot and without another copy; what is not leaves."""
     chosen = planner(
-        num_slots=24, prediction="gate", prefetch_count=1, predicting_rows=(1,),
+        num_slots=24, prediction="gate", prefetch_count=1, predicting_rows=(1,), asking_rows=(1,),
         assignment="ready-on-gpu",
     )  # fmt: skip
     residency, link = chosen.residency, chosen.link
@@ -316,9 +316,19 @@ def test_a_step_in_one_graph_copies_ahead_into_clear_slots_before_it_copies_for_
     assert not plan.prefetch  # steps of two rows do not
 
 
-def test_what_a_step_in_one_graph_has_copied_ahead_in_vain_leaves_with_it() -> None:
+def test_a_step_in_one_graph_that_asks_no_router_takes_no_hints() -> None:
     chosen = planner(
         num_slots=24, prediction="gate", prefetch_count=1, predicting_rows=(1,),
+        assignment="ready-on-gpu",
+    )  # fmt: skip
+    chosen.begin_step(1, 0.0, in_graph=True)
+    plan = chosen.plan(LayerLoad(0, (0, 1), (1, 1)), 0.0, [Hint("gate", LayerLoad(1, (5,), (1,)))])
+    assert (plan.prefetch, plan.asks) == ((), False)
+
+
+def test_what_a_step_in_one_graph_has_copied_ahead_in_vain_leaves_with_it() -> None:
+    chosen = planner(
+        num_slots=24, prediction="gate", prefetch_count=1, predicting_rows=(1,), asking_rows=(1,),
         assignment="ready-on-gpu",
     )  # fmt: skip
     residency, key = chosen.residency, GEOMETRY.key(1, 5)

@@ -48,6 +48,7 @@ class CoordinatorClock(Timeline):
     def run(self, load: LayerLoad, plan: LayerPlan) -> None:
         """Answer a layer."""
         costs, tokens = self.costs, dict(zip(load.experts, load.tokens, strict=True))
+        self.now += costs.asking if plan.asks else 0.0
         start, wake = self.now, costs.copy_wake
         if not self._has_rung:
             self._has_rung, self._first_doorbell = True, start

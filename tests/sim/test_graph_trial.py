@@ -85,6 +85,26 @@ def test_steps_copy_ahead_where_that_pays_in_slots_that_are_there(assignment: st
     assert predicting_rows(asked, link_seconds_per_expert=0.1) == GRAPH_ROWS
 
 
+def test_routers_are_asked_where_that_may_be_and_pays() -> None:
+    can_ask = PlannerSettings(
+        assignment="ready-on-gpu", prediction="foresight", prefetch_count=2, must_prefetch=False,
+        can_ask=True,
+    )  # fmt: skip
+
+    def asking(settings: PlannerSettings = can_ask, **changes: Any) -> PlannerSettings:
+        shape = charged(**{"link_seconds_per_expert": 5e-5, **changes})
+        return settled(settings, DESKTOP, shape, GEOMETRY, NUM_EXPERTS // 2)
+
+    found = asking()
+    assert found.asking_rows == found.predicting_rows == GRAPH_ROWS
+    assert found.graph_rules().endswith(", routers asked ahead in those of 1 or 2 or 4 or 8")
+    assert asking(asking_seconds=0.0).asking_rows == ()  # an older profile: not known
+    assert asking(asking_seconds=0.1).predicting_rows == ()
+    assert asking(link_seconds_per_expert=0.1).asking_rows == ()
+    for name, value in (("can_ask", False), ("prefetch_count", 0), ("prediction", "none")):
+        assert asking(dataclasses.replace(can_ask, **{name: value})).asking_rows == ()
+
+
 def test_tables_change_no_answer() -> None:
     for settings in (PlannerSettings(), dataclasses.replace(TANDEM, copies_prompts=True)):
         parts = settings, DESKTOP, charged(), GEOMETRY, NUM_EXPERTS // 3

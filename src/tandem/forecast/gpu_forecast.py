@@ -33,7 +33,7 @@ from tandem.policy.step_path import StepPath
 from tandem.sim.graph_trial import settled
 from tandem.sim.replay import ReplaySettings, replay
 from tandem.sim.start import SIMULATED_STARTS
-from tandem.sim.typical_routing import typical_routing
+from tandem.sim.typical_routing import typical_routing, with_guesses
 
 _DECODE_STEPS = 128
 _HEAT_SEQUENCES = 2  # what earlier runs have learned about popularity
@@ -169,6 +169,8 @@ def forecast_on_gpu(
     set_sizes = settings.set_sizes(geometry, num_slots)
     resident = SIMULATED_STARTS.factory("hottest")(geometry, set_sizes, heat)
     played = trace.sequences(_HEAT_SEQUENCES, _HEAT_SEQUENCES + 1)
+    if settings.asking_rows:
+        played = with_guesses(played)
     tally = steps = replay(played, run, resident=resident)
     if is_resident:  # prompts are handed over layer by layer all the same
         shape = profile.charged(costs, path.host_path, is_resident=True)

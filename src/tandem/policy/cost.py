@@ -42,6 +42,7 @@ class ShapeCosts:
     # Of the host, in steps that are one graph; see `HostCosts`.
     second_launch_seconds: float = 0.0
     copy_wake_seconds: float = 0.0
+    asking_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, what was found and what is expected."""
@@ -61,7 +62,7 @@ class ShapeCosts:
                 _require(f"{name}[{place}]", value, "a time of at least 0 seconds", _is_time)
         for name in (
             "cpu_first_expert_seconds", "link_seconds_per_expert", "second_launch_seconds",
-            "copy_wake_seconds",
+            "copy_wake_seconds", "asking_seconds",
         ):  # fmt: skip
             _require(name, given[name], "at least 0", _is_time)
 
@@ -86,6 +87,8 @@ class HostCosts:
     """Of each layer in one graph whose misses may be fetched: their own launch, also of none."""
     copy_wake_seconds: float = 0.0
     """Until a thread that sleeps is at work: ahead of a fetch within a graph, and behind it."""
+    asking_seconds: float = 0.0
+    """Of each layer in one graph in which the next layer's router is asked; 0: not known."""
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, what was found and what is expected."""
@@ -205,6 +208,7 @@ class HardwareProfile:
             link_seconds_per_expert=max(shape.link_seconds_per_expert, host.fetch_seconds),
             second_launch_seconds=host.second_launch_seconds,
             copy_wake_seconds=host.copy_wake_seconds,
+            asking_seconds=host.asking_seconds,
         )
 
     def to_json(self) -> str:
@@ -310,6 +314,7 @@ class CostTable:
         self.cpu_first = costs.cpu_first_expert_seconds
         self.link = costs.link_seconds_per_expert * link_slowdown
         self.second_launch, self.copy_wake = costs.second_launch_seconds, costs.copy_wake_seconds
+        self.asking = costs.asking_seconds
         self.grow(64)
 
     def grow(self, tokens: int) -> None:

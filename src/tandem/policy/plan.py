@@ -78,6 +78,7 @@ class LayerPlan(NamedTuple):
     cpu_seconds: float
     hits: int = 0  # active experts that were resident and ready, on either processor
     launches: int = 0  # of the device, in a step that is one graph; 0: it is planned
+    asks: bool = False  # in such a step: the next layer's router
 
     @property
     def seconds(self) -> float:

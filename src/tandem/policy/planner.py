@@ -47,6 +47,7 @@ class Planner:
         max_fetches: int = UNLIMITED,
         can_prefetch: bool = False,
         predicting_rows: Sequence[int] = (),
+        asking_rows: Sequence[int] = (),
         copy_price_seconds: float = 0.0,
     ) -> None:
         """Wire the policies together.
@@ -54,7 +55,8 @@ class Planner:
         `graph_rules` say by rows who computes what in steps that are one graph, `rule` in all
         others. The `ring` takes fetched experts that are not admitted to the cache; if it has no
         slots, only admitted experts can be fetched. `max_fetches` is equation 9 for one layer.
-        Steps in one graph copy predicted experts ahead if they have one of `predicting_rows`.
+        Steps in one graph copy predicted experts ahead if they have one of `predicting_rows`, and
+        take hints if they have one of `asking_rows`; planned ones always take them.
         `copy_price_seconds` is the time that one copy costs CPU and GPU.
         """
         self.geometry = geometry
@@ -71,6 +73,9 @@ class Planner:
         self._max_fetches = self._most_fetches = max_fetches if ring.size else 0
         self._can_prefetch = self._predicts = can_prefetch
         self.predicting_rows = predicting_rows if can_prefetch else ()
+        self.asking_rows = asking_rows if can_prefetch else ()
+        self.asks = can_prefetch
+        """Whether hints of the step are taken."""
         self.predicted = PredictedCopies(
             geometry, costs, residency, self.link, self._admission, prediction, prefetch,
             copy_price_seconds,
@@ -94,8 +99,10 @@ class Planner:
         """
         self._rule = self.graph_rule(num_tokens) if in_graph else self._planned_rule
         self._predicts = self.predicts_in_graph(num_tokens) if in_graph else self._can_prefetch
+        self.asks = self.asks_in_graph(num_tokens) if in_graph else self._can_prefetch
         self.eviction.begin_step(is_prefill=is_prefill)
-        self._dense_seconds = self._rule.dense_seconds(self.costs, num_tokens)
+        asks = in_graph and self.asks
+        self._dense_seconds = self._rule.dense_seconds(self.costs, num_tokens, asks=asks)
         self.residency.release_passed(-1, ())
         self._max_fetches = self.max_graph_fetches if in_graph else self._most_fetches
         self.ring.begin_step(in_graph=in_graph, may_fetch=self._rule.fetches)
@@ -116,6 +123,10 @@ class Planner:
     def predicts_in_graph(self, num_tokens: int) -> bool:
         """Tell whether steps of so many tokens that are one graph copy predicted experts ahead."""
         return graph_rows(num_tokens) in self.predicting_rows
+
+    def asks_in_graph(self, num_tokens: int) -> bool:
+        """Tell whether steps of so many tokens that are one graph ask each next layer's router."""
+        return self.predicts_in_graph(num_tokens) and graph_rows(num_tokens) in self.asking_rows
 
     @property
     def max_graph_fetches(self) -> int:
@@ -152,7 +163,7 @@ class Planner:
         keys = [first + expert for expert in load.experts]
         self.eviction.touch(load)
         if self._predicts:
-            for hint in hints:
+            for hint in hints if self.asks else ():
                 self.prediction.hint(hint)
             self.prediction.observe(load)
         state = self.residency.state
@@ -168,7 +179,10 @@ class Planner:
         gpu, arriving, cpu = self._by_processor(load, states, split)
         seconds, hits = (split.gpu_seconds, split.cpu_seconds), states.count(READY)
         launches = self._rule.launches
-        return LayerPlan(layer, gpu, arriving, fetch, cpu, insert, ahead, *seconds, hits, launches)
+        return LayerPlan(
+            layer, gpu, arriving, fetch, cpu, insert, ahead, *seconds, hits, launches,
+            asks=self.asks and launches > 0,
+        )  # fmt: skip
 
     def _decide(
         self,
@@ -213,7 +227,10 @@ class Planner:
         gpu, _, cpu = self._by_processor(load, states, split)
         seconds = split.gpu_seconds, split.cpu_seconds
         launches = self._rule.launches
-        return LayerPlan(load.layer, gpu, (), (), cpu, (), (), *seconds, len(keys), launches)
+        return LayerPlan(
+            load.layer, gpu, (), (), cpu, (), (), *seconds, len(keys), launches,
+            asks=self.asks and launches > 0,
+        )  # fmt: skip
 
     def problem(self, load: LayerLoad, now: float) -> LayerProblem:
         """Return a layer's assignment problem as it stands now; changes nothing."""

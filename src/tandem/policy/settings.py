@@ -65,6 +65,8 @@ class PlannerSettings:
     must_prefetch: bool = True  # in all steps; else where they are planned
     fetching_rows: tuple[int, ...] = ()  # of steps in one graph that fetch, if none is asked for
     predicting_rows: tuple[int, ...] = ()  # of steps in one graph that copy ahead
+    can_ask: bool = False  # whether the next layer's router may be asked in such steps
+    asking_rows: tuple[int, ...] = ()  # of those that ask; they are predicting, too
     copies_prompts: bool = False  # whether slots are set aside for copies ahead in long prompts
     pool: str = "by-layer"
     max_fetches: int = UNLIMITED
@@ -99,7 +101,9 @@ class PlannerSettings:
             fetching = " or ".join(str(rows) for rows, name in names.items() if name != GRAPH_RULE)
             rules = f"{FETCHING_RULE} of {fetching} rows, {GRAPH_RULE} of others"
         noun = "row" if ahead == "1" else "rows"
-        return f"{rules}, copies ahead in steps of {ahead} {noun}" if ahead else rules
+        rules += f", copies ahead in steps of {ahead} {noun}" if ahead else ""
+        asking = " or ".join(map(str, self.asking_rows))
+        return f"{rules}, routers asked ahead in those of {asking}" if asking else rules
 
     def why_planned(self) -> str | None:
         """Name the choice that a step in one graph cannot follow; None: it can follow all."""
@@ -123,11 +127,24 @@ class PlannerSettings:
         is_asked = self.must_prefetch or self.prediction != GRAPH_PREDICTION
         return self.can_prefetch and not is_asked and self.copies_prompts
 
-    def with_predictions(self, rows: tuple[int, ...]) -> "PlannerSettings":
-        """Return settings whose steps in one graph copy ahead as asked for, else of these rows."""
+    @property
+    def may_ask(self) -> bool:
+        """Whether steps in one graph may ask routers ahead."""
+        return self.can_ask and self.can_prefetch and self.prediction == GRAPH_PREDICTION
+
+    def with_predictions(
+        self, rows: tuple[int, ...], asking_rows: tuple[int, ...] = ()
+    ) -> "PlannerSettings":
+        """Return settings whose steps in one graph copy ahead as asked for, else of these rows.
+
+        Those of `asking_rows` do too, and ask routers ahead.
+        """
         if not self.can_prefetch or self.prediction != GRAPH_PREDICTION:
             return self
-        return dataclasses.replace(self, predicting_rows=GRAPH_ROWS if self.must_prefetch else rows)
+        some = {*(GRAPH_ROWS if self.must_prefetch else rows), *asking_rows}
+        return dataclasses.replace(
+            self, predicting_rows=tuple(sorted(some)), asking_rows=asking_rows
+        )
 
     @property
     def can_prefetch(self) -> bool:
@@ -214,6 +231,7 @@ def make_planner(
         max_fetches=settings.max_fetches,
         can_prefetch=settings.can_prefetch,
         predicting_rows=settings.predicting_rows,
+        asking_rows=settings.asking_rows,
         copy_price_seconds=copy_price_seconds,
     )
     for key in resident:

@@ -3,12 +3,13 @@
 Steps of typical routing on the virtual clock, with a machine's costs, from a cache of the hottest
 experts: by the rule that leaves every miss to the CPU, and by the one that fetches; then by the
 better one without and with copies ahead of the next layer, from predictions as good as they usually
-are. A loaded model, `tandem plan` and `tandem simulate` ask here, so equal costs and slots are one
-answer.
+are; then, if routers can be asked ahead, from what these usually say. A loaded model, `tandem plan`
+and `tandem simulate` ask here, so equal costs and slots are one answer.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 from tandem.policy.cost import HardwareProfile, ShapeCosts
@@ -19,7 +20,7 @@ from tandem.policy.step_path import GRAPH_ROWS
 from tandem.policy.tables import Tables
 from tandem.sim.replay import ReplaySettings, replay
 from tandem.sim.start import SIMULATED_STARTS
-from tandem.sim.typical_routing import typical_routing
+from tandem.sim.typical_routing import ONE_WRONG_IN, typical_routing
 from tandem.trace import RoutingTrace
 
 # A second launch in every layer must bring so much: routing differs from what is typical.
@@ -28,7 +29,7 @@ _STEPS = 24
 _HEAT_SEQUENCES = 4
 # Of the experts that `foresight` names, so many in a hundred come: 74 and 78 of gpt-oss-20b's and
 # DeepSeek-V2-Lite's (docs/policies.md).
-_RIGHT_OF_FOUR = 3
+_FORESIGHT_ONE_WRONG_IN = 4
 
 
 def settled(
@@ -43,9 +44,10 @@ def settled(
     """Return settings whose steps in one graph fetch where that pays, if no rule is asked for.
 
     They copy predicted experts ahead if that is asked for, and where it pays in slots that are set
-    aside anyway.
-    `shape` has the graph's host costs in it; where an older profile says nothing of a second
-    launch, nothing is fetched. Policies learn in `tables`, which changes no answer.
+    aside anyway; and ask routers ahead where that may be and pays. `shape` has the graph's host
+    costs in it; where an older profile says nothing of a second launch, nothing is fetched, and
+    where it says nothing of asking, nobody is asked. Policies learn in `tables`, which changes no
+    answer.
     """
     num_experts = geometry.num_layers * geometry.num_experts
     if num_slots >= num_experts and not settings.copies_prompts:
@@ -53,17 +55,21 @@ def settled(
     if not 0 < num_slots < num_experts:
         return settings.with_predictions(())
     tries_rules = settings.assignment is None and shape.second_launch_seconds > 0
-    if not tries_rules and not settings.may_predict:
+    tries_asking = settings.may_ask and shape.asking_seconds > 0
+    if not tries_rules and not settings.may_predict and not tries_asking:
         return settings.with_predictions(())
     trial = _Trial(settings, profile, shape, geometry, num_slots, tables)
     if tries_rules:
         fetching = tuple(rows for rows in GRAPH_ROWS if trial.fetches_pay(rows))
         settings = dataclasses.replace(settings, fetching_rows=fetching)
-    predicting: tuple[int, ...] = ()
-    if settings.may_predict:
-        rules = {rows: settings.rule(graph_tokens=rows) for rows in GRAPH_ROWS}
-        predicting = tuple(rows for rows in GRAPH_ROWS if trial.copies_pay(rows, rules[rows]))
-    return settings.with_predictions(predicting)
+    predicting, asking = list[int](), list[int]()
+    for rows in GRAPH_ROWS:
+        rule = settings.rule(graph_tokens=rows)
+        if settings.may_predict and trial.copies_pay(rows, rule):
+            predicting.append(rows)
+        if tries_asking and trial.asking_pays(rows, rule):
+            asking.append(rows)
+    return settings.with_predictions(tuple(predicting), tuple(asking))
 
 
 def _trial_routing(geometry: Geometry) -> RoutingTrace:
@@ -72,11 +78,12 @@ def _trial_routing(geometry: Geometry) -> RoutingTrace:
 
 
 class _TypicalPrediction(Prediction):
-    """Knows the trial's routing, and is as often wrong as `foresight` is on real routing."""
+    """Knows the trial's routing, and is as often wrong as a prediction is on real routing."""
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: Geometry, *, one_wrong_in: int) -> None:
         """Draw the routing again: it is always the same."""
         self._geometry, self._routing = geometry, _trial_routing(geometry)
+        self._one_wrong_in = one_wrong_in
         self._step, self._rows = -1, 0
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
@@ -88,14 +95,18 @@ class _TypicalPrediction(Prediction):
         self._rows = sum(load.tokens) // self._geometry.top_k
 
     def predict(self, layer: int) -> Forecast:
-        """Return what comes, but for each fourth choice."""
+        """Return what comes, but for one choice in so many."""
         num_experts, top_k = self._geometry.num_experts, self._geometry.top_k
+        one_in = self._one_wrong_in
         scores = [0.0] * num_experts
         for row in range(self._rows):
             for k, expert in enumerate(self._routing.experts[row * _STEPS + self._step, layer]):
-                is_wrong = (self._step + layer + row * top_k + k) % 4 >= _RIGHT_OF_FOUR
-                scores[(int(expert) + is_wrong) % num_experts] += _RIGHT_OF_FOUR / 4
+                is_wrong = (self._step + layer + row * top_k + k) % one_in == one_in - 1
+                scores[(int(expert) + is_wrong) % num_experts] += 1 - 1 / one_in
         return Forecast(scores, 0.0, 1.0)
+
+
+_TYPICAL, _ASKED = "typical", "typical, asked"
 
 
 class _TrialSettings(PlannerSettings):
@@ -103,7 +114,12 @@ class _TrialSettings(PlannerSettings):
 
     __slots__ = ()
     policies: ClassVar[Policies] = PlannerSettings.policies._replace(
-        predictions=PlannerSettings.policies.predictions.extended({"typical": _TypicalPrediction})
+        predictions=PlannerSettings.policies.predictions.extended(
+            {
+                _TYPICAL: partial(_TypicalPrediction, one_wrong_in=_FORESIGHT_ONE_WRONG_IN),
+                _ASKED: partial(_TypicalPrediction, one_wrong_in=ONE_WRONG_IN),
+            }
+        )
     )
 
 
@@ -130,11 +146,9 @@ class _Trial:
             tables=tables,
         )
         most = GRAPH_ROWS[-1]
-        self._found: dict[tuple[int, str, bool], float] = {}  # seconds
+        self._found: dict[tuple[int, str, str | None], float] = {}  # seconds
         self._trace = _trial_routing(geometry)
-        heat = self._trace.sequences(most, most + _HEAT_SEQUENCES)
-        sizes = settings.set_sizes(geometry, num_slots)
-        self._resident = SIMULATED_STARTS.factory("hottest")(geometry, sizes, heat)
+        self._heat = self._trace.sequences(most, most + _HEAT_SEQUENCES)
 
     def fetches_pay(self, rows: int) -> bool:
         """Tell whether steps of so many rows are quicker by so much if they fetch."""
@@ -143,19 +157,32 @@ class _Trial:
 
     def copies_pay(self, rows: int, rule: str) -> bool:
         """Tell whether they are quicker by so much by a rule if they copy ahead."""
-        ahead, plain = (self._seconds(rows, rule, predicts=predicts) for predicts in (True, False))
+        ahead, plain = (self._seconds(rows, rule, by) for by in (_TYPICAL, None))
         return plain > LEAST_GAIN * ahead
 
-    def _seconds(self, rows: int, rule: str, *, predicts: bool = False) -> float:
-        key = rows, rule, predicts
+    def asking_pays(self, rows: int, rule: str) -> bool:
+        """Tell whether they are quicker by so much if they copy ahead what routers say.
+
+        Than without copies ahead: what `foresight` names alone is as often right here as on real
+        routing, but it names more here.
+        """
+        asked, plain = (self._seconds(rows, rule, by) for by in (_ASKED, None))
+        return plain > LEAST_GAIN * asked
+
+    def _seconds(self, rows: int, rule: str, prediction: str | None = None) -> float:
+        key = rows, rule, prediction
         if key not in self._found:
             self._found[key] = self._replayed(*key)
         return self._found[key]
 
-    def _replayed(self, rows: int, rule: str, predicts: bool) -> float:
+    def _replayed(self, rows: int, rule: str, prediction: str | None) -> float:
         asked = dataclasses.asdict(self._run.settings) | {"assignment": rule}
-        if predicts:
-            asked |= {"prediction": "typical", "predicting_rows": GRAPH_ROWS}
+        if prediction is not None:
+            asked |= {"prediction": prediction, "predicting_rows": GRAPH_ROWS}
+        if prediction == _ASKED:
+            asked |= {"asking_rows": GRAPH_ROWS}
         run = dataclasses.replace(self._run, settings=_TrialSettings(**asked), batch=rows)
-        routing = self._trace.sequences(0, rows)
-        return replay(routing, run, resident=self._resident).decode_seconds
+        geometry = self._trace.meta.geometry
+        sizes = run.settings.set_sizes(geometry, run.num_slots)
+        resident = SIMULATED_STARTS.factory("hottest")(geometry, sizes, self._heat)
+        return replay(self._trace.sequences(0, rows), run, resident=resident).decode_seconds

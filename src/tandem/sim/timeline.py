@@ -3,8 +3,9 @@
 A layer: its dense part on the GPU, then the plan; residents run on the GPU, fetched experts after
 their copies, the CPU works beside; the layer ends when both are done. In a step that is one graph
 fetched experts run behind all of that, in a launch of their own, and other copies begin behind the
-CPU's share. The link serves copies one after another, also across layers. While CPU and link work
-at the same time, each slows the other down by the profile's factors.
+CPU's share; where the next layer's router is asked, all of them begin behind its answer. The link
+serves copies one after another, also across layers. While CPU and link work at the same time, each
+slows the other down by the profile's factors.
 """
 
 from collections import deque
@@ -83,6 +84,7 @@ class Timeline:
         cpu = sum([costs.cpu[tokens[expert]] for expert in plan.cpu])
         cpu += costs.cpu_first if plan.cpu else 0.0
         if plan.launches:
+            self.now += costs.asking if plan.asks else 0.0
             return self._run_in_graph(plan, tokens, cpu)
         gpu_end = self._run_gpu(plan, tokens, start + cpu)
         for copy in (*plan.insert, *plan.prefetch):

@@ -95,6 +95,8 @@ def host_slot_tables(geometry: Geometry, num_slots: int) -> list[_native.Success
     return [table.native for table in _next_use_tables(geometry, span)]
 
 
+# Whose hints captured steps take: a router's, asked with the residual added.
+GRAPH_HINTS = "residual"
 NATIVE_TABLES = Tables(_next_use_tables, _PredictionTables, _decide_single_token)
 
 
@@ -150,21 +152,21 @@ def native_foresight(planner: Planner) -> _native.Foresight | None:
         return None
     if not isinstance(prediction.tables, _PredictionTables):
         return None
-    before, counts = prediction.state()
-    return _native.Foresight(prediction.tables.native, before, *counts)
+    factor = prediction.hint_factor(GRAPH_HINTS)
+    assert factor is not None
+    return _native.Foresight(prediction.tables.native, *prediction.state(), factor)
 
 
 def load_foresight(foresight: _native.Foresight, planner: Planner) -> None:
     """Bring what predicts in captured steps to where the planner's prediction is."""
-    before, counts = _regression(planner).state()
-    foresight.load(before, *counts)
+    foresight.load(*_regression(planner).state())
 
 
 def restore_foresight(foresight: _native.Foresight, planner: Planner) -> None:
     """Bring the planner's prediction to where captured steps have come to."""
-    before, seen, came_true, countdown, count_every = foresight.state()
-    counts = Counts(seen, came_true, countdown, count_every)
-    _regression(planner).restore(before, counts)
+    before, counts, of_hints = foresight.state()
+    state = regression_predictor.PredictorState(before, Counts(*counts), Counts(*of_hints))
+    _regression(planner).restore(state)
 
 
 def _regression(planner: Planner) -> regression_predictor.RegressionPredictor:

@@ -87,6 +87,10 @@ class CapturedSteps:
         """Tell whether a step copies misses for the layer itself."""
         return self._cache.planner.graph_rule(num_tokens).fetches
 
+    def asks(self, num_tokens: int) -> bool:
+        """Tell whether each layer of a step asks the next one's router."""
+        return self._cache.planner.asks_in_graph(num_tokens)
+
     def link(self) -> _native.DriverLink | None:
         """Return how copies go to a GPU; None: slots are in the host's memory."""
         return None
@@ -201,9 +205,11 @@ class CapturedSteps:
         assert self._policy is not None
         planner, settings = self._cache.planner, self._cache.settings
         rule_idx = IN_GRAPH.index(settings.rule(graph_tokens=num_tokens))
-        self._policy.set_rule(rule_idx, planner.predicts_in_graph(num_tokens))
+        asks = self.asks(num_tokens)
+        self._policy.set_rule(rule_idx, planner.predicts_in_graph(num_tokens), asks)
         rule = planner.graph_rule(num_tokens)
-        self.coordinator.set_dense_seconds(rule.dense_seconds(planner.costs, num_tokens))
+        dense = rule.dense_seconds(planner.costs, num_tokens, asks=asks)
+        self.coordinator.set_dense_seconds(dense)
 
     def _lend_slots(self, num_tokens: int) -> None:
         """Let fetches of this step have the slots that those of the latest ones have asked for."""

@@ -31,9 +31,10 @@ class Rule:
         self._never_worse_than_cpu = never_worse_than_cpu
         self._of_residents: dict[int, Split] = {}  # by their number
 
-    def dense_seconds(self, costs: CostTable, num_tokens: int) -> float:
-        """Return what passes between the experts of two layers."""
-        return costs.dense(num_tokens) + (costs.second_launch if self.launches == TWICE else 0.0)
+    def dense_seconds(self, costs: CostTable, num_tokens: int, *, asks: bool = False) -> float:
+        """Return what passes between the experts of two layers, of which one `asks` the next."""
+        launch = costs.second_launch if self.launches == TWICE else 0.0
+        return costs.dense(num_tokens) + launch + (costs.asking if asks else 0.0)
 
     def split(self, problem: LayerProblem) -> Split:
         """Return who computes what."""

@@ -8,7 +8,7 @@ is no better than chance leaves both as they were.
 from collections.abc import Mapping, Sequence
 
 from tandem.policy.plan import Hint
-from tandem.policy.prediction.calibration import COUNT_HINTED_EVERY, Calibration
+from tandem.policy.prediction.calibration import COUNT_HINTED_EVERY, Calibration, Counts
 from tandem.policy.prediction.policy import CHANCE_BINS, Forecast
 
 MAX_SOURCES = 2  # "gate" and "residual", in the order of their first hints
@@ -32,15 +32,29 @@ class HintBlend:
         self._levels.clear()
 
     def hint(self, hint: Hint) -> None:
-        """Keep a hint; one of a third source is ignored."""
-        if hint.source not in self._sources:
-            if len(self._sources) == MAX_SOURCES:
-                return
-            self._sources.append(hint.source)
-        factor = WEIGHTS ** self._sources.index(hint.source)
+        """Keep a hint; one of a third source is ignored, and one that names nobody."""
+        factor = self.factor(hint.source)
+        if factor is None or not hint.load.experts:
+            return
         levels = self._levels.setdefault(hint.load.layer, {})
         for expert, tokens in zip(hint.load.experts, hint.load.tokens, strict=True):
             levels[expert] = levels.get(expert, 0) + min(tokens, WEIGHTS - 1) * factor
+
+    def factor(self, source: str) -> int | None:
+        """Return what a source's weights count among those of all; None for a third source."""
+        if source not in self._sources:
+            if len(self._sources) == MAX_SOURCES:
+                return None
+            self._sources.append(source)
+        return int(WEIGHTS ** self._sources.index(source))
+
+    def counts(self) -> Counts:
+        """Return what has been counted."""
+        return self._calibration.counts()
+
+    def restore(self, counts: Counts) -> None:
+        """Go on with what another counter has counted."""
+        self._calibration.restore(counts)
 
     def knows(self, layer: int) -> bool:
         """Tell whether there is a hint about a layer."""

@@ -28,6 +28,15 @@ def prior_of(geometry: Geometry) -> float:
     return geometry.top_k / geometry.num_experts / (2 * geometry.top_k)
 
 
+class PredictorState(NamedTuple):
+    """What is known between steps beside the tables."""
+
+    before: Sequence[Sequence[int]]
+    """By layer, the experts of the step before."""
+    counts: Counts
+    of_hints: Counts
+
+
 class _Lesson(NamedTuple):
     """A load that came out, with the experts whose rows had a share in its prediction."""
 
@@ -60,18 +69,20 @@ class RegressionPredictor(Prediction, LearnsInTables):
         """The rows of all layers."""
         return self._tables
 
-    def state(self) -> tuple[Sequence[Sequence[int]], Counts]:
-        """Return what is known between steps beside the tables, without hints.
-
-        That is the experts of the step before, by layer, and what was counted.
-        """
+    def state(self) -> PredictorState:
+        """Return what is known between steps beside the tables."""
         self.learn()
-        return self._before, self._calibration.counts()
+        return PredictorState(self._before, self._calibration.counts(), self._hints.counts())
 
-    def restore(self, before: Sequence[Sequence[int]], counts: Counts) -> None:
+    def restore(self, state: PredictorState) -> None:
         """Go on where native code has come to in the same tables."""
-        self._before = [tuple(experts) for experts in before]
-        self._calibration.restore(counts)
+        self._before = [tuple(experts) for experts in state.before]
+        self._calibration.restore(state.counts)
+        self._hints.restore(state.of_hints)
+
+    def hint_factor(self, source: str) -> int | None:
+        """Return what the hints of a source count among those of all; see `HintBlend`."""
+        return self._hints.factor(source)
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
         """Find the tokens' rows; a token that is new takes its bucket over."""
