@@ -126,7 +126,7 @@ RELEASED = {
     "gemma4": Released("Gemma-4-26B-A4B", "gemma4_text", of_bench="gemma4-26b-a4b"),
     "glm4_moe": Released("GLM-4.5-Air", "glm4_moe"),
     "glm4_moe_lite": Released("GLM-4.7-Flash", "glm4_moe_lite", of_bench="glm-4.7-flash"),
-    "glm4v_moe": Released("GLM-4.5V", "glm4v_moe_text", whole="glm4v_moe"),
+    "glm4v_moe": Released("GLM-4.5V", "glm4v_moe_text", {"head_dim": 128}, whole="glm4v_moe"),
     "glm5_next": Released("GLM-5.3-Flash", "glm5_next_text", whole="glm5_next"),
     "glm_moe_dsa": Released("GLM-5", "glm_moe_dsa"),
     "gpt_oss": Released("gpt-oss-20b", "gpt_oss", of_bench="gpt-oss-20b"),
@@ -153,7 +153,7 @@ RELEASED = {
     "hy_v4_vl": Released("Hy4", "hy_v4_vl_text", whole="hy_v4_vl"),
     "inkling2": Released("Inkling-2-Small", "inkling2_text"),
     "inkling2_loop": Released("Inkling-2-Mini", "inkling2_loop_text"),
-    "jamba": Released("Jamba-v0.1", "jamba"),
+    "jamba": Released("Jamba-v0.1", "jamba", {"attn_layer_offset": 2}),  # among the first four
     "kimi_linear": Released("Kimi-Linear-48B-A3B", "kimi_linear"),
     "kolibri1": Released("Kolibri-1", "kolibri1"),
     "laguna": Released("Laguna XS.2", "laguna"),

@@ -26,13 +26,13 @@ def test_each_architecture_has_a_shape_or_a_reason() -> None:
     assert not RELEASED.keys() & NOT_MEASURED.keys()
 
 
-@pytest.mark.parametrize("name", ["llama4", "step3p7", "dbrx"])
+@pytest.mark.parametrize("name", ["llama4", "minimax_m2", "dbrx"])
 def test_a_shape_has_layers_and_experts_of_real_sizes(name: str) -> None:
     shape = RELEASED[name].shape()
     two, four = (weight_bytes(SETTING, shape, layers) for layers in (2, 4))
     hidden, width, experts = {
         "llama4": (5120, 8192, 17),
-        "step3p7": (4096, 1280, 289),
+        "minimax_m2": (3072, 1536, 256),
         "dbrx": (6144, 10_752, 16),
     }[name]  # with the shared ones
     of_layer = experts * 3 * hidden * width * 17 // 32
