@@ -153,7 +153,7 @@ RELEASED = {
     "hy_v4_vl": Released("Hy4", "hy_v4_vl_text", whole="hy_v4_vl"),
     "inkling2": Released("Inkling-2-Small", "inkling2_text"),
     "inkling2_loop": Released("Inkling-2-Mini", "inkling2_loop_text"),
-    "jamba": Released("Jamba-v0.1", "jamba", {"attn_layer_offset": 2}),  # among the first four
+    "jamba": Released("Jamba-v0.1", "jamba", {"attn_layer_offset": 1}),  # among the first
     "kimi_linear": Released("Kimi-Linear-48B-A3B", "kimi_linear"),
     "kolibri1": Released("Kolibri-1", "kolibri1"),
     "laguna": Released("Laguna XS.2", "laguna"),
