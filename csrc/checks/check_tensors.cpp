@@ -303,6 +303,46 @@ bool selection_agrees(Random& random, tandem::Program& program) {
   return true;
 }
 
+// Blocks that each head selects, against their definition.
+bool blocks_agree(Random& random, tandem::Program& program) {
+  const std::int64_t heads = random.between(1, 40), dim = random.between(1, 70), capacity = 600;
+  const std::int64_t block = random.between(1, 90), most = random.between(1, 5);
+  const std::int64_t num_local = random.between(0, most), slot = 0;
+  const std::int64_t position = random.between(0, capacity - 1);
+  const ElementType type = any_type(random);
+  Tensor kept(random, capacity * dim, type);
+  const Tensor key(random, dim, type), query(random, heads * dim, any_type(random));
+  std::vector<std::int32_t> out(heads * most);
+  tandem::IndexLayer layer{static_cast<tandem::ValueType>(type), kept.bytes.data(), capacity, dim};
+  program.add(tandem::IndexSelection{
+      &layer, {1, &slot, &position}, heads, most, 0.5f, {key.type, key.bytes.data(), {0, 0, dim, 1}, 0},
+      {query.type, query.bytes.data(), {0, heads * dim, dim, 1}, 0}, {}, out.data(), block, num_local});
+  program.run();
+  kept.read();
+  const std::int64_t count = position / block + 1;
+  for (std::int64_t h = 0; h < heads; ++h) {
+    if (count <= most) {
+      if (out[h * most] != -1) return false;
+      continue;
+    }
+    std::vector<double> best(count, -1e30);
+    const float* own = query.numbers.data() + h * dim;
+    for (std::int64_t p = 0; p <= position; ++p) {
+      const double score = std::inner_product(own, own + dim, kept.numbers.data() + p * dim, 0.0);
+      best[p / block] = std::max(best[p / block], score);
+    }
+    std::fill(best.end() - num_local, best.end(), 1e30);
+    std::vector<double> sorted(best);
+    std::sort(sorted.rbegin(), sorted.rend());
+    for (std::int64_t k = 0; k < most; ++k) {
+      const std::int32_t number = out[h * most + k];
+      if (number < 0 || (k > 0 && number <= out[h * most + k - 1])) return false;
+      if (best[number] < sorted[most - 1] - 1e-3) return false;
+    }
+  }
+  return true;
+}
+
 // A product of many values, which the threads share, in place of one of its operands.
 bool many_agree(Random& random, tandem::Program& program) {
   const Four sizes{1, random.between(1, 5), random.between(1, 2), random.between(20000, 70000)};
@@ -336,11 +376,13 @@ int main() {
     tandem::Program products(engine, dense, attention, routed, recurrent);
     tandem::Program many(engine, dense, attention, routed, recurrent);
     tandem::Program selections(engine, dense, attention, routed, recurrent);
+    tandem::Program blocks(engine, dense, attention, routed, recurrent);
     const char* wrong = !elementwise_agrees(random, kernels) ? "an operation value by value"
                         : !rows_agree(random, kernels)       ? "an operation along a dimension"
                         : !places_agree(random, kernels)     ? "an operation by number"
                         : !product_agrees(random, products)  ? "a product"
                         : !selection_agrees(random, selections) ? "what an indexer selects"
+                        : !blocks_agree(random, blocks) ? "what heads select"
                         : !many_agree(random, many)          ? "an operation on many values"
                                                              : nullptr;
     if (wrong != nullptr) {
