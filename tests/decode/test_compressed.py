@@ -139,6 +139,28 @@ def go_back_and_take_over(model: Any, pool: Any) -> None:
     close(pool.prefill({0: LONG[50:90]}), logits_of(model, LONG[50:90])[-1:])
 
 
+def go_around(model: Any, pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a slot of a pool go on from where its ring still has the window; from nowhere else."""
+    monkeypatch.setattr("tandem.hf.kv_sizes.MARGIN_TOKENS", 80)
+    monkeypatch.setattr("tandem.hf.kv_sizes.GRANULE_TOKENS", 64)  # 128 positions are kept
+    expected = logits_of(model, LONG)
+    pool.prefill({0: LONG[:150]})
+    close(pool.prefill_with_logits(0, LONG[150:290]), expected[150:290])
+    assert [pool.usable(0, n) for n in (290, 289, 281)] == [290, 282, 0]  # one is there at 162
+    pool.copy(0, 1, 282)
+    for i in range(290, 310):
+        close(pool.decode({0: LONG[i]}), expected[i : i + 1])
+    close(pool.prefill({1: LONG[282:]}), expected[-1:])
+    pool.keep(1, 0)
+    close(pool.prefill({1: LONG[:200]}), expected[199:200])
+    assert pool.usable(1, 195) == 192
+
+
+def test_a_ring_goes_around(monkeypatch: pytest.MonkeyPatch, threads: CpuThreads) -> None:
+    model = model_of("no multiples")
+    go_around(model, CpuSlotPool(model, threads, 2), monkeypatch)
+
+
 @pytest.mark.parametrize("mix", ["as released", "small", "no multiples"])
 def test_drafts_are_taken_back_at_every_place_of_a_window(mix: str, threads: CpuThreads) -> None:
     take_drafts_back(model_of(mix), CpuSlotPool(model_of(mix), threads, 2))

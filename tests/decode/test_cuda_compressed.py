@@ -14,6 +14,7 @@ from tests.decode.test_compressed import (
     LONG,
     MIXES,
     SPARSE,
+    go_around,
     go_back_and_take_over,
     logits_of,
     model_of,
@@ -113,21 +114,7 @@ def test_no_two_tokens_of_a_step_write_one_key() -> None:
 
 
 def test_a_ring_goes_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot goes on from where its ring still has the window; from nowhere else."""
-    monkeypatch.setattr("tandem.hf.kv_sizes.MARGIN_TOKENS", 80)
-    monkeypatch.setattr("tandem.hf.kv_sizes.GRANULE_TOKENS", 1)
-    model, pool = model_of("no multiples"), pool_of("no multiples", 2)
-    expected = logits_of(model, LONG)
-    pool.prefill({0: LONG[:150]})  # 87 positions are kept
-    close(pool.prefill_with_logits(0, LONG[150:290]), expected[150:290])
-    assert [pool.usable(0, n) for n in (290, 289, 281)] == [290, 282, 0]  # one is there at 162
-    pool.copy(0, 1, 282)
-    for i in range(290, 310):
-        close(pool.decode({0: LONG[i]}), expected[i : i + 1])
-    close(pool.prefill({1: LONG[282:]}), expected[-1:])
-    pool.keep(1, 0)
-    close(pool.prefill({1: LONG[:200]}), expected[199:200])
-    assert pool.usable(1, 195) == 192
+    go_around(model_of("no multiples"), pool_of("no multiples", 2), monkeypatch)
 
 
 @pytest.mark.parametrize(("kv_dtype", "most"), [("bf16", 1e-2), ("int8", 2e-2)])
