@@ -21,6 +21,7 @@ from tandem.hf.runtime import require_runtime
 from tandem.kernels.formats.expert import ExpertLayout
 from tandem.kernels.reference import expert_ffn
 from tandem.machines.cuda import device_parts
+from tandem.policy.step_path import GRAPH_ROWS
 from tests.decode.whole_pool import logits_of
 from tests.experts.driver_library import DriverLibrary
 from tests.experts.lazy_streams import LazyStreams
@@ -35,9 +36,11 @@ _HANDED = list[Callable[..., Tensor]]()  # what the operation calls, by number
 
 
 @torch.library.custom_op("twin::handed", mutates_args=())
-def handed(number: int, layer: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+def handed(
+    number: int, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, heard: Tensor | None
+) -> Tensor:
     """Hand a layer over, as an operation that the twin of a graph notes."""
-    return _HANDED[number](layer, hidden, index, weights)
+    return _HANDED[number](layer, hidden, index, weights, heard)
 
 
 class AddressedExperts:
@@ -65,37 +68,68 @@ class AddressedExperts:
         raise AssertionError("a captured step combines by itself")
 
 
+class NotedLayers:
+    """The layers of a step as operations that the twin of a graph notes."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._heard: dict[int, Tensor] = {}
+
+    def hear(self, layer: int, hidden: Tensor) -> None:
+        self._heard[layer] = hidden
+
+    def __call__(
+        self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, _: ExpertFunctions
+    ) -> Tensor:
+        return handed(self._number, layer, hidden, index, weights, self._heard.pop(layer, None))
+
+
 class NotedSteps(HandedSteps):
     """Captured steps whose layers the twin of a graph notes."""
 
     functions: ExpertFunctions
     error: str | None = None
 
-    def layers(self, num_rows: int) -> Callable[..., Tensor | None]:
-        inner, functions = super().layers(num_rows), self.functions
+    def guess_of(self, num_rows: int, layer: int) -> list[list[int]]:
+        """Return what the device has published of the layer behind this one."""
+        inner: Any = self._layers[num_rows][1]
+        box, top_k = inner._box, self._cache.geometry.top_k
+        start = layer * box.layer_bytes + box.guess
+        words = inner._memory[start : start + 4 * num_rows * top_k].view(torch.int32)
+        found: list[list[int]] = words.view(num_rows, top_k).tolist()
+        return found
 
-        def call(layer: int, *tensors: Tensor) -> Tensor:
+    def layers(self, num_rows: int) -> Any:
+        inner, functions = super().layers(num_rows), self.functions
+        self.heard: dict[int, Tensor] = {}
+
+        def call(
+            layer: int, hidden: Tensor, index: Tensor, weights: Tensor, heard: Tensor | None
+        ) -> Tensor:
             if self.error is not None:
                 raise RuntimeError(self.error)
             if not self.is_under_way:  # a capture, which does nothing on a GPU
-                return torch.zeros_like(tensors[0])
-            found = inner(layer, *tensors, functions)
+                return torch.zeros_like(hidden)
+            if heard is not None:
+                self.heard[layer] = heard.clone()
+                inner.hear(layer, heard)
+            found = inner(layer, hidden, index, weights, functions)
             assert found is not None
             return found
 
         _HANDED.append(call)
-        number = len(_HANDED) - 1
-        return lambda layer, hidden, index, weights, _: handed(
-            number, layer, hidden, index, weights
-        )
+        return NotedLayers(len(_HANDED) - 1)
 
 
 def executor_on_twins(observed: ObservedModel, library: DriverLibrary) -> HybridExecutor:
     streams = LazyStreams(is_eager=True)
     parts = device_parts(observed, streams=streams, device_kernels=TorchKernels())
+    settings = observed.options.planner_settings()
+    if observed.asked_routers is not None:
+        settings = settings.with_predictions((), GRAPH_ROWS)
     cache = ExpertCache(
-        observed.store, parts.device, parts.clock, observed.geometry, parts.machine,
-        observed.options.planner_settings(), parts.make_engine,
+        observed.store, parts.device, parts.clock, observed.geometry, parts.machine, settings,
+        parts.make_engine,
     )  # fmt: skip
     cache.resize(observed.geometry.num_layers * observed.geometry.num_experts // 2)
     executor = HybridExecutor(cache, parts.device, parts.kernels)
@@ -108,6 +142,7 @@ def executor_on_twins(observed: ObservedModel, library: DriverLibrary) -> Hybrid
     steps = NotedSteps(
         cache, layers, observed.threads, observed.model.dtype, device=parts.device,
         experts=experts, signals=HostSignals(), library=library.path,
+        routers=observed.asked_routers,
     )  # fmt: skip
     steps.functions = functions
     executor.captured = steps

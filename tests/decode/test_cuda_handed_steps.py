@@ -24,9 +24,12 @@ from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.hardware.profiles import save_profile
 from tandem.hf.config import OffloadConfig
+from tandem.hf.lookahead.look_ahead import LookAhead, look_ahead
+from tandem.hf.lookahead.routers import find_routers
 from tandem.hf.machine.parts import observe
 from tandem.hf.runtime import require_runtime
 from tandem.policy.assignment import IN_GRAPH
+from tandem.policy.step_path import graph_rows
 from tandem.trace import RoutingTrace, TraceMeta
 from tests.decode.handed_steps import (
     TOKENS,
@@ -139,6 +142,50 @@ def test_misses_are_fetched_in_the_same_graph(
     plans = [e.plan for e in events if e.num_tokens == num_rows and e.plan is not None]
     assert sum(len(plan.fetch) for plan in plans) > 0
     check_slots(executor)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_the_next_router_is_asked_in_the_same_graph(
+    model: Any, library: DriverLibrary, tmp_path: Path, num_rows: int
+) -> None:
+    """What it says of this layer's state is in the mailbox, and is copied ahead."""
+    library.reset(delay=50)
+    save_profile(make_machine(cpu=SLOW_CPU, gpu=4e-5, link=1e-6).profile, tmp_path / "p")
+    config = OffloadConfig(
+        device="cuda", gpu_memory="32MB", threads=1, cache_dir=str(tmp_path),
+        profile=str(tmp_path / "p"), assignment="ready-on-gpu", prediction="foresight",
+        look_ahead=True,
+    )  # fmt: skip
+    expected, runtime = expected_of(model, prompts(num_rows)), require_runtime(model)
+    before, events = runtime.executor, list[LayerExecuted]()
+    with interpreted():
+        ahead = look_ahead(model, runtime.bound, runtime.store, ("residual",), cache_path=tmp_path)
+        assert isinstance(ahead, LookAhead)
+        found = observe(model, runtime)
+        observed = dataclasses.replace(found, options=config, asked_routers=ahead.for_graphs())
+        assert observed.why_planned() is None
+        executor = executor_on_twins(observed, library)
+        executor.listeners.append(events.append)
+        runtime.use(executor)
+        for compile_one in steps_of(executor).compilations():
+            compile_one()
+        rows = cuda_pool(model, prompts(num_rows), 30, make_capture=TwinCapture)
+        assert_alike(logits_of(rows, num_rows, TOKENS), expected)
+        assert rows.step.is_replaying, rows.step.why_not
+        assert rows.num_segments == 1
+        assert ahead.residuals.means.any()  # learned in prompts
+        routers = find_routers(model, runtime.bound)
+        assert not isinstance(routers, str)
+        heard = steps_of(executor).heard[0] + ahead.residuals.means[0]
+        guess = steps_of(executor).guess_of(graph_rows(num_rows), 0)
+        wanted = routers[1].choose(heard[:num_rows]).sort().values.tolist()
+        assert [sorted(row) for row in guess[:num_rows]] == wanted
+        assert all(set(row) == {-1} for row in guess[num_rows:])  # idle
+        assert any(event.plan.prefetch for event in events if event.plan is not None)
+        check_slots(executor)
+        runtime.use(before)
+        executor.close()
+        ahead.close()
 
 
 @pytest.mark.parametrize("model", [("qwen3_5_moe", "float32")], indirect=True)

@@ -147,7 +147,7 @@ def test_steps_that_are_one_graph_have_costs_of_their_own(
 ) -> None:
     pytest.importorskip("triton")
     with interpreted():
-        streams, few = LazyStreams(is_eager=True), TrialLimits(layers=4)
+        streams, few = LazyStreams(is_eager=True), TrialLimits(layers=4, asked_experts=4)
         costs = graph_costs(HostSignals(), streams, HIDDEN, 1e-6, limits=few)
         impatient = TrialLimits(layers=4, doorbell_seconds=0.01)
         with pytest.raises(RuntimeError, match="did not reach the host"):  # and nothing hangs
@@ -156,6 +156,7 @@ def test_steps_that_are_one_graph_have_costs_of_their_own(
     assert costs.cpu_begin_seconds == costs.cpu_end_seconds >= 0
     assert costs.second_launch_seconds >= costs.layer_seconds  # two kernels more, and their taking
     assert 0 < costs.copy_wake_seconds < 1
+    assert costs.asking_seconds >= 0
 
     def graph(fetch_seconds: float) -> HostCosts:
         return dataclasses.replace(costs, fetch_seconds=fetch_seconds)

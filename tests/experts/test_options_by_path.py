@@ -47,8 +47,8 @@ DECISIONS: list[tuple[list[str], str | None]] = [
     (["--prefetch-count", "0"], None),
     (["--prefetch-count", "1"], None),
     (["--prediction", "none", "--prefetch-count", "1"], None),  # nothing can be copied ahead
-    (["--look-ahead"], "look-ahead"),
-    (["--look-ahead", "--residuals", "r.npz"], "look-ahead"),
+    (["--look-ahead"], None),  # of routers that are a product; else steps are planned
+    (["--look-ahead", "--residuals", "r.npz"], None),
     (["--pool", "by-layer"], None),
     (["--pool", "shared"], "pool shared"),
     (["--no-decode-graph"], "no-decode-graph"),

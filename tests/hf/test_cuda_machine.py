@@ -117,7 +117,7 @@ def test_the_profile_is_measured_once_and_memory_is_shared_out(
         ({"assignment": "dali"}, "assignment dali"),
         ({"eviction": "lru"}, "eviction lru"),
         ({"pool": "shared"}, "pool shared"),
-        ({"look_ahead": True}, "look-ahead"),
+        ({"look_ahead": True}, "look-ahead, as not each router is one product"),
     ],
 )
 def test_an_option_that_one_graph_cannot_follow_is_followed_in_segments_by_name(

@@ -15,6 +15,7 @@ from tandem.core.errors import ConfigError, FileFormatError, UnsupportedModelErr
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.cuda.slots import CudaSlotPool
 from tandem.experts.tracing.cache_statistics import CacheStatistics
+from tandem.hf.lookahead.linear_routers import linear_routers
 from tandem.hf.lookahead.look_ahead import LookAhead, look_ahead
 from tandem.hf.lookahead.residuals import Residuals
 from tandem.hf.lookahead.routers import find_routers
@@ -48,6 +49,25 @@ def test_a_router_asked_with_its_own_input_repeats_its_choice(name: str, tmp_pat
         with torch.no_grad():
             choice = router.choose(read[layer]).numpy()
         assert (choice == trace.experts[:, layer]).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_linear"), [("qwen3_moe", True), ("gpt_oss", True), ("deepseek_v3", False)]
+)
+def test_routers_that_choose_the_largest_of_a_product_are_found(
+    name: str, tmp_path: Path, *, is_linear: bool
+) -> None:
+    """DeepSeek-V3's chooses groups first, and adds to its scores what is no part of the product."""
+    model = tiny(name, tmp_path)
+    for key, values in (*model.named_parameters(), *model.named_buffers()):
+        if key.endswith(("e_score_correction_bias", "router.bias")):
+            values.data.normal_(generator=torch.Generator().manual_seed(0))
+    routers = find_routers(model, runtime_in(model).bound)
+    assert not isinstance(routers, str), routers
+    found = linear_routers(routers)
+    assert (found is not None) == is_linear
+    if found is not None:
+        assert all((router.bias is not None) == (name == "gpt_oss") for router in found)
 
 
 def test_a_router_that_reads_token_ids_is_foreseen_exactly(tmp_path: Path) -> None:

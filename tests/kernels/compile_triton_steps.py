@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tandem.devices.cuda import handing
+from tandem.experts.execution.asked_routers import AskedRouter
 from tandem.kernels.attention import AttentionForm, DistanceBias
 from tandem.kernels.dense import pack_dense
 from tandem.kernels.device_compression import ring_shape
@@ -54,7 +55,7 @@ KERNELS = (
     (attention, ("store_token", "attend_parts", "join_parts")),
     (windows, ("store_in_window", "attend_window_parts")),
     (small, ("norm_rows", "add_and_norm_rows", "rotate_heads", "rotate_pairs", "choose_experts")),
-    (hand_over, ("publish", "take_fetched", "combine")),
+    (hand_over, ("publish", "ask", "publish_guess", "take_fetched", "combine")),
     (recurrent, ("convolve_tokens", "recur_tokens")),
     (compression, ("compress_tokens",)),
     (hyper_connections, ("multiply_streams", "weigh_streams", "add_streams")),
@@ -239,10 +240,14 @@ def hand_layers_over(
     word = words[:1]
     waits = handing.WaitWords(word, word)
     box = handing.MailboxTensors(
-        word, word, words, words, weights, words.long(), hidden, rows, waits
+        word, word, words, words, weights, words.long(), word, words, hidden, rows, waits
     )
     table, rings = torch.zeros(num_experts, dtype=torch.int64), wait_seconds > 0
     addresses = handing.publish(box, table, hidden, index, weights, rings=rings)
+    matrix, residual = torch.zeros(num_experts, hidden_size, dtype=dtype), torch.zeros(hidden_size)
+    for bias in (None, matrix[:, 0]):
+        router = AskedRouter(matrix, bias, residual)
+        handing.publish_guess(box, handing.Asked(router, hidden), index, num_experts)
     for layer in layers:
         handing.take_fetched(
             box, addresses, index, num_experts, layer=layer, wait_seconds=wait_seconds
@@ -263,7 +268,8 @@ def hand_over_launches(num_rows: int) -> list[Launch]:
 
 def on_gpu(launch: Launch) -> Launch:
     """Return a launch whose tensors would lie on a GPU: here they do not."""
-    return launch._replace(constants=launch.constants | {"on_gpu": True})
+    knows = "on_gpu" in launch.constants
+    return launch._replace(constants=launch.constants | ({"on_gpu": True} if knows else {}))
 
 
 def dense_launches(format_name: str, num_rows: int) -> list[Launch]:

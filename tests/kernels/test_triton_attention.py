@@ -181,6 +181,10 @@ def require_ordered(code: dict[str, list[str]]) -> None:
     assert "bar.sync" in barrier
     assert "fence.acq_rel.sys" in fence
     assert "st.global" in doorbell
+    *_, barrier, fence, guessed = code["publish_guess"]
+    assert "bar" in barrier
+    assert "fence.acq_rel.sys" in fence
+    assert "st.global" in guessed
     taken = code["take_fetched"]
     answers = [n for n, line in enumerate(taken) if "ld.volatile.global" in line and "b64" in line]
     assert answers[0] > max(n for n, line in enumerate(taken) if "fence.acq_rel.sys" in line)

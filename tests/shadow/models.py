@@ -52,7 +52,7 @@ def quick_loads() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_machine, "_run_all", lambda works, label, streams: None)
         patch.setattr(cpu_executor, "MAX_TOKENS_AT_ONCE", 64)  # whose workspace is measured
-        few = hand_over_trial.TrialLimits(layers=2, come_seconds=60.0)
+        few = hand_over_trial.TrialLimits(layers=2, asked_experts=4, come_seconds=60.0)
         patch.setattr(hand_over_trial, "LIMITS", few)  # the interpreter is no GPU
         yield
 

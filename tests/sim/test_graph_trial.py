@@ -101,8 +101,11 @@ def test_routers_are_asked_where_that_may_be_and_pays() -> None:
     assert asking(asking_seconds=0.0).asking_rows == ()  # an older profile: not known
     assert asking(asking_seconds=0.1).predicting_rows == ()
     assert asking(link_seconds_per_expert=0.1).asking_rows == ()
-    for name, value in (("can_ask", False), ("prefetch_count", 0), ("prediction", "none")):
-        assert asking(dataclasses.replace(can_ask, **{name: value})).asking_rows == ()
+    others: list[dict[str, Any]] = [
+        {"can_ask": False}, {"prefetch_count": 0}, {"prediction": "none"}
+    ]  # fmt: skip
+    for other in others:
+        assert asking(dataclasses.replace(can_ask, **other)).asking_rows == ()
 
 
 def test_tables_change_no_answer() -> None:

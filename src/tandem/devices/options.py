@@ -91,7 +91,9 @@ class OffloadOptions:
         choices=PREDICTIONS.names(),
     )
     look_ahead: bool = option(
-        False, help="let prediction foresight ask the next layer's router too"
+        False,
+        help="let prediction foresight ask the next layer's router too (in steps that are one "
+        "graph, where a trial says that it pays)",
     )
     residuals: str | None = option(
         None, help="residual vectors of tandem calibrate (default: this model's)", metavar="FILE"
@@ -199,6 +201,7 @@ class OffloadOptions:
             prefetch=self.prefetch,
             prefetch_count=DEFAULT_PREFETCH_COUNT if count is None else count,
             must_prefetch=count is not None or self.prediction is not None,
+            can_ask=self.look_ahead,
             pool=self.pool,
             # Worth a few slots of decode steps where a prompt waits for a real link.
             copies_prompts=kind_of(self.device).holds_dense_parts,
@@ -210,8 +213,6 @@ class OffloadOptions:
             return f"device {self.device}"
         if not self.decode_graph:
             return "no-decode-graph"
-        if self.look_ahead:
-            return "look-ahead"
         return self.planner_settings().why_planned()
 
 

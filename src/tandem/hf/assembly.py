@@ -4,6 +4,7 @@ Store, device, clock, planner and kernels know nothing of each other's making; o
 here.
 """
 
+import dataclasses
 import importlib
 import weakref
 from collections.abc import Callable
@@ -96,12 +97,15 @@ def keep_profile_of(model: PreTrainedModel, profile: HardwareProfile) -> None:
 def _hybrid(observed: ObservedModel, runtime: Runtime) -> HybridExecutor:
     """Build the executor, its cache filled; an error leaves nothing pinned or limited."""
     module = importlib.import_module(kind_of(observed.options.device).machine)
-    parts: DeviceParts = module.device_parts(observed)
-    try:
-        return _hybrid_on(parts, observed, runtime)
-    except BaseException:
-        parts.device.close()
-        raise
+    with runtime.looking_ahead(_look_ahead(observed)) as ahead:
+        if ahead is not None:
+            observed = dataclasses.replace(observed, asked_routers=ahead.for_graphs())
+        parts: DeviceParts = module.device_parts(observed)
+        try:
+            return _hybrid_on(parts, observed, runtime)
+        except BaseException:
+            parts.device.close()
+            raise
 
 
 def _hybrid_on(parts: DeviceParts, observed: ObservedModel, runtime: Runtime) -> HybridExecutor:
@@ -125,25 +129,29 @@ def _hybrid_on(parts: DeviceParts, observed: ObservedModel, runtime: Runtime) ->
     cache.resize(num_slots, start(geometry, cache.set_sizes(num_slots), heat.before))
     executor = parts.make_executor(cache, device, parts.kernels)
     executor.listeners.append(heat)
-    asked = options.prediction if options.prediction in SOURCES else None
-    if asked or options.look_ahead:
-        runtime.look_ahead = _look_ahead(observed, asked or "residual")
-        executor.look_ahead = runtime.look_ahead
-    else:
-        executor.captured = parts.captured(cache)
+    executor.look_ahead = runtime.look_ahead
+    executor.captured = parts.captured(cache)
     weakref.finalize(executor, _end, cache, heat, executor.captured)
     return executor
 
 
-def _look_ahead(observed: ObservedModel, source: str) -> LookAhead:
-    """Return what asks the routers ahead; `UnsupportedModelError` where none can be asked."""
+def _look_ahead(observed: ObservedModel) -> LookAhead | None:
+    """Return what asks the routers ahead, None: the options do not want that.
+
+    `UnsupportedModelError` where none can be asked.
+    """
+    options = observed.options
+    asked = options.prediction if options.prediction in SOURCES else None
+    if asked is None and not options.look_ahead:
+        return None
+    source = asked or "residual"
     found = look_ahead(
         observed.model,
         observed.bound,
         observed.store,
         (source,),
-        residuals_path=observed.options.residuals,
-        cache_path=observed.options.cache_path,
+        residuals_path=options.residuals,
+        cache_path=options.cache_path,
     )
     if isinstance(found, str):
         name = type(observed.model).__name__

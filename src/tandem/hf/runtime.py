@@ -97,6 +97,18 @@ class Runtime:
             self.look_ahead.close()
             self.look_ahead = None
 
+    @contextmanager
+    def looking_ahead(self, ahead: LookAhead | None) -> Iterator[LookAhead | None]:
+        """Have what asks the routers, if anything does; an error inside ends that."""
+        self.look_ahead = ahead
+        try:
+            yield ahead
+        except BaseException:
+            if ahead is not None:
+                ahead.close()
+            self.look_ahead = None
+            raise
+
     def use(self, executor: Executor) -> None:
         """Make the experts run through another executor, such as one around the present one."""
         self.executor = executor

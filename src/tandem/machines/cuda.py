@@ -31,7 +31,6 @@ from tandem.experts.store.pinning import pin_store
 from tandem.foreign_types import PreTrainedModel
 from tandem.hardware.profiles import load_profile, save_profile
 from tandem.hf.compat import cache_argument
-from tandem.hf.config import OffloadConfig
 from tandem.hf.experts import expert_functions
 from tandem.hf.lookahead.warm_up import ExpertsCall, NoExperts, forward_tokens, warm_up_ids
 from tandem.hf.machine.parts import DeviceParts, ObservedModel
@@ -63,7 +62,7 @@ def device_parts(
     bound to nothing useful afterwards.
     """
     model, options = observed.model, observed.options
-    _say_if_planned(options)
+    _say_if_planned(observed)
     gpu: Gpu | None = None
     if streams is None:
         gpu = require_cuda(index=require_on_one_gpu(model))
@@ -103,10 +102,10 @@ def device_parts(
     return DeviceParts(device, clock, kernels, make_engine, machine, share, reserved, captured)
 
 
-def _say_if_planned(options: OffloadConfig) -> None:
+def _say_if_planned(observed: ObservedModel) -> None:
     """Warn where an option keeps decode steps from being one graph, which is quicker."""
-    why = options.why_planned()
-    if why is not None and options.decode_graph:
+    why = observed.why_planned()
+    if why is not None and observed.options.decode_graph:
         warnings.warn(
             "decode steps are captured with a break at the experts of each layer, slower: one "
             f"graph cannot follow {why}",
@@ -119,12 +118,14 @@ def _handed_steps(
     observed: ObservedModel, device: CudaDevice, cache: ExpertCache
 ) -> HandedSteps | None:
     """Return what computes decode steps as one graph each; None: they are graph segments."""
-    if observed.options.why_planned() is not None:
+    if observed.why_planned() is not None:
         return None
     layers, rate = observed.native_layers(cache), observed.link_bytes_per_second
     if layers is None:
         return None
-    steps = handed_steps(cache, layers, observed.threads, observed.call.dtype, device, rate)
+    steps = handed_steps(
+        cache, layers, observed.threads, observed.call.dtype, device, rate, observed.asked_routers
+    )
     if steps is not None:
         _run_all(steps.compilations(), "Compiling decode steps", device.streams)
     return steps

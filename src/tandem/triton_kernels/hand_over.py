@@ -2,6 +2,8 @@
 
     publish   looks the chosen experts up, writes the layer's mailbox in mapped host memory
       -> the doorbell: publish itself (`rings`), or a stream's write behind it
+      -> where the next layer's router is asked ahead: `ask` and `publish_guess`; nobody waits for
+         them
       -> hits: the vector kernels on the addresses that publish has used; 0 is no expert
       -> where misses may be fetched, `take_fetched`: waits as combine does, if anything misses, and
          brings the addresses that the host has answered with; then the same vector kernels on these
@@ -149,6 +151,72 @@ def publish(
             )
     if rings:
         ring(doorbell, on_gpu)
+
+
+@triton.jit
+def ask(
+    hidden: tensor,
+    residual: tensor,
+    weight: tensor,
+    bias: tensor,
+    scores: tensor,
+    num_cols: constexpr,
+    num_experts: constexpr,
+    block_cols: constexpr,
+    block_experts: constexpr,
+    has_bias: constexpr,
+) -> None:
+    """Write weight (num_experts, num_cols) @ (hidden + residual) + bias to scores (rows, experts).
+
+    `hidden` is (rows, num_cols), `residual` (num_cols,) fp32. A program is (some experts, row).
+    """
+    row = tl.program_id(1).to(tl.int64)
+    expert = tl.program_id(0) * block_experts + tl.arange(0, block_experts)
+    is_expert = expert < num_experts
+    total = tl.full((block_experts,), 0.0, dtype=tl.float32)
+    for start in range(0, num_cols, block_cols):
+        col = start + tl.arange(0, block_cols)
+        is_col = col < num_cols
+        state = tl.load(hidden + row * num_cols + col, mask=is_col, other=0.0).to(tl.float32)
+        state += tl.load(residual + col, mask=is_col, other=0.0)
+        at = expert[:, None].to(tl.int64) * num_cols + col[None, :]
+        some = tl.load(weight + at, mask=is_expert[:, None] & is_col[None, :], other=0.0)
+        total += tl.reduce(some.to(tl.float32) * state[None, :], 1, tl.standard._sum_combine)
+    if has_bias:
+        total += tl.load(bias + expert, mask=is_expert, other=0.0).to(tl.float32)
+    tl.store(scores + row * num_experts + expert, total, mask=is_expert)
+
+
+@triton.jit
+def publish_guess(
+    scores: tensor,
+    top_k_index: tensor,
+    guess: tensor,
+    guessed: tensor,
+    num_rows: constexpr,
+    top_k: constexpr,
+    num_experts: constexpr,
+    num_scores: constexpr,
+    width: constexpr,
+    on_gpu: constexpr,
+) -> None:
+    """Publish the largest of scores (rows, num_scores) as the next layer's choice: one program.
+
+    Rows whose own choice `top_k_index` (rows, top_k) begins with padding are idle, and guess none.
+    """
+    place = tl.arange(0, width)
+    for row in range(num_rows):
+        first = tl.load(top_k_index + row * top_k)
+        is_idle = (first < 0) | (first >= num_experts)
+        left = tl.load(
+            scores + row * num_scores + place, mask=place < num_scores, other=float("-inf")
+        )
+        for k in tl.static_range(top_k):
+            most = tl.reduce(left, 0, tl.standard._elementwise_max)
+            best = tl.reduce(tl.where(left == most, place, width), 0, tl.standard._elementwise_min)
+            tl.store(guess + row * top_k + k, tl.where(is_idle, -1, best).to(tl.int32))
+            left = tl.where(place == best, float("-inf"), left)
+    ring(guessed, on_gpu)
 
 
 @triton.jit(do_not_specialize=["number"])

@@ -49,6 +49,9 @@ class _NoLayers:
     ) -> Tensor:
         return torch.zeros_like(hidden)
 
+    def hear(self, layer: int, hidden: Tensor) -> bool:
+        return True
+
     def around(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 

@@ -81,6 +81,9 @@ class GraphLayers(Protocol):
     ) -> Tensor | None:
         """Queue a layer; None if it needs a graph break."""
 
+    def hear(self, layer: int, hidden: Tensor) -> bool:
+        """Take what a layer's router reads; False: the host is told between segments."""
+
     def around(self) -> AbstractContextManager[None]:
         """Return what is around every run of the step: its dry run, and each replay."""
 
@@ -118,7 +121,11 @@ class _DryRun:
     def __init__(self, capture: Capture, layers: GraphLayers | None, pad: Pad) -> None:
         self._capture, self._layers, self._pad = capture, layers, pad
 
-    def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
+    def call(
+        self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]
+    ) -> Tensor | None:
+        if kind == ROUTER_INPUT and _is_heard(self._layers, args):
+            return None
         if kind not in _BREAKS:
             return function(*args)
         handed, result = _handed_over(kind, args, self._layers, self._pad)
@@ -142,7 +149,8 @@ class _GraphBreaker:
         self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]
     ) -> Tensor | None:
         if kind == ROUTER_INPUT:
-            self._first += (partial(function, *args),)
+            if not _is_heard(self._layers, args):
+                self._first += (partial(function, *args),)
             return None
         if kind not in _BREAKS:
             return function(*args)  # captured like everything else
@@ -190,6 +198,11 @@ def recorded_for_capture(
 def _padded(args: tuple[object, ...], pad: Pad) -> ExpertsArguments:
     layer, hidden, index, weights, functions = cast("ExpertsArguments", args)
     return layer, hidden, pad(index), weights, functions
+
+
+def _is_heard(layers: GraphLayers | None, args: tuple[Any, ...]) -> bool:
+    layer, hidden, _ = args
+    return layers is not None and layers.hear(layer, hidden)
 
 
 def _handed_over(

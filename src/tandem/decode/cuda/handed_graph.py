@@ -41,6 +41,11 @@ class HandedGraph:
             raise RuntimeError(f"MoE layer {layer} is not as it was when the model was loaded")
         return result
 
+    def hear(self, layer: int, hidden: Tensor) -> bool:
+        """Take what the router of a layer reads, to ask the next one."""
+        self._layers.hear(layer, hidden)
+        return True
+
     def around(self) -> AbstractContextManager[None]:
         """Return a step that the coordinator answers."""
         return self._executor.captured_step(partial(self._steps.begin, self._num_rows))

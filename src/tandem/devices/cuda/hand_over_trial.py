@@ -22,6 +22,7 @@ from tandem.devices.cuda.captures import Capture, CudaCapture, captured_work
 from tandem.devices.cuda.driver import open_driver
 from tandem.devices.cuda.signals import KernelSignals, Signals, StreamSignals, longest_wait
 from tandem.devices.cuda.streams import CudaStreams, Stream
+from tandem.experts.execution.asked_routers import AskedRouter
 from tandem.experts.measuring.profiler import REPETITIONS
 from tandem.policy.cost import GRAPH, HostCosts
 
@@ -38,6 +39,8 @@ class TrialLimits:
 
     layers: int = 64
     """Of a graph that is timed."""
+    asked_experts: int = 128
+    """Of the router that is asked while that is timed."""
     doorbell_seconds: float = 10.0
     come_seconds: float = 2.0
     """Until a hand-over has come through."""
@@ -100,6 +103,7 @@ def graph_costs(
     trial = Trial(signals, streams, hidden_size, make_capture, limits)
     of_hits, of_misses = trial.layer_seconds(_NO_EXPERT), trial.answered_seconds()
     taking = max(0.0, trial.layer_seconds(_NO_EXPERT, fetches=True) - of_hits)
+    asking = max(0.0, trial.layer_seconds(_NO_EXPERT, asks=True) - of_hits)
     one_way = max(0.0, of_misses - of_hits) / 2
     return HostCosts(
         path=GRAPH,
@@ -111,6 +115,7 @@ def graph_costs(
         # Two kernels that find no expert take what publish and combine do.
         second_launch_seconds=taking + of_hits,
         copy_wake_seconds=wake_seconds(),
+        asking_seconds=asking,
     )
 
 
@@ -157,6 +162,11 @@ class Trial:
             device = streams.device
             self._hidden = torch.ones(1, hidden_size, device=device)
             self._one = torch.ones(1, 1, device=device)
+            router = torch.zeros(
+                self._limits.asked_experts, hidden_size, dtype=torch.bfloat16, device=device
+            )
+            residual = torch.zeros(hidden_size, device=device)
+            self._asked = handing.Asked(AskedRouter(router, None, residual), self._hidden)
             self._address_of = torch.zeros(1, dtype=torch.int64, device=device)
             self._index = {
                 expert: torch.full((1, 1), expert, device=device)
@@ -164,7 +174,8 @@ class Trial:
             }
         self._box = handing.MailboxTensors(
             self._doorbell, self._done, words[32:33], words[33:34],
-            words[34:35].view(torch.float32), words[36:38].view(torch.int64),
+            words[34:35].view(torch.float32), words[36:38].view(torch.int64), words[40:41],
+            words[41:42],
             shared[:hidden_size], self._results,
             handing.WaitWords.on(device, self._given_up),
         )  # fmt: skip
@@ -192,34 +203,45 @@ class Trial:
         """Time a layer that the host answers; raises `RuntimeError` if it does not come through."""
         return self.layer_seconds(_ABSENT)
 
-    def layer_seconds(self, expert: int, *, fetches: bool = False) -> float:
-        """Time a layer whose token has chosen one expert; `fetches`: one that is launched twice."""
+    def layer_seconds(self, expert: int, *, fetches: bool = False, asks: bool = False) -> float:
+        """Time a layer whose token has chosen one expert.
+
+        `fetches`: one that is launched twice; `asks`: one that asks the next layer's router.
+        """
 
         def work() -> None:
             for layer in range(self._limits.layers):
-                self._hand_over(expert, layer, self.signals, fetches=fetches)
+                self._hand_over(expert, layer, self.signals, fetches=fetches, asks=asks)
 
-        self._once(self._load, _NO_EXPERT)
+        self._once(functools.partial(self._load, asks=asks), _NO_EXPERT)
         launch: Callable[[], None] = work
         if self._make_capture is not None:
             launch = captured_work(work, self._make_capture(), self._streams).replay
         return median(self._once(launch, expert) for _ in range(REPETITIONS)) / self._limits.layers
 
-    def _load(self) -> None:
+    def _load(self, *, asks: bool = False) -> None:
         """Launch the kernels for a token without experts, which waits for nobody.
 
         To load one behind a wait could wait for that wait's end.
         """
-        self._hand_over(_NO_EXPERT, 0, KernelSignals(self.signals.wait_seconds), fetches=True)
+        signals = KernelSignals(self.signals.wait_seconds)
+        self._hand_over(_NO_EXPERT, 0, signals, fetches=True, asks=asks)
 
     def _hand_over(
-        self, expert: int, layer: int, signals: Signals, *, fetches: bool = False
+        self,
+        expert: int,
+        layer: int,
+        signals: Signals,
+        *,
+        fetches: bool = False,
+        asks: bool = False,
     ) -> None:
         if layer == 0:
             self._box.waits.begin_step()
         self._out = self._layer(
             self._box, signals, self._address_of, self._hidden, self._index[expert], self._one,
             lambda addresses, rows: None, layer=layer, fetches=fetches,
+            asked=self._asked if asks else None,
         )  # fmt: skip
 
     def _comes_through(self, work: Callable[[], None], result: float) -> bool:

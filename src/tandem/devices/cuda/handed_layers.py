@@ -9,12 +9,15 @@ It stands where `ResidentLayers` does, so that a step with it is one graph. The 
 coordinator (docs/decisions/0016-coordinator.md), whose mailbox and table of addresses it reads.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from tandem.devices.cuda import handing
 from tandem.devices.cuda.resident import each_row_alone
 from tandem.devices.cuda.signals import KernelSignals, Signals
+from tandem.experts.execution.asked_routers import AskedRouter
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.packed_layer import PackedLayer
@@ -38,17 +41,21 @@ class HandedLayers:
         *,
         host_table: Tensor | None = None,
         fetches: bool = False,
+        routers: Sequence[AskedRouter] = (),
     ) -> None:
         """Hand over through a mailbox, whose bytes are `memory` (num_bytes,) uint8, mapped.
 
         `table` (layers, experts) int64 on the device has the address of each resident expert, 0
         for the others. Each step begins with bringing `host_table`, pinned, if there is one.
         `words` are for all mailboxes: a step is under way in one of them. `fetches` tells whether
-        the host may answer with addresses.
+        the host may answer with addresses. `routers`, of the layers behind the first one, are asked
+        ahead, if there are some.
         """
         self._store, self._box, self._memory, self._table = store, box, memory, table
         self._experts, self._signals, self._host_table = experts, signals, host_table
         self._words, self._fetches = words, fetches
+        self._routers = routers
+        self._heard: dict[int, Tensor] = {}  # by layer: what its router has read
 
     def serves(self, layer: int, functions: ExpertFunctions, index: Tensor) -> bool:
         """Tell whether a layer is handed over: packed, plainly gated, of few rows."""
@@ -56,6 +63,11 @@ class HandedLayers:
         is_plain = functions.native is not None and functions.post_norm is None
         is_packed = isinstance(host, PackedLayer) and host.input_order is None
         return is_plain and is_packed and len(index) <= MAX_GRAPH_TOKENS
+
+    def hear(self, layer: int, hidden: Tensor) -> None:
+        """Take what the router of a layer of this step reads: (rows, hidden_size)."""
+        if layer < len(self._routers):
+            self._heard[layer] = hidden.contiguous()
 
     def __call__(
         self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: ExpertFunctions
@@ -79,7 +91,13 @@ class HandedLayers:
             self._tensors(layer, hidden, index.numel()), self._signals,
             self._table[layer, : host.arrivals.num_experts], hidden, index,
             weights.float().contiguous(), hits, layer=layer, fetches=self._fetches,
+            asked=self._asked(layer),
         )  # fmt: skip
+
+    def _asked(self, layer: int) -> handing.Asked | None:
+        """Return what the next layer's router is asked with; None: it is not."""
+        heard = self._heard.pop(layer, None)
+        return None if heard is None else handing.Asked(self._routers[layer], heard)
 
     def launch_once(self, hidden: Tensor, top_k: int) -> None:
         """Queue all kernels of a layer but the experts', for rows that have chosen no expert."""
@@ -90,6 +108,7 @@ class HandedLayers:
             self._tensors(0, hidden, index.numel()), KernelSignals(self._signals.wait_seconds),
             self._table[0, : self._store[0].arrivals.num_experts], hidden, index, weights,
             lambda addresses, rows: None, layer=0, fetches=self._fetches,
+            asked=handing.Asked(self._routers[0], hidden) if self._routers else None,
         )  # fmt: skip
 
     def _tensors(self, layer: int, hidden: Tensor, pairs: int) -> handing.MailboxTensors:
@@ -106,6 +125,8 @@ class HandedLayers:
             part(start + box.is_hit, pairs, torch.int32),
             part(start + box.weights, pairs, torch.float32),
             part(start + box.fetched, pairs, torch.int64),
+            part(start + box.guessed, 1, torch.int32),
+            part(start + box.guess, pairs, torch.int32),
             part(box.hidden, hidden.numel(), hidden.dtype),
             part(box.results, pairs * hidden.shape[1], torch.float32),
             self._words,

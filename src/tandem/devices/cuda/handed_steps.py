@@ -24,6 +24,7 @@ from tandem.devices.cuda.hand_over_trial import find_signals
 from tandem.devices.cuda.signals import Signals
 from tandem.devices.cuda.streams import Event, Stream
 from tandem.experts.cache.expert_cache import ExpertCache
+from tandem.experts.execution.asked_routers import AskedRouter
 from tandem.experts.execution.captured_steps import PATIENCE_SECONDS, CapturedSteps
 from tandem.experts.execution.device import DeviceLostError
 from tandem.experts.store.packed_layer import PackedLayer
@@ -57,9 +58,11 @@ class HandedSteps(CapturedSteps):
         signals: Signals,
         library: str | None,
         bytes_per_second: float | None = None,
+        routers: Sequence[AskedRouter] | None = None,
     ) -> None:
         """Start the coordinator's threads; hits are computed by `experts`.
 
+        `routers` are those behind the first layer's, where they can be asked ahead.
         `library` is the driver's, by which experts are copied; None: slots are the host's memory.
         Raises `RuntimeError` if it lacks what that takes.
         """
@@ -74,7 +77,7 @@ class HandedSteps(CapturedSteps):
         first = cache.store[0]
         assert isinstance(first, PackedLayer), "what is handed over is packed"
         self._hidden_size = first.layout.hidden_size
-        self._words = self._wait_words()
+        self._words, self._routers = self._wait_words(), routers or ()
         self._layers: dict[int, tuple[int, HandedLayers]] = {}  # by rows, with the mailbox's number
         self._begin: Event | None = None
         self._end: Event | None = None
@@ -98,7 +101,7 @@ class HandedSteps(CapturedSteps):
         """Return how the copying thread reaches the GPU."""
         return self._link
 
-    def layers(self, num_rows: int) -> "Callable[..., Tensor | None]":
+    def layers(self, num_rows: int) -> "HandedLayers":
         """Return what queues the layers of a step of so many rows, at most `MAX_GRAPH_TOKENS`."""
         from tandem.devices.cuda.handed_layers import HandedLayers
 
@@ -111,10 +114,14 @@ class HandedSteps(CapturedSteps):
                 HandedLayers(
                     self._cache.store, box, memory, self._device_table, self._experts,
                     self._signals, self._words, host_table=self._host_table,
-                    fetches=self.fetches(num_rows),
+                    fetches=self.fetches(num_rows), routers=self._asked(num_rows),
                 ),
             )  # fmt: skip
         return self._layers[num_rows][1]
+
+    def _asked(self, num_rows: int) -> Sequence[AskedRouter]:
+        """Return the routers that a step asks."""
+        return self._routers if self.asks(num_rows) else ()
 
     def _mailbox(self, num_rows: int) -> tuple[_native.MailboxLayout, Tensor]:
         """Return a new mailbox for steps of so many rows, with its memory, all zeros."""
@@ -137,7 +144,7 @@ class HandedSteps(CapturedSteps):
         store, table, geometry = self._cache.store, self._device_table, self._cache.geometry
         layers = HandedLayers(
             store, box, memory, table, self._experts, self._signals, self._words,
-            fetches=self.fetches(num_rows),
+            fetches=self.fetches(num_rows), routers=self._asked(num_rows),
         )  # fmt: skip
         with torch.inference_mode(False):
             hidden = torch.zeros(
@@ -198,8 +205,11 @@ def handed_steps(
     dtype: torch.dtype,
     device: CudaDevice,
     bytes_per_second: float | None,
+    routers: Sequence[AskedRouter] | None = None,
 ) -> HandedSteps | None:
     """Return captured steps by the signals that work here; None: steps are graph segments.
+
+    They may ask `routers` ahead, as of `HandedSteps`.
 
     Where the machine is in the way, a warning says so.
     """
@@ -213,6 +223,7 @@ def handed_steps(
             return HandedSteps(
                 cache, layers, threads, dtype, device=device, experts=experts, signals=signals,
                 library=DRIVER_LIBRARY if is_gpu else None, bytes_per_second=bytes_per_second,
+                routers=routers,
             )  # fmt: skip
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]

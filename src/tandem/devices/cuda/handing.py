@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from tandem.devices.cuda.signals import Signals
+from tandem.experts.execution.asked_routers import AskedRouter
 from tandem.triton_kernels import hand_over
 
 # Few enough that each of them has its rows under way at once; so 8 programs for 2,048 values.
 _COMBINE_COLS = 256
 _COMBINE_WARPS = 2
 _PUBLISHED_AT_ONCE = 1024
+# Of a router's matrix: as many programs as it has experts, by two, so that it comes at once.
+_ASKED_EXPERTS, _ASKED_COLS = 2, 512
 _LOOKS_OFF_GPU = 1 << 30  # in the interpreter, where there is no clock
 
 
@@ -45,9 +48,18 @@ class MailboxTensors(NamedTuple):
     is_hit: Tensor  # (rows, top_k) int32
     weights: Tensor  # (rows, top_k) fp32
     fetched: Tensor  # (rows, top_k) int64
+    guessed: Tensor  # (1,) int32
+    guess: Tensor  # (rows, top_k) int32
     hidden: Tensor  # (rows, hidden_size) in the model's dtype
     results: Tensor  # (rows * top_k, hidden_size) fp32
     waits: WaitWords
+
+
+class Asked(NamedTuple):
+    """The next layer's router, and what it is asked with."""
+
+    router: AskedRouter
+    hidden: Tensor  # (rows, hidden_size), what this layer's router has read
 
 
 def hand_over_layer(
@@ -61,16 +73,20 @@ def hand_over_layer(
     *,
     layer: int,
     fetches: bool = False,
+    asked: Asked | None = None,
 ) -> Tensor:
     """Queue a whole layer; return where its result will be, like `hidden`.
 
     `address_of` is (num_experts,) int64, 0 for experts that the device has not. `hits` queues what
     computes the others, at the addresses (rows * top_k,) that it is given, 0 for no hit, into their
     rows. If the host `fetches` misses meanwhile, it is called again for these, behind the wait.
+    What is `asked` is published behind the doorbell.
     """
     inside = signals.wait_seconds
     addresses = publish(box, address_of, hidden, index, weights, rings=inside > 0)
     signals.ring(box.doorbell)
+    if asked is not None:
+        publish_guess(box, asked, index, len(address_of))
     rows = hidden.new_empty(len(addresses), hidden.shape[1], dtype=torch.float32)
     hits(addresses, rows)
     signals.wait(box.done)
@@ -110,6 +126,23 @@ def publish(
         on_gpu=index.is_cuda, num_warps=4,
     )  # fmt: skip
     return addresses
+
+
+def publish_guess(box: MailboxTensors, asked: Asked, index: Tensor, num_experts: int) -> None:
+    """Publish what the next layer's router would choose; `index` is this layer's own choice."""
+    (weight, bias, residual), hidden = asked
+    num_rows, num_cols = hidden.shape
+    scores = torch.empty(num_rows, len(weight), dtype=torch.float32, device=index.device)
+    hand_over.ask[-(-len(weight) // _ASKED_EXPERTS), num_rows](
+        hidden, residual, weight, weight if bias is None else bias, scores, num_cols=num_cols,
+        num_experts=len(weight), block_cols=_ASKED_COLS, block_experts=_ASKED_EXPERTS,
+        has_bias=bias is not None, num_warps=4,
+    )  # fmt: skip
+    hand_over.publish_guess[(1,)](
+        scores, index, box.guess, box.guessed, num_rows=num_rows, top_k=index.shape[1],
+        num_experts=num_experts, num_scores=len(weight),
+        width=1 << max(4, (len(weight) - 1).bit_length()), on_gpu=index.is_cuda, num_warps=1,
+    )  # fmt: skip
 
 
 def take_fetched(

@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tandem.experts.execution.asked_routers import AskedRouter
 from tandem.experts.store.host_store import HostStore
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.experts import Bound
 from tandem.hf.identity import model_identity
+from tandem.hf.lookahead.linear_routers import linear_routers
 from tandem.hf.lookahead.residuals import Residuals
 from tandem.hf.lookahead.routers import Router, find_routers
 from tandem.kernels.opaque_calls import ROUTER_INPUT, opaque
@@ -46,6 +48,14 @@ class LookAhead:
             router.module.register_forward_pre_hook(self._listener(layer), with_kwargs=True)
             for layer, router in enumerate(routers)
         ]
+
+    def for_graphs(self) -> list[AskedRouter] | None:
+        """Return the routers behind the first one as captured steps ask them; None: they cannot."""
+        linear = None if self.sources != ("residual",) else linear_routers(self._routers[1:])
+        if linear is None:
+            return None
+        means = zip(linear, self.residuals.means, strict=True)
+        return [AskedRouter(weight, bias, mean) for (weight, bias), mean in means]
 
     def close(self) -> None:
         """Stop listening."""

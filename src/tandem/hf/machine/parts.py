@@ -1,6 +1,6 @@
 """What a hybrid executor is made from: the model as it was observed, and a device's parts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tandem.core.errors import UnsupportedModelError
@@ -10,6 +10,7 @@ from tandem.experts.cache.expert_cache import EngineMaker, ExpertCache, Machine
 from tandem.experts.cache.host_slots import HostSlots
 from tandem.experts.cache.policy_tables import NATIVE_TABLES
 from tandem.experts.cache.sizing import MemoryShare
+from tandem.experts.execution.asked_routers import AskedRouter
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.captured_steps import CapturedSteps, captured_layers
 from tandem.experts.execution.device import Device
@@ -29,7 +30,7 @@ from tandem.kernels.dense import CpuThreads
 from tandem.policy.cost import HardwareProfile
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings
-from tandem.policy.step_path import run_path
+from tandem.policy.step_path import GRAPH_ROWS, run_path
 from tandem.sim.graph_trial import settled
 
 
@@ -48,6 +49,8 @@ class ObservedModel:
     """What holds a part of the experts in memory; None: all are."""
     runs_in_order: bool
     """Whether a token goes through all layers of the store, once each and in their order."""
+    asked_routers: Sequence[AskedRouter] | None = None
+    """The routers behind the first one, where they are to be asked ahead and a graph can do it."""
 
     @property
     def model_type(self) -> str:
@@ -101,14 +104,20 @@ class ObservedModel:
         rate = self.link_bytes_per_second
         profile = profile if rate is None else with_link(profile, rate)
         shape = shape_for(profile, self.model_type, self.geometry)
-        path = run_path(profile, self.options.why_planned())
+        path = run_path(profile, self.why_planned())
         return Machine(profile, profile.charged(shape, path.host_path), path)
+
+    def why_planned(self) -> str | None:
+        """Name what decode steps in one graph cannot follow; None: they follow all."""
+        if self.options.look_ahead and self.asked_routers is None:
+            return "look-ahead, as not each router is one product"
+        return self.options.why_planned()
 
     def settings(self, machine: Machine, num_slots: int) -> PlannerSettings:
         """Return the planner's settings for a machine and its slots.
 
         Steps in one graph fetch and copy ahead where a trial says that it pays; of what lies on a
-        disk they fetch nothing, and copy ahead if that is asked for.
+        disk they fetch nothing, and copy ahead, and ask routers for that, if it is asked for.
         """
         settings = self.options.planner_settings()
         if machine.path.in_graph and self.host_slots is None:
@@ -116,7 +125,8 @@ class ObservedModel:
             return settled(settings, *parts, tables=NATIVE_TABLES)
         # A GPU's steps are one graph also where the profile does not say what that costs.
         is_graph = machine.path.in_graph or settings.copies_prompts
-        return settings.with_predictions(()) if is_graph else settings
+        asking_rows = GRAPH_ROWS if machine.path.in_graph and settings.may_ask else ()
+        return settings.with_predictions((), asking_rows) if is_graph else settings
 
 
 def observe(model: PreTrainedModel, runtime: Runtime) -> ObservedModel:
