@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cpu_features.hpp"
+
 namespace tandem {
 namespace {
 
@@ -22,12 +24,12 @@ constexpr std::int64_t kManyHeads = 32;
 constexpr std::int64_t kManySelected = 1 << 14;
 constexpr std::int64_t kMostPositions = std::int64_t{1} << 31;  // of a row that is a ring
 
-const AttentionKernel& choose(const std::string& isa, bool may_use_tiles) {
+const AttentionKernel& choose([[maybe_unused]] const std::string& isa) {
 #if defined(__x86_64__)
-  if (isa == "avx512") return avx512_attention(may_use_tiles);
-  if (isa == "avx2" || isa == "avxvnni") return avx2_attention();
+  if (isa == "amx") return amx_attention();
+  if (has_avx512(isa)) return avx512_attention();
+  if (has_avx2(isa)) return avx2_attention();
 #endif
-  (void)isa, (void)may_use_tiles;
   return portable_attention();
 }
 
@@ -165,8 +167,8 @@ TileRows& queries() {
 
 }  // namespace
 
-AttentionEngine::AttentionEngine(ThreadPool& pool, const std::string& isa, bool may_use_tiles)
-    : kernel_(choose(isa, may_use_tiles)), pool_(pool) {}
+AttentionEngine::AttentionEngine(ThreadPool& pool, const std::string& isa)
+    : kernel_(choose(isa)), pool_(pool) {}
 
 void AttentionEngine::append(const AttentionCall& call) {
   require_inside(call);

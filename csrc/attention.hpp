@@ -133,13 +133,14 @@ struct AttentionKernel {
 const AttentionKernel& portable_attention();
 #if defined(__x86_64__)
 const AttentionKernel& avx2_attention();
-const AttentionKernel& avx512_attention(bool may_use_tiles);  // of AMX, where the processor has them
+const AttentionKernel& amx_attention();  // AVX-512's, on tiles where they take a cache
+const AttentionKernel& avx512_attention();
 #endif
 
 class AttentionEngine {
  public:
   // `isa` names the kernels as ExpertEngine::isa does; AVX-512's may use the tiles of AMX.
-  AttentionEngine(ThreadPool& pool, const std::string& isa, bool may_use_tiles = true);
+  AttentionEngine(ThreadPool& pool, const std::string& isa);
 
   // Both throw std::invalid_argument for a token outside the cache.
   // Writes the tokens' keys and values into the cache. A row's tokens come in the order of their

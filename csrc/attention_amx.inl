@@ -2,7 +2,6 @@
 // positions, or by 32 positions of 16 values, whose dwords lie as a tile wants them already. Included
 // by attention_avx512.cpp after Bf16Math, whose packed queries and weights it uses.
 //
-// Some compilers do not know that loading a tile reads memory: `see_memory` makes them write it before.
 // The order of additions is the tiles' own, so a layer is computed by them always or never.
 
 // Tiles by number, which the instructions want as literals: 0 and 1 the left side (query rows), 2 the
@@ -10,20 +9,12 @@
 constexpr std::int64_t kTileBytes = 64;   // of a tile's row
 constexpr std::int64_t kTileValues = 32;  // bf16 values of it
 
-struct alignas(64) TileConfig {
-  std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  std::uint16_t row_bytes[16] = {};
-  std::uint8_t rows[16] = {};
-};
-
 #define TANDEM_ADD_BLOCK(sum, from)                                   \
   do {                                                                \
     prefetch_lines((from) + kChunkBlocks * bytes, kTileBytes);        \
     _tile_loadd(2, (from), kTileBytes);                               \
     _tile_dpbf16ps(sum, 0, 2);                                        \
   } while (false)
-
-inline void see_memory() { __asm__ volatile("" ::: "memory"); }
 
 class AmxMath : public Bf16Math {
  public:
@@ -116,19 +107,3 @@ class AmxMath : public Bf16Math {
 
   int rows_ = 0;
 };
-
-// Asks the system for the tiles' registers, once: a process has them only then.
-bool have_tiles() {
-#if defined(__linux__)
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;
-  static const bool found = [] {
-    const auto sets = detect_cpu_features().instruction_sets;
-    const auto has = [&](const char* name) { return std::count(sets.begin(), sets.end(), name) > 0; };
-    return has("amx_tile") && has("amx_bf16") &&
-           syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  }();
-  return found;
-#else
-  return false;
-#endif
-}

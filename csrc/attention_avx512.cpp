@@ -9,11 +9,7 @@
 #include <cstring>
 #include <vector>
 
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
+#include "amx.hpp"
 #include "attention.hpp"
 #include "cpu_features.hpp"
 
@@ -330,9 +326,14 @@ void attend_any(const KvLayout& layout, Bytes keys, Bytes values, const QueryTil
 
 }  // namespace
 
-const AttentionKernel& avx512_attention(bool may_use_tiles) {
-  static const AttentionKernel kernel{attend_any<false>}, with_tiles{attend_any<true>};
-  return may_use_tiles && have_tiles() ? with_tiles : kernel;
+const AttentionKernel& avx512_attention() {
+  static const AttentionKernel kernel{attend_any<false>};
+  return kernel;
+}
+
+const AttentionKernel& amx_attention() {
+  static const AttentionKernel kernel{attend_any<true>};
+  return kernel;
 }
 
 }  // namespace tandem

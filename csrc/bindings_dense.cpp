@@ -296,10 +296,10 @@ void bind_attention(nb::module_& m) {
       .def("set_bias", &set_bias);
   nb::class_<AttentionEngine>(m, "AttentionEngine")
       .def("__init__",
-           [](AttentionEngine* self, ExpertEngine& engine, bool may_use_tiles) {
-             new (self) AttentionEngine(engine.pool(), engine.isa(), may_use_tiles);
+           [](AttentionEngine* self, ExpertEngine& engine) {
+             new (self) AttentionEngine(engine.pool(), engine.isa());
            },
-           nb::arg(), nb::arg("may_use_tiles") = true, nb::keep_alive<1, 2>())
+           nb::keep_alive<1, 2>())
       .def("append",
            [](AttentionEngine& engine, const AttentionCall& layer, const Tensor& slots,
               const Tensor& positions, const Tensor& key, const Tensor& value,

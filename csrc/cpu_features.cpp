@@ -6,7 +6,8 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
-#if defined(__GLIBC__)  // other libraries of Linux do not tell
+#if defined(__linux__)
+#include <sys/syscall.h>
 #include <unistd.h>
 #endif
 #if defined(__aarch64__) && defined(__linux__)
@@ -91,6 +92,16 @@ std::int64_t known_or_zero(int name) {
 #endif
 
 }  // namespace
+
+bool have_tiles() {
+#if defined(__x86_64__) && defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  static const bool found = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return found;
+#else
+  return false;
+#endif
+}
 
 CpuFeatures detect_cpu_features() {
   CpuFeatures found;

@@ -20,4 +20,12 @@ struct CpuFeatures {
 // Ask the processor (CPUID on x86, the kernel elsewhere). Costs microseconds; keeps nothing.
 CpuFeatures detect_cpu_features();
 
+// Asks the system for the registers of AMX's tiles, once: a process has them only then.
+bool have_tiles();
+
+// Of names of kernels, "amx", "avx512", "avxvnni", "avx2" and "portable": each has what those behind it
+// have, but for products.
+inline bool has_avx512(const std::string& isa) { return isa == "amx" || isa == "avx512"; }
+inline bool has_avx2(const std::string& isa) { return isa == "avxvnni" || isa == "avx2"; }
+
 }  // namespace tandem

@@ -27,6 +27,7 @@ const Kernels& choose(const std::string& isa) {
   if (std::find(available.begin(), available.end(), name) == available.end())
     throw std::invalid_argument(name);
 #if defined(__x86_64__)
+  if (name == "amx") return amx_kernels();
   if (name == "avx512") return avx512_kernels();
   if (name == "avxvnni") return avxvnni_kernels();
   if (name == "avx2") return avx2_kernels();
@@ -79,8 +80,11 @@ std::vector<std::string> available_isas() {
 #if defined(__x86_64__)
   const CpuFeatures cpu = detect_cpu_features();
   if (has_all(cpu.instruction_sets, {"avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_vnni",
-                                 "avx512_bf16"}))
+                                 "avx512_bf16"})) {
+    if (has_all(cpu.instruction_sets, {"amx_tile", "amx_int8", "amx_bf16"}) && have_tiles())
+      names.emplace_back("amx");
     names.emplace_back("avx512");
+  }
   if (has_all(cpu.instruction_sets, {"avx2", "fma", "f16c"})) {
     if (has_all(cpu.instruction_sets, {"avx_vnni"})) names.emplace_back("avxvnni");
     names.emplace_back("avx2");

@@ -57,7 +57,7 @@ struct RowSum {
 // Keeps the threads and the scratch memory between calls. One call at a time.
 class ExpertEngine {
  public:
-  // `isa`: "avx512", "avxvnni", "avx2", "portable", or "" for the best that this processor has.
+  // `isa`: "amx", "avx512", "avxvnni", "avx2", "portable", or "" for the best that this processor has.
   // Throws std::invalid_argument for a set that it does not have.
   ExpertEngine(int num_threads, const std::string& isa);
 

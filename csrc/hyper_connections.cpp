@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cpu_features.hpp"
+
 namespace tandem {
 namespace {
 
@@ -16,8 +18,8 @@ constexpr std::int64_t kManyValues = 1 << 15;
 
 const HyperKernels& choose([[maybe_unused]] const std::string& isa) {
 #if defined(__x86_64__)
-  if (isa == "avx512") return avx512_hyper();
-  if (isa == "avx2" || isa == "avxvnni") return avx2_hyper();
+  if (has_avx512(isa)) return avx512_hyper();
+  if (has_avx2(isa)) return avx2_hyper();
 #endif
   return portable_hyper();
 }

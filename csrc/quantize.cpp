@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cpu_features.hpp"
 #include "pieces.hpp"
 
 namespace tandem {
@@ -9,8 +10,8 @@ namespace {
 
 const QuantizeKernels& quantize_kernels([[maybe_unused]] const std::string& isa) {
 #if defined(__x86_64__)
-  if (isa == "avx512") return avx512_quantize();
-  if (isa == "avx2" || isa == "avxvnni") return avx2_quantize();
+  if (has_avx512(isa)) return avx512_quantize();
+  if (has_avx2(isa)) return avx2_quantize();
 #endif
   return portable_quantize();
 }

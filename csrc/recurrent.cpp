@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "cpu_features.hpp"
+
 namespace tandem {
 namespace {
 
@@ -15,8 +17,8 @@ constexpr std::int64_t kManyValues = 1 << 16;
 
 const RecurrentKernels& recurrent_kernels([[maybe_unused]] const std::string& isa) {
 #if defined(__x86_64__)
-  if (isa == "avx512") return avx512_recurrent();
-  if (isa == "avx2" || isa == "avxvnni") return avx2_recurrent();
+  if (has_avx512(isa)) return avx512_recurrent();
+  if (has_avx2(isa)) return avx2_recurrent();
 #endif
   return portable_recurrent();
 }

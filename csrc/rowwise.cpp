@@ -5,12 +5,14 @@
 #include <numeric>
 #include <vector>
 
+#include "cpu_features.hpp"
+
 namespace tandem {
 
 const RowKernels& row_kernels([[maybe_unused]] const std::string& isa) {
 #if defined(__x86_64__)
-  if (isa == "avx512") return avx512_rows();
-  if (isa == "avx2" || isa == "avxvnni") return avx2_rows();
+  if (has_avx512(isa)) return avx512_rows();
+  if (has_avx2(isa)) return avx2_rows();
 #endif
   return portable_rows();
 }

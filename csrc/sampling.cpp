@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "cpu_features.hpp"
 #include "experts.hpp"
 
 namespace tandem {
@@ -24,7 +25,7 @@ const SamplingKernel& choose_kernel(const std::string& isa) {
   if (std::find(available.begin(), available.end(), name) == available.end())
     throw std::invalid_argument(name);
 #if defined(__x86_64__)
-  if (name == "avx512") return avx512_sampling();
+  if (has_avx512(name)) return avx512_sampling();
   if (name == "avx2" || name == "avxvnni") return avx2_sampling();
 #endif
   return portable_sampling();

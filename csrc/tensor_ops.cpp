@@ -2,6 +2,8 @@
 
 #include <type_traits>
 
+#include "cpu_features.hpp"
+
 namespace tandem {
 namespace {
 
@@ -32,8 +34,8 @@ Call rows_of(const Call& call, int dim, std::int64_t first, std::int64_t count,
 
 const TensorKernels& tensor_kernels([[maybe_unused]] const std::string& isa) {
 #if defined(__x86_64__)
-  if (isa == "avx512") return avx512_tensors();
-  if (isa == "avx2" || isa == "avxvnni") return avx2_tensors();
+  if (has_avx512(isa)) return avx512_tensors();
+  if (has_avx2(isa)) return avx2_tensors();
 #endif
   return portable_tensors();
 }

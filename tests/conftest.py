@@ -69,8 +69,9 @@ def _isas(config: pytest.Config) -> list[str]:
     match config.getoption("--isa"):
         case None:
             best, *others = available_isas()
-            # Its products alone are not AVX2's, and tests/kernels runs these with each.
-            return [best, *(isa for isa in others if isa != "avxvnni")]
+            # Their products alone are not AVX-512's and AVX2's; tests/kernels runs these with each.
+            alike = {"avxvnni", *(("avx512",) if best == "amx" else ())}
+            return [best, *(isa for isa in others if isa not in alike)]
         case "all":
             return available_isas()
         case "best":

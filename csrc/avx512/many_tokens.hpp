@@ -1,26 +1,34 @@
 // Many tokens: panel by panel, tile by tile. Bound by arithmetic.
 #pragma once
 
+#include "integer_tiles.hpp"
 #include "tiles.hpp"
 
 namespace tandem {
 namespace {
 
-// More tokens than `kFewTokens`: shared evenly, no tile is much smaller than the largest.
+// How a panel is multiplied with more tokens than `kFewTokens`, in registers: shared evenly, no tile is
+// much smaller than the largest.
 template <Format F, int Group>
-void multiply_panel(const Panel& panel, Columns columns, const Activations& x,
-                    std::int64_t num_tokens, const Results& results, Ahead ahead) {
-  constexpr int kMost = Shape<F, Group>::kTokens;
-  const std::int64_t num_tiles = Shape<F, Group>::count(num_tokens);
-  for (std::int64_t i = 0; i < num_tiles; ++i) {
-    const std::int64_t t = i * num_tokens / num_tiles;
-    const std::int64_t count = (i + 1) * num_tokens / num_tiles - t;
-    each<3>([&](auto fewer) TANDEM_INLINED {
-      if (count == kMost - fewer)
-        tile<F, Group, kMost - decltype(fewer)::value>(panel, columns, x, t, results, ahead);
-    });
+struct InRegisters {
+  static constexpr int kBlocks = Shape<F, Group>::kBlocks;
+
+  static std::int64_t count(std::int64_t num_tokens) { return Shape<F, Group>::count(num_tokens); }
+
+  static void multiply(const Panel& panel, Columns columns, const Activations& x,
+                       std::int64_t num_tokens, const Results& results, Ahead ahead) {
+    constexpr int kMost = Shape<F, Group>::kTokens;
+    const std::int64_t num_tiles = count(num_tokens);
+    for (std::int64_t i = 0; i < num_tiles; ++i) {
+      const std::int64_t t = i * num_tokens / num_tiles;
+      const std::int64_t count = (i + 1) * num_tokens / num_tiles - t;
+      each<3>([&](auto fewer) TANDEM_INLINED {
+        if (count == kMost - fewer)
+          tile<F, Group, kMost - decltype(fewer)::value>(panel, columns, x, t, results, ahead);
+      });
+    }
   }
-}
+};
 
 // Where results go; blocks that the matrix has not go nowhere.
 template <Format F>
@@ -35,19 +43,20 @@ Results results_of(const PackedMatrix& m, Blocks blocks, std::int64_t num_tokens
   return results;
 }
 
-// Formats with groups have them of `Group` columns.
-template <Format F, int Group>
-void many_tokens(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const Activations& x,
+// Formats with groups have them of so many columns as `Way` is of.
+template <Format F, typename Way>
+void multiply_panels(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const Activations& x,
                  std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t stride) {
-  constexpr int B = Shape<F, Group>::kBlocks;
+  constexpr int B = Way::kBlocks;
   thread_local Panel panel;
+  Way way;
   const auto columns_from = [&](std::int64_t k) {
     return Columns{k, std::min(k + kPanelColumns<F>, m.cols)};
   };
   const auto blocks_from = [&](std::int64_t first) {
     return Blocks{first, static_cast<int>(std::clamp<std::int64_t>(end - first, 0, B))};
   };
-  const std::int64_t num_tiles = Shape<F, Group>::count(num_tokens);
+  const std::int64_t num_tiles = way.count(num_tokens);
   for (std::int64_t block = begin; block < end; block += B) {
     Results results = results_of<F>(m, blocks_from(block), num_tokens, num_rows, out, stride);
     for (std::int64_t k = 0; k < m.cols; k += kPanelColumns<F>) {
@@ -59,9 +68,21 @@ void many_tokens(const PackedMatrix& m, std::int64_t begin, std::int64_t end, co
           Ahead::of<F>(m, blocks_from(next), columns_from(results.is_last ? 0 : columns.end),
                        num_tiles * num_pieces(columns.count()));
       panel.fill<F, B>(m, blocks_from(block), columns);
-      multiply_panel<F, Group>(panel, columns, x, num_tokens, results, ahead);
+      way.multiply(panel, columns, x, num_tokens, results, ahead);
     }
   }
+}
+
+template <Format F, int Group>
+void many_tokens(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const Activations& x,
+                 std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t stride,
+                 [[maybe_unused]] bool has_tiles) {
+  if constexpr (is_integer(F) && Group >= kFewestColumns) {
+    if (has_tiles && num_tokens >= kFewestOnTiles)
+      return multiply_panels<F, OnTiles<F, Group>>(m, begin, end, x, num_tokens, num_rows, out,
+                                                   stride);
+  }
+  multiply_panels<F, InRegisters<F, Group>>(m, begin, end, x, num_tokens, num_rows, out, stride);
 }
 
 }  // namespace

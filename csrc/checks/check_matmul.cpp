@@ -107,6 +107,7 @@ std::vector<const Kernels*> kernels_here() {
   };
   if (has("avx512vl") && has("avx512_vnni")) found.push_back(&tandem::avxvnni_kernels());
   for (const std::string& isa : tandem::available_isas()) {
+    if (isa == "amx") found.push_back(&tandem::amx_kernels());
     if (isa == "avx512") found.push_back(&tandem::avx512_kernels());
     if (isa == "avx2") found.push_back(&tandem::avx2_kernels());
   }

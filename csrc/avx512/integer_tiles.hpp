@@ -1,0 +1,212 @@
+// Integers on the tiles of AMX: an instruction multiplies 16 tokens with 64 columns of a block's 16 rows,
+// whose registers lie in a panel as a tile wants them. The bits are those of tiles.hpp: sums of
+// integers are exact, and scales are multiplied and added in the same order.
+#pragma once
+
+#include "../amx.hpp"
+#include "tiles.hpp"
+
+namespace tandem {
+namespace {
+
+constexpr std::int64_t kTileTokens = 16;
+constexpr int kTileBlocks = 4;
+// With fewer tokens tiles take as long as registers do, and so they do where scales are of fewer columns:
+// to scale and add a tile's sums takes three times as long as to make them.
+constexpr std::int64_t kFewestOnTiles = 16;
+constexpr int kFewestColumns = 64;
+
+// Tiles by number, which the instructions want as literals: 0 and 1 activations, 2 and 3 codes, 4 and 5
+// sums of two groups by turns.
+#define TANDEM_MULTIPLY_TILES(sum, activations, stride, codes, out)  \
+  do {                                                               \
+    _tile_zero(sum);                                                 \
+    _tile_loadd(0, (activations), (stride));                         \
+    _tile_loadd(2, (codes), 64);                                     \
+    _tile_dpbsud(sum, 0, 2);                                         \
+    if constexpr (kCount > 1) {                                      \
+      _tile_loadd(1, (activations) + 64, (stride));                  \
+      _tile_loadd(3, (codes) + 1024, 64);                            \
+      _tile_dpbsud(sum, 1, 3);                                       \
+    }                                                                \
+    _tile_stored(sum, (out), 64);                                    \
+  } while (false)
+
+// The sums of a group, of up to 16 tokens and a block's rows.
+template <int Group>
+class IntegerTiles {
+ public:
+  IntegerTiles() = default;
+  ~IntegerTiles() { _tile_release(); }
+  IntegerTiles(const IntegerTiles&) = delete;
+  IntegerTiles& operator=(const IntegerTiles&) = delete;
+
+  void use_tokens(std::int64_t tokens) {
+    if (tokens == tokens_) return;
+    tokens_ = tokens;
+    constexpr int kColumns = Group / kCount;
+    TileConfig config;
+    for (int tile = 0; tile < 8; ++tile) {
+      const bool has_codes = tile == 2 || tile == 3;
+      config.row_bytes[tile] = tile < 2 ? kColumns : 64;
+      config.rows[tile] = static_cast<std::uint8_t>(has_codes ? kColumns / 4 : tokens);
+    }
+    see_memory();
+    _tile_loadconfig(&config);
+  }
+
+  template <int Turn>
+  TANDEM_INLINE void multiply(const std::int8_t* activations, std::int64_t stride,
+                              const std::uint8_t* codes, std::int32_t* sums) {
+    if constexpr (Turn == 0)
+      TANDEM_MULTIPLY_TILES(4, activations, stride, codes, sums);
+    else
+      TANDEM_MULTIPLY_TILES(5, activations, stride, codes, sums);
+  }
+
+ private:
+  static constexpr int kCount = Group > 64 ? 2 : 1;  // of tiles that hold a group's columns
+
+  std::int64_t tokens_ = 0;
+};
+
+#undef TANDEM_MULTIPLY_TILES
+
+// Activations of up to 16 tokens in a panel's columns; what a group has of each token lies side by side.
+template <Format F, int Group>
+class TokensOfTile {
+ public:
+  static constexpr std::int64_t kMostGroups = kPanelColumns<F> / Group;
+
+  TokensOfTile(const Activations& x, Columns columns, std::int64_t token, std::int64_t count)
+      : q_(x.quantized + token * x.stride + columns.begin), stride_(x.stride) {
+    const std::int64_t first = token * x.group_stride + columns.begin / Group;
+    const __m512i at = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12,
+                                                            13, 14, 15),
+                                          _mm512_set1_epi32(static_cast<int>(x.group_stride)));
+    const auto mask = static_cast<__mmask16>((1u << count) - 1);
+    const __m512i zero = _mm512_setzero_si512();
+    for (std::int64_t g = 0; g < columns.count() / Group; ++g) {
+      const auto of_tokens = [&](const void* values) {
+        return _mm512_mask_i32gather_epi32(zero, mask, at, values, 4);
+      };
+      _mm512_store_si512(sums_[g], of_tokens(x.sums + first + g));
+      _mm512_store_si512(scales_[g], of_tokens(x.scales + first + g));
+    }
+  }
+
+  const std::int8_t* group(std::int64_t g) const { return q_ + g * Group; }
+  std::int64_t stride() const { return stride_; }
+
+  // Adds what a group's sums of integers stand for.
+  TANDEM_INLINE void add(const Panel& panel, std::int64_t g, int block, const std::int32_t* sums,
+                         __m512 (&totals)[kTileTokens]) const {
+    const SumScale<F> w_scale(_mm512_load_ps(panel.scales(g, block)));
+    [[maybe_unused]] const __m512 minima =
+        kHasMinima<F> ? _mm512_load_ps(panel.minima(g, block)) : _mm512_setzero_ps();
+    each<kTileTokens>([&](auto t) TANDEM_INLINED {
+      const __m512i start = _mm512_set1_epi32(kHasMinima<F> ? kSumStart : sums_[g][t]);
+      const __m512i sum = _mm512_add_epi32(_mm512_load_si512(sums + t * kBlockRows), start);
+      totals[t] = _mm512_fmadd_ps(w_scale.times(sum),
+                                  _mm512_set1_ps(std::bit_cast<float>(scales_[g][t])), totals[t]);
+      if constexpr (kHasMinima<F>)
+        totals[t] = _mm512_fmadd_ps(minima, _mm512_set1_ps(std::bit_cast<float>(sums_[g][t])),
+                                    totals[t]);
+    });
+  }
+
+ private:
+  const std::int8_t* q_;
+  std::int64_t stride_;
+  alignas(64) std::int32_t sums_[kMostGroups][kTileTokens], scales_[kMostGroups][kTileTokens];
+};
+
+// How many_tokens multiplies a panel, on tiles.
+template <Format F, int Group>
+class OnTiles {
+ public:
+  static constexpr int kBlocks = kTileBlocks;
+
+  static std::int64_t count(std::int64_t num_tokens) {
+    return (num_tokens + kTileTokens - 1) / kTileTokens;
+  }
+
+  void multiply(const Panel& panel, Columns columns, const Activations& x, std::int64_t num_tokens,
+                const Results& results, Ahead ahead) {
+    see_memory();  // what the panel was filled with
+    for (std::int64_t t = 0; t < num_tokens; t += kTileTokens) {
+      const std::int64_t count = std::min(kTileTokens, num_tokens - t);
+      const TokensOfTile<F, Group> tokens(x, columns, t, count);
+      tiles_.use_tokens(count);
+      multiply_tokens(panel, tokens, columns.count() / Group, {t, t + count}, results, ahead);
+    }
+  }
+
+ private:
+  struct Tokens {
+    std::int64_t begin, end;
+  };
+
+  // While tiles multiply a group, what they stored of the one before is scaled and added.
+  TANDEM_INLINE void multiply_tokens(const Panel& panel, const TokensOfTile<F, Group>& tokens,
+                                     std::int64_t groups, Tokens range, const Results& results,
+                                     Ahead& ahead) {
+    for (int b = 0; b < results.num_blocks; ++b) {
+      __m512 totals[kTileTokens];
+      load(results, range, b, totals);
+      start<0>(panel, tokens, 0, b);
+      for (std::int64_t g = 0; g < groups; g += 2) {
+        if (g * Group % kPieceColumns == 0 && b == 0) ahead.fetch_piece();
+        if (g + 1 < groups) start<1>(panel, tokens, g + 1, b);
+        tokens.add(panel, g, b, sums_[0], totals);
+        if (g + 1 == groups) break;
+        if (g + 2 < groups) start<0>(panel, tokens, g + 2, b);
+        tokens.add(panel, g + 1, b, sums_[1], totals);
+      }
+      store(results, range, b, totals);
+    }
+  }
+
+  template <int Turn>
+  TANDEM_INLINE void start(const Panel& panel, const TokensOfTile<F, Group>& tokens, std::int64_t g,
+                           int b) {
+    tiles_.template multiply<Turn>(tokens.group(g), tokens.stride(),
+                                   panel.codes[b] + g * Group * kBlockRows, sums_[Turn]);
+  }
+
+  static void load(const Results& results, Tokens range, int b, __m512 (&totals)[kTileTokens]) {
+    each<kTileTokens>([&](auto t) TANDEM_INLINED {
+      const bool has_some = !results.is_first && range.begin + t < range.end;
+      totals[t] = has_some ? _mm512_load_ps(results.at(range.begin + t, b, 0)) : _mm512_setzero_ps();
+    });
+  }
+
+  static void store(const Results& results, Tokens range, int b,
+                    const __m512 (&totals)[kTileTokens]) {
+    each<kTileTokens>([&](auto t) TANDEM_INLINED {
+      if (range.begin + t < range.end) results.store(range.begin + t, b, totals[t]);
+    });
+  }
+
+  IntegerTiles<Group> tiles_;
+  alignas(64) std::int32_t sums_[2][kTileTokens * kBlockRows] = {};
+};
+
+// What tiles can do, for comparison: as Kernels::multiply_int8.
+inline std::int64_t multiply_whole_tiles(std::int64_t count) {
+  alignas(64) const std::uint8_t ones[1024] = {};
+  IntegerTiles<64> tiles;
+  tiles.use_tokens(kTileTokens);
+  _tile_loadd(0, ones, 64);
+  _tile_loadd(2, ones, 64);
+  for (std::int64_t i = 0; i < count; ++i) {
+    _tile_dpbsud(4, 0, 2);
+    _tile_dpbsud(5, 0, 2);
+    _tile_dpbsud(6, 0, 2);
+    _tile_dpbsud(7, 0, 2);
+  }
+  return count * 4 * kTileTokens * kBlockRows * 64 * 2;
+}
+
+}  // namespace
+}  // namespace tandem
