@@ -174,13 +174,14 @@ void add_selection(Program& program, const IndexLayer& layer, const Tensor& slot
   require(most > 0 && block >= 0 && num_local >= 0, "one position to be selected, or more");
   require(block == 0 || (!weights && layer.ratio == 1 && out.size(1) == heads),
           "blocks of tokens' own keys without weights, by head");
+  const std::int64_t num_rows = block > 0 ? num_tokens * heads : num_tokens;
   program.add(IndexSelection{&layer,
                              {num_tokens, slots.dense<const std::int64_t>("slots", num_tokens),
                               positions.dense<const std::int64_t>("positions", num_tokens), false},
                              heads, most, scale, operand(key, "key", none, 4),
                              operand(query, "query", none, 4),
                              weights ? operand(*weights, "weights", none, 4) : Operand{},
-                             out.dense<std::int32_t>("out", out.count()), block, num_local});
+                             out.dense<std::int32_t>("out", num_rows * most), block, num_local});
 }
 
 }  // namespace
