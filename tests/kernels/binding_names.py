@@ -2,7 +2,8 @@
 
 # What takes no memory: numbers, or objects that were checked when they were made.
 WITHOUT_MEMORY = {
-    "AttentionEngine", "AttentionLayer.set_chunk", "AttentionLayer.set_selection", "CpuFeatures", "DenseEngine", "DenseMatrix", "DriverLink", "ExpertEngine",
+    "AttentionEngine", "AttentionLayer.set_chunk", "AttentionLayer.set_selection",
+    "CpuFeatures", "DenseEngine", "DenseMatrix", "DriverLink", "ExpertEngine",
     "ExpertEngine.bind_workers", "ExpertEngine.multiply", "ExpertEngine.wake", "ExpertLayout",
     "Foresight", "Foresight.load", "Foresight.state",
     "ForesightTables", "ForesightTables.begin_step", "ForesightTables.scores",
