@@ -49,7 +49,7 @@ def linear_router(router: Router) -> LinearRouter | None:
 
 def _states(hidden_size: int, like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    states = torch.randn(_NUM_STATES, hidden_size, generator=generator)
+    states = torch.randn(_NUM_STATES, hidden_size, generator=generator, device="cpu")
     states[::2] *= _LARGE
     return states.to(like.device, like.dtype)
 
