@@ -258,7 +258,7 @@ void set_always_seen(AttentionCall& call, const Tensor& counts) {
 
 // Positions are selected in blocks of so many; `by_head` says whether each KV head has its own.
 void set_selection(AttentionCall& call, std::int64_t block, bool by_head) {
-  require(block >= 1, "one position or more in a block");
+  require(block >= 1 && block <= std::int64_t{1} << 30, "1 to 2^30 positions in a block");
   call.selected_block = block;
   call.selected_heads = by_head ? call.num_kv_heads : 1;
 }

@@ -159,6 +159,8 @@ void add_product(Program& program, const Tensor& a, const Tensor& b, const Tenso
   program.add(Product{sizes, left[3], first, second, target(out, "out")});
 }
 
+constexpr std::int64_t kMostBlock = std::int64_t{1} << 30;
+
 // Selects as many positions as a row of `out` has, by keys (n, dim) and queries (n, heads, dim). With a
 // `block`, as many blocks for each head: then `out` is (n, heads, most).
 void add_selection(Program& program, const IndexLayer& layer, const Tensor& slots,
@@ -171,7 +173,8 @@ void add_selection(Program& program, const IndexLayer& layer, const Tensor& slot
   query.strided("query", query.element(), {num_tokens, heads, layer.dim});
   if (weights) weights->strided("weights", weights->element(), {num_tokens, heads});
   out.require_dims("out", block > 0 ? 3 : 2);
-  require(most > 0 && block >= 0 && num_local >= 0, "one position to be selected, or more");
+  require(most > 0 && block >= 0 && block <= kMostBlock && num_local >= 0,
+          "one position to be selected or more, in blocks of 2^30 at most");
   require(block == 0 || (!weights && layer.ratio == 1 && out.size(1) == heads),
           "blocks of tokens' own keys without weights, by head");
   const std::int64_t num_rows = block > 0 ? num_tokens * heads : num_tokens;

@@ -169,7 +169,7 @@ class SlotCache(ABC):
 
     @torch.inference_mode()
     def pretend(self, length: int) -> None:
-        """Let every slot hold `length` tokens that nobody said; needs a forward before it."""
+        """Let every slot hold `length` made-up tokens; needs a forward before it."""
         self.reserve(length + 1)
         self._invent(length)
         self.index_keys.pretend(length)

@@ -358,7 +358,7 @@ def _room(form: AttentionForm, capacity: int) -> int:
 
 
 def _pretend(layer: CachedAttention, threads: CpuThreads, slot: int, tokens: range) -> None:
-    """Let a slot of a layer hold tokens that nobody said; there is room for them."""
+    """Let a slot of a layer hold made-up tokens; there is room for them."""
     count = min(len(tokens), _INVENTED_AT_ONCE)
     key, value = (
         torch.randn(layer.form.num_kv_heads, count, dim, device="cpu") * 0.1

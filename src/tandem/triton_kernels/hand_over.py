@@ -2,8 +2,8 @@
 
     publish   looks the chosen experts up, writes the layer's mailbox in mapped host memory
       -> the doorbell: publish itself (`rings`), or a stream's write behind it
-      -> where the next layer's router is asked ahead: `ask` and `publish_guess`; nobody waits for
-         them
+      -> where the next layer's router is asked ahead: `ask` and `publish_guess`, without a
+         wait for them
       -> hits: the vector kernels on the addresses that publish has used; 0 is no expert
       -> where misses may be fetched, `take_fetched`: waits as combine does, if anything misses, and
          brings the addresses that the host has answered with; then the same vector kernels on these

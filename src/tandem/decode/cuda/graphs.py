@@ -279,7 +279,6 @@ def new_graphed_step(
     """Return a decode step that is captured the first time; `step` is the model's own code.
 
     `record_first` does it and returns it in fewer operations, which are captured in its place.
-
     `find_layers` is asked at the capture: what it finds holds as long as the segments. Rows
     without a token choose no expert, by `pad`. Replays with graph breaks run inside `deferring`:
     what experts leave to later is done behind the next replay's launch. The rest is as of

@@ -46,7 +46,7 @@ class GraphedLayers:
         return self._layers.execute(layer, hidden, index, weights, functions)
 
     def hear(self, layer: int, hidden: Tensor) -> bool:
-        """Take nothing: where all experts are resident nobody asks."""
+        """Take nothing: where all experts are resident no router is asked."""
         return True
 
     def around(self) -> AbstractContextManager[None]:

@@ -5,6 +5,8 @@ every token sees what is before it in its row, within the layer's window, or of 
 selected.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -14,7 +16,7 @@ from tandem.decode.substitutions.latents import attend_latents, has_latents
 from tandem.foreign_types import ModelPart
 from tandem.kernels.attention import AttentionForm, DistanceBias
 from tandem.kv_cache.attention_call import AttentionCall
-from tandem.kv_cache.base import NotInSlotsError, current_cache
+from tandem.kv_cache.base import NotInSlotsError, SlotCache, current_cache
 from tandem.kv_cache.chunks import SeesOwnChunk
 from tandem.kv_cache.indexers import SeesAllBefore, SelectedPositions
 
@@ -47,24 +49,11 @@ def attention_forward(
     has states (b, heads, n, dim); `sinks` (b, heads, n, 1) are of each token, `s_aux` (heads,) of
     all.
     """
-    cache = current_cache()
-    if cache is None:
-        raise ConfigError(
-            "attn_implementation='tandem' works only inside tandem.Generator; leave the model's "
-            "attention as it was loaded"
-        )
+    cache = _cache_of_step()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not causal and vars(module).get("layer_idx") is None:  # keeps nothing
         return _attend_to_given(query, key, value, scaling), None
-    if isinstance(attention_mask, SelectedPositions):
-        indices, attention_mask = attention_mask.indices, None
-    block = 1
-    if block_indices is not None:
-        indices, block = block_indices
-    chunk = 0
-    if isinstance(attention_mask, SeesOwnChunk):
-        chunk, attention_mask = attention_mask.size, None
-    has_mask = attention_mask is not None and not isinstance(attention_mask, SeesAllBefore)
+    indices, block, chunk, has_mask = _visible(attention_mask, indices, block_indices)
     if has_mask or isinstance(position_bias, Tensor) or not causal:
         raise NotInSlotsError("attention has a mask or a bias of the model's own")
     cache.expect_sharing(module)
@@ -98,6 +87,44 @@ def attention_forward(
     is_latent = has_latents(module, cache)
     out = attend_latents(module, cache, call) if is_latent else cache.attend(call)
     return out.view(batch, num_tokens, *out.shape[1:]), None
+
+
+def _cache_of_step() -> SlotCache:
+    cache = current_cache()
+    if cache is None:
+        raise ConfigError(
+            "attn_implementation='tandem' works only inside tandem.Generator; leave the model's "
+            "attention as it was loaded"
+        )
+    return cache
+
+
+class _Visible(NamedTuple):
+    """What a token sees of those before it."""
+
+    indices: Tensor | None
+    """The positions or blocks that an indexer selected; None: all."""
+    block: int
+    chunk: int
+    """0: there are none."""
+    has_mask: bool
+    """Whether the model has a mask of its own."""
+
+
+def _visible(
+    mask: Tensor | SeesAllBefore | SeesOwnChunk | SelectedPositions | None,
+    indices: Tensor | None,
+    block_indices: SelectedPositions | None,
+) -> _Visible:
+    block, chunk = 1, 0
+    if isinstance(mask, SelectedPositions):
+        indices, mask = mask.indices, None
+    if block_indices is not None:
+        indices, block = block_indices
+    if isinstance(mask, SeesOwnChunk):
+        chunk, mask = mask.size, None
+    has_mask = mask is not None and not isinstance(mask, SeesAllBefore)
+    return _Visible(indices, block, chunk, has_mask)
 
 
 def _attend_to_given(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
