@@ -8,8 +8,9 @@ TORCH ?= torch==2.13.0
 MODEL ?= demo
 PROMPT ?= Why is the sky blue?
 OLDEST_TRANSFORMERS := 5.17.0
-# Tests start many processes: byte code is written once.
+# Tests start many processes: byte code is written once, of what is imported, and not by pip of all.
 unexport PYTHONDONTWRITEBYTECODE
+export PIP_NO_COMPILE = 1
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
 # On a machine with a GPU: a Python that has torch with CUDA, Transformers and Triton, and where
@@ -56,7 +57,7 @@ floors: setup
 unit: setup
 	$(PYTEST) -m "not slow"
 
-test-slow: setup  ## What unit leaves out for its time: benchmarks run whole, the demo's quality, more traces, all GPUs' compilers
+test-slow: setup  ## What unit leaves out for its time: architectures that are like others, benchmarks run whole, the demo's quality, more traces, all GPUs' compilers
 	$(PYTEST) -m slow
 
 test-all-isas: setup  ## Every architecture with every instruction set of the CPU kernels, of which unit has some
@@ -148,16 +149,16 @@ gpu-coverage: setup  ## Which lines and branches of device cuda's host code its 
 	$(BIN)/coverage report
 
 # What another Transformers changes does not depend on the kernels. To look for its tests in all files takes longer than most of them.
-SEAM = -m seam $(if $(ISA),,--isa best) $(shell grep -rl mark.seam tests)
+SEAM = $(if $(ISA),,--isa best) $(shell grep -rl mark.seam tests)
 seam-oldest: $(VENV)/transformers-$(OLDEST_TRANSFORMERS)/installed.stamp  ## The seam's tests on the oldest supported Transformers
-	PYTHONPATH=$(VENV)/transformers-$(OLDEST_TRANSFORMERS) $(PYTEST) -n 0 $(SEAM)
+	PYTHONPATH=$(VENV)/transformers-$(OLDEST_TRANSFORMERS) $(PYTEST) -n 0 -m "seam and not slow" $(SEAM)
 
 # NEWEST_TORCH: as pip takes it; the index's own torch may bring gigabytes of CUDA.
 NEWEST_TORCH ?= $(TORCH)
 seam-newest: setup  ## The seam's tests on the newest Transformers that the index has, and NEWEST_TORCH: fails on lost fusions, padded models, more calls a step
 	rm -rf $(VENV)/newest
 	$(BIN)/pip install --disable-pip-version-check -q --target $(VENV)/newest transformers $(if $(filter-out $(TORCH),$(NEWEST_TORCH)),$(NEWEST_TORCH))
-	PYTHONPATH=$(VENV)/newest $(PYTEST) $(SEAM) -W "ignore:.*is newer than:UserWarning"
+	PYTHONPATH=$(VENV)/newest $(PYTEST) -m seam $(SEAM) -W "ignore:.*is newer than:UserWarning"
 
 docs-models: setup  ## Write docs/models.md anew
 	$(BIN)/pytest tests/hf/test_architectures.py --write-docs

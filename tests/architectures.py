@@ -13,8 +13,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
+from _pytest.mark import ParameterSet
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
@@ -32,6 +34,15 @@ PROMPT_LENGTH = 7
 MAX_LAYERS = 4
 EXPERTS = 8
 TOP_K = 2
+# One of each kind of attention, state, router, expert and residual: `by_kind` has what all have
+# tried by `make test-slow`.
+KINDS = {
+    "aria", "dbrx", "deepseek_v3", "deepseek_v4", "diffusion_gemma", "ernie4_5_vl_moe", "gemma4",
+    "glm5_next", "gpt_oss", "granitemoehybrid", "hy_v4", "inkling", "jamba", "kimi_linear",
+    "lfm2_moe", "llama4", "longcat_flash", "minimax", "minimax_m3_vl", "mixtral", "muse_spark",
+    "nemotron_h", "openai_privacy_filter", "phimoe", "qwen3_next", "qwen3_vl_moe", "qwen4_exp",
+    "step3p7", "zaya",
+}  # fmt: skip
 LAYER_GAIN = 0.7
 ROUTER_GAIN = 1.5
 
@@ -375,6 +386,12 @@ def _model_classes(name: str) -> list[type[PreTrainedModel]]:
     found = [value for value in vars(module).values() if _is_model_class(value, module.__name__)]
     by_head = [cls for head in heads for cls in found if head in cls.__name__]
     return list(dict.fromkeys(by_head))
+
+
+def by_kind(names: Iterable[str]) -> list[ParameterSet]:
+    """Return a test's architectures, of which those that are like another one are slow."""
+    slow = pytest.mark.slow
+    return [pytest.param(name, marks=() if name in KINDS else slow) for name in sorted(names)]
 
 
 def _is_model_class(value: object, module_name: str) -> bool:

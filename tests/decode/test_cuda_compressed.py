@@ -41,7 +41,9 @@ def test_a_prompt_whole_and_in_parts(mix: str) -> None:
         close(pool.prefill_with_logits(1, LONG[first:end]), expected[first:end])
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(
+    "mix", [pytest.param(m, marks=() if m in SOME else pytest.mark.slow) for m in MIXES]
+)
 def test_steps_over_every_boundary(mix: str) -> None:
     """Of windows and ratios; as released, of the positions that a captured step reads, too."""
     pool, end = pool_of(mix, 1), 266 if mix == "as released" else 90

@@ -11,7 +11,7 @@ import tandem
 from tandem.decode.cuda.slots import CudaSlotPool
 from tandem.generate.answer import Answer
 from tandem.generate.generator import Generator
-from tests.architectures import architectures, build_tiny_model
+from tests.architectures import architectures, build_tiny_model, by_kind
 from tests.decode.twin_capture import TwinCapture
 from tests.generate.test_speculation import PROMPTS, RULES, Scripted, speculating, texts
 from tests.hf.tiny import save_tiny_checkpoint
@@ -68,7 +68,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", by_kind(NAMES))
 def test_logits_are_those_of_one_token_after_the_other(name: str) -> None:
     require_alike(build_tiny_model(name), 36)
 

@@ -19,6 +19,7 @@ from tests.architectures import (
     VOCABULARY,
     architectures,
     build_tiny_model,
+    by_kind,
 )
 from tests.conftest import two_threads
 from tests.hf.tiny import as_generated
@@ -74,7 +75,7 @@ def greedy_of_tandem(generator: Generator, prompts: list[list[int]]) -> list[lis
 
 # Whether the newest Transformers' own loop and ours agree says the same of the oldest one's.
 @pytest.mark.parametrize(
-    "name", sorted(set(architectures()) - NOT_TOKEN_BY_TOKEN - NOT_GENERATING_UPSTREAM)
+    "name", by_kind(set(architectures()) - NOT_TOKEN_BY_TOKEN - NOT_GENERATING_UPSTREAM)
 )
 def test_greedy_tokens_equal_those_of_generate(name: str, tmp_path: Path) -> None:
     model: Any = build_tiny_model(name)

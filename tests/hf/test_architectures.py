@@ -22,6 +22,7 @@ from tests.architectures import (
     adapted,
     architectures,
     build_tiny_model,
+    by_kind,
     experts_blocks,
     experts_modules,
     next_inputs,
@@ -142,7 +143,7 @@ def tiny(name: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
 
 
 @pytest.mark.seam
-@pytest.mark.parametrize("name", architectures(), scope="module")
+@pytest.mark.parametrize("name", by_kind(architectures()), scope="module")
 def test_logits_equal_transformers_eager(
     name: str, tiny: tuple[Any, Path], check_row: CheckRow
 ) -> None:
@@ -168,7 +169,7 @@ def test_logits_equal_transformers_eager(
     )
 
 
-@pytest.mark.parametrize("name", architectures(), scope="module")
+@pytest.mark.parametrize("name", by_kind(architectures()), scope="module")
 def test_quantized_experts_are_near_and_saved_exactly(name: str, tiny: tuple[Any, Path]) -> None:
     """Sees gate taken for up, a forgotten bias, a transposed matrix, a wrong clamp."""
     model, folder = tiny

@@ -118,6 +118,7 @@ def test_a_backward_pass_is_refused(offloaded: Any) -> None:
         loss.backward()
 
 
+@pytest.mark.slow
 def test_a_compiled_model_answers_prompts_of_any_length(tmp_path: Path) -> None:
     checkpoint = save_tiny_checkpoint(tmp_path / "tiny", "qwen3_moe", num_hidden_layers=1)
     model = tandem.load(checkpoint, expert_dtype="int8")

@@ -158,7 +158,9 @@ def test_simulate_replays_by_the_rule_of_the_trial(batch: int) -> None:
     ("machine", "predicting_rows"),
     [("laptop-8gb", ()), ("desktop-12gb", ()), ("desktop-16gb", GRAPH_ROWS)],
 )
-@pytest.mark.parametrize("name", ["deepseek-v2-lite", "gpt-oss-20b"])
+@pytest.mark.parametrize(
+    "name", ["deepseek-v2-lite", pytest.param("gpt-oss-20b", marks=pytest.mark.slow)]
+)
 def test_a_forecast_is_what_captured_steps_take_with_their_copies_in_their_order(
     name: str, machine: str, predicting_rows: tuple[int, ...], batch: int
 ) -> None:
