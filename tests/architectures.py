@@ -263,6 +263,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "swiglu_limits_shared": [None, None, None, 0.3],
         "share_expert_dim": 32,
         "num_sliding_attention_heads": 8,
+        "moe_router_scaling_factor": 1.5,
         "rope_parameters": {
             "full_attention": {**_ROPE, "partial_rotary_factor": 0.5},
             "sliding_attention": _ROPE,
@@ -406,7 +407,13 @@ def _is_model_class(value: object, module_name: str) -> bool:
 def _tiny_config(model_class: type[PreTrainedModel], more: Mapping[str, Any]) -> PreTrainedConfig:
     config_class = model_class.config_class
     assert config_class is not None
-    return config_class(**_tiny_values(config_class()) | dict(more))
+    tiny = _tiny_values(config_class())
+    parts = {
+        name: tiny[name] | value
+        for name, value in more.items()
+        if name.endswith("_config") and name in tiny  # of a model with a tower
+    }
+    return config_class(**tiny | dict(more) | parts)
 
 
 def _tiny_values(default: PreTrainedConfig) -> dict[str, Any]:

@@ -44,6 +44,10 @@ _SECTIONS = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
 _WINDOWS = ["full_attention", *["sliding_attention"] * 3]
 _SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 _RATES = {_SPARSE: 4, _HEAVY: 8}
+_STEP35_SCALING = {
+    "rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 131_072,
+    "low_freq_factor": 1.0, "high_freq_factor": 32.0,
+}  # fmt: skip
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}
 
 
@@ -89,6 +93,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "high_freq_factor": 1.0, "original_max_position_embeddings": 8192,
         },
     }),
+    "step35": ("step3p7", {"text_config": {
+        "max_position_embeddings": 262_144, "rope_parameters": {
+            "full_attention": _half_turned(5e6) | _STEP35_SCALING,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }}),
     "deepseek4": ("deepseek_v4", {
         "layer_types": ["sliding_attention", _SPARSE, _HEAVY, _SPARSE], "num_hidden_layers": 4,
         "mlp_layer_types": ["hash_moe"] * 2 + ["moe"] * 2, "compress_rates": _RATES,
@@ -172,7 +182,32 @@ def _as_released(config: dict[str, Any]) -> dict[str, Any]:
             "num_shared_expert": [1] * layers,
             "moe_topk": [config.get("moe_topk")] * layers,
         },
+        "step3p7": {  # of a type that Transformers does not know, which drops what it reads
+            "model_type": "step3p7_flash",
+            "text_config": _step3p5_as_released(config.get("text_config", {})),
+        },
     }.get(config["model_type"], {})  # fmt: skip
+
+
+def _step3p5_as_released(text: dict[str, Any]) -> dict[str, Any]:
+    kinds = text.get("layer_types", [])
+    in_window = [kind == "sliding_attention" for kind in kinds]
+    is_sparse = [kind == "sparse" for kind in text.get("mlp_layer_types", [])]
+    rope = text.get("rope_parameters", {})
+    return text | {
+        "attention_other_setting": {
+            "num_attention_heads": text.get("num_sliding_attention_heads"),
+            "num_attention_groups": text.get("num_key_value_heads"),
+        },
+        "num_attention_groups": text.get("num_key_value_heads"),
+        "moe_num_experts": text.get("n_routed_experts"),
+        "moe_top_k": text.get("num_experts_per_tok"),
+        "moe_layers_enum": ",".join(str(n) for n, sparse in enumerate(is_sparse) if sparse),
+        "moe_router_activation": "sigmoid", "norm_expert_weight": True,
+        "partial_rotary_factors": [1.0 if window else 0.5 for window in in_window],
+        "rope_theta": [rope[kind]["rope_theta"] for kind in kinds],
+        "rope_scaling": rope.get("full_attention"),
+    }  # fmt: skip
 
 
 def tiny_model(name: str, **more: object) -> Any:

@@ -84,7 +84,7 @@ def test_factors_of_positions_that_are_not_llama_3s_are_refused(
     fields = {**header.fields, "llama.rope.freq_base": 1e4}
     damaged = dataclasses.replace(header, fields=fields)
     monkeypatch.setattr("tandem.checkpoint.sources.gguf.read_header", lambda file: damaged)
-    with pytest.raises(UnsupportedModelError, match="factors that are not Llama 3's"):
+    with pytest.raises(UnsupportedModelError, match="factors that are not its model's"):
         tandem.load(damaged.file)
 
 
@@ -139,8 +139,40 @@ def test_factors_of_frequencies_that_are_not_llama_4s(
     tensors = {**header.tensors, "rope_freqs.weight": other}
     damaged = dataclasses.replace(header, tensors=tensors)
     monkeypatch.setattr("tandem.checkpoint.sources.gguf.read_header", lambda file: damaged)
-    with pytest.raises(ModelError, match=r"scales its positions in a way"):
+    with pytest.raises(ModelError, match="factors that are not its model's"):
         tandem.load(damaged.file)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("attention.sliding_window_pattern", [0, 1], "for 2 layers, expected 4"),
+        ("attention.sliding_window", 0, "does not say its sliding_window"),
+        ("attention.head_count", 4, r"q_proj.weight of shape \(128, 64\)"),
+        ("swiglu_clamp_exp", [7.0], "swiglu_clamp_exp for 1 layers, expected 4"),
+        ("rope.dimension_count", 0, "rope.dimension_count is 0, expected a multiple of 4 up to 16"),
+        ("rope.dimension_count_swa", 64, "rope.dimension_count_swa is 64, expected a multiple"),
+        ("rope.freq_base_swa", 0.0, "rope.freq_base_swa is 0.0, expected a number above 0"),
+        ("rope.freq_base", 1e4, "factors that are not its model's"),
+        ("expert_gating_func", 1, "weighs experts in another way than Step-3.7"),
+        ("expert_weights_norm", False, "weighs experts in another way than Step-3.7"),
+    ],
+)
+def test_metadata_that_make_no_step35(
+    key: str, value: object, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = read_header(unpacked("step35", tmp_path))
+    fields = {**header.fields, f"step35.{key}": value}
+    damaged = dataclasses.replace(header, fields=fields)
+    monkeypatch.setattr("tandem.checkpoint.sources.gguf.read_header", lambda file: damaged)
+    with pytest.raises(ModelError, match=sentence):
+        tandem.load(damaged.file, dtype="fp32")
+
+
+def test_a_step35_packed_answers_to_the_bit(tmp_path: Path) -> None:
+    model = tandem.load(unpacked("step35", tmp_path), dense_dtype="auto", threads=1)
+    again = tandem.load(tandem.save(model, tmp_path / "packed"), threads=1)
+    assert torch.equal(answers(again), answers(model))
 
 
 def test_every_architecture_has_a_file() -> None:

@@ -14,7 +14,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, cache_utils
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+)
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
@@ -85,8 +88,19 @@ def is_expert_merge(converter: object) -> bool:
     return not rest or (len(rest) == 1 and type(rest[0]) is Concatenate and rest[0].dim == 1)
 
 
-def separate_experts(model: PreTrainedModel) -> list[WeightConverter]:
-    """Return conversions of experts that a checkpoint has one by one, where adapters know such."""
+def own_conversions(model: PreTrainedModel) -> list[WeightConverter | WeightRenaming]:
+    """Return the conversions of a model's weights that Transformers has not for its class.
+
+    Of experts that a checkpoint has one by one, where adapters know such; and those of the class
+    `BESIDE_TOWER`, whose text model this is, but for the beginnings of names.
+    """
+    beside = getattr(model, "BESIDE_TOWER", None)
+    known = [] if beside is None else get_checkpoint_conversion_mapping(beside) or []
+    inner = [one for one in known if not any(x.startswith("^") for x in one.source_patterns)]
+    return [*inner, *_separate_experts(model)]
+
+
+def _separate_experts(model: PreTrainedModel) -> list[WeightConverter]:
     paths = {module.SEPARATE for module in model.modules() if hasattr(module, "SEPARATE")}
     merge, found = MergeModulelist(dim=0), list[WeightConverter]()
     for path in sorted(paths):
@@ -102,7 +116,7 @@ def target_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]
 
     Where several tensors become one parameter (the experts of a layer) all have its name.
     """
-    conversions = [*get_model_conversion_mapping(model), *separate_experts(model)]
+    conversions = [*get_model_conversion_mapping(model), *own_conversions(model)]
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     parameters = model.state_dict()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
 from tandem.checkpoint.packed import packed_name
 from tandem.checkpoint.sources.source import SourceTensor
@@ -18,7 +18,7 @@ from tandem.core.errors import ModelError, TandemError, UnsupportedModelError
 from tandem.experts.store.host_store import HostLayer
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.adapters import stacked_rows
-from tandem.hf.compat import separate_experts
+from tandem.hf.compat import own_conversions
 from tandem.hf.load_job import Loaded, StoreWriter
 
 
@@ -126,9 +126,11 @@ class StoreStacked(StoreExpertwise):
         return super().convert(columns, source_patterns, target_patterns, full_layer_name)
 
 
-def adapter_conversions(model: PreTrainedModel, writer: StoreWriter) -> list[WeightConverter]:
-    """Return what reads experts in layouts that a model's adapters alone know."""
-    found = separate_experts(model)
+def adapter_conversions(
+    model: PreTrainedModel, writer: StoreWriter
+) -> list[WeightConverter | WeightRenaming]:
+    """Return what reads a checkpoint's names and layouts that a model's adapters alone know."""
+    found = own_conversions(model)
     for rows in stacked_rows(model):
         operations = [StoreStacked(writer, are_transposed=rows.are_transposed)]
         sources = list(rows.sources)

@@ -23,7 +23,7 @@ from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError, ModelError, TandemWarning, capacity_errors
 from tandem.experts.store.host_memory import available_bytes
 from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
-from tandem.hf.adapters import put_on_interface
+from tandem.hf.adapters import put_on_interface, text_class
 from tandem.hf.assembly import assemble
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint, open_model
 from tandem.hf.compat import NEWEST_TESTED, choose_no_implementation, untested_version
@@ -149,7 +149,7 @@ def _from_pretrained(
         keep_first_layers(config, num_layers)
     mine |= {"config": config, "trust_remote_code": checkpoint.runs_code}
     named = _named_class(checkpoint.config.get("architectures"))
-    loader = named or transformers.AutoModelForCausalLM
+    loader = named or text_class(config.model_type) or transformers.AutoModelForCausalLM
     result: tuple[PreTrainedModel, LoadReport] = loader.from_pretrained(
         str(checkpoint.directory), local_files_only=not checkpoint.runs_code,
         use_safetensors=True, **mine, **common,
@@ -248,7 +248,7 @@ def class_of(config: PreTrainedConfig) -> Any:
     if code is not None and type(config).__module__.startswith("transformers_modules"):
         # The config's class is the model's own already, so the user lets its code run.
         return get_class_from_dynamic_module(code, config.name_or_path)
-    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return text_class(config.model_type) or transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 def empty_model(config: PreTrainedConfig) -> PreTrainedModel:

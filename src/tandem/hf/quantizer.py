@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers.core_model_loading import WeightConverter
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.quantizers.base import HfQuantizer
 
 from tandem.checkpoint.mapped_files import copy_out_of_files, map_ahead, mapped_tensors
@@ -81,8 +81,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         self._targets: dict[str, str] = {}
         """Of the source's names, the parameters in which they end."""
         self._from_source: set[str] = set()
-        self._own_conversions: list[WeightConverter] = []
-        """Of experts in layouts that adapters alone know."""
+        self._own_conversions: list[WeightConverter | WeightRenaming] = []
+        """Of names and layouts that adapters alone know."""
         self._shapes: dict[str, torch.Size] = {}
         """Of the dense parameters, by the config."""
 

@@ -125,6 +125,8 @@ def _why_not(key: str, value: Value) -> str:
     several = value if isinstance(value, list) else [value]
     if _NUMBERS.fullmatch(key):
         are_finite = all(isinstance(one, int | float) and math.isfinite(one) for one in several)
+        if "freq_base" in key and are_finite and min(several, default=1) <= 0:
+            return "a number above 0"
         return "" if are_finite else "a finite number"
     are_counts = all(isinstance(one, int) and 0 <= one < _MOST_COUNTED for one in several)
     return "" if are_counts else f"whole numbers from 0, below {_MOST_COUNTED}"

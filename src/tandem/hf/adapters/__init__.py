@@ -4,9 +4,11 @@ One file each. An adapter takes the place of a module of Transformers in a model
 loaded, keeps its other parts, and has its experts as an `AdaptedExperts`, its parameters under the
 names that Transformers gives the checkpoint's tensors, or else with `STACKED`, of `StackedRows`, or
 `SEPARATE`, the path of experts that a checkpoint may have one by one, each with three projections.
+A text model that Transformers has beside a tower alone is here as a whole (`text_class`).
 """
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 
 from torch import nn
 
@@ -27,6 +29,19 @@ ADAPTERS: Mapping[str, Adapter] = {
     "llama4.modeling_llama4.Llama4ForCausalLM": with_image_outputs,
 }
 """By the class in `transformers.models` whose modules they replace."""
+
+TEXT_MODELS: Mapping[str, str] = {"step3p5": "Step3p5ForCausalLM"}
+"""By model type, which is a file's name here: the class."""
+
+
+def text_class(model_type: str) -> type[PreTrainedModel] | None:
+    """Return our class of a text model; None: Transformers has its own, or there is none."""
+    if model_type not in TEXT_MODELS:
+        return None
+    found: type[PreTrainedModel] = getattr(
+        import_module(f"{__name__}.{model_type}"), TEXT_MODELS[model_type]
+    )
+    return found
 
 
 def put_on_interface(model: PreTrainedModel) -> None:

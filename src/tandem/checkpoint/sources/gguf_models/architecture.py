@@ -75,6 +75,12 @@ def _with_kind(entry: str | Recipe, suffix: str) -> Recipe:
     return replace(recipe, tensors=tuple(name + suffix for name in recipe.tensors))
 
 
+def less_one(parts: Sequence[Tensor], config: PreTrainedConfig) -> Tensor:
+    """Return the weight of a norm that multiplies by 1 + weight, where llama.cpp stores the sum."""
+    (weight,) = parts
+    return weight.float() - 1
+
+
 def _joined_latents(parts: Sequence[Tensor], config: PreTrainedConfig) -> Tensor:
     """Join (heads, latents, width of keys) and (heads, width of values, latents)."""
     keys, values = parts

@@ -1,9 +1,12 @@
 """What the metadata of GGUF files have in common, as the values of a Transformers config."""
 
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from tandem.checkpoint.sources.gguf_header import GgufHeader
-from tandem.core.errors import ModelError
+from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.foreign_types import PreTrainedConfig
 
 _OPTIONAL = (
@@ -67,7 +70,12 @@ def mlp_types(header: GgufHeader) -> list[str]:
 
 
 def each_layer(header: GgufHeader, key: str) -> list[int]:
-    """Return a value for each layer of a key that has one for all of them, or one for each."""
+    """Return a count for each layer of a key that has one for all of them, or one for each."""
+    return [int(value) for value in values_of_layers(header, key)]
+
+
+def values_of_layers(header: GgufHeader, key: str) -> list[Any]:
+    """Return a value for each layer, as `each_layer` does."""
     value = header.value(key)
     layers = num_layers(header)
     if isinstance(value, list):
@@ -76,10 +84,10 @@ def each_layer(header: GgufHeader, key: str) -> list[int]:
                 f"{header.file} has {key} for {len(value)} layers, expected {layers}; "
                 "download it again"
             )
-        return [int(x) for x in value[:layers]]
+        return value[:layers]
     if value is None:
         raise ModelError(f"{header.file} does not say its {key}; download it again")
-    return [int(value)] * layers
+    return [value] * layers
 
 
 def widths(header: GgufHeader, experts: str = "num_experts") -> dict[str, object]:
@@ -138,6 +146,43 @@ def rope(header: GgufHeader) -> dict[str, object]:
     if kind == "yarn" and multiplier is not None:  # of the attention's scale, in DeepSeek's models
         parameters |= dict.fromkeys(("mscale", "mscale_all_dim"), 10 * float(multiplier))
     return parameters
+
+
+def llama3_rope(
+    header: GgufHeader,
+    parameters: dict[str, object],
+    *,
+    width: int,
+    low: float,
+    high: float,
+    context: int,
+) -> dict[str, object]:
+    """Return a rotary embedding's parameters with Llama 3's scaling, if a file has its factors.
+
+    Files have a factor for each frequency, and not what it follows from: one that turns more than
+    `high` times in `context` positions stays, less than `low` times is divided by the largest. Of a
+    head `width` is turned. Raises `UnsupportedModelError` for other factors.
+    """
+    stored = header.tensors.get("rope_freqs.weight")
+    if stored is None:
+        return parameters
+    factors = stored.data.astype(np.float64).ravel()[: width // 2]
+    turns = context / float(header.value("rope.freq_base", 1e4)) ** (np.arange(0, width, 2) / width)
+    kept = np.clip((turns / (2 * np.pi) - low) / max(high - low, 1e-9), 0, 1)
+    factor = float(factors.max(initial=1.0))
+    expected = 1 / ((1 - kept) / factor + kept)
+    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
+        raise UnsupportedModelError(
+            f"{header.file} scales its positions by factors that are not its model's, which Tandem "
+            "does not read from GGUF; use the model's safetensors instead"
+        )
+    return parameters | {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": context,
+    }
 
 
 def partial_rope(header: GgufHeader) -> dict[str, object]:

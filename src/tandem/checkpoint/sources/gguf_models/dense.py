@@ -1,27 +1,23 @@
 """Architectures of GGUF files without experts: Qwen, Llama and Mistral, Gemma 3."""
 
-from collections.abc import Sequence
-
-import numpy as np
-from torch import Tensor
-
 from tandem.checkpoint.sources.gguf_header import GgufHeader
-from tandem.checkpoint.sources.gguf_models.architecture import Architecture, Names, Recipe
+from tandem.checkpoint.sources.gguf_models.architecture import (
+    Architecture,
+    Names,
+    Recipe,
+    less_one,
+)
 from tandem.checkpoint.sources.gguf_models.config_values import (
     config_of,
     head_dim,
+    llama3_rope,
     num_layers,
     rope,
     windowed_layers,
 )
 from tandem.checkpoint.sources.gguf_models.full_attention import mixtral, paired
-from tandem.core.errors import UnsupportedModelError
 from tandem.foreign_types import PreTrainedConfig
 
-# Of Llama 3's positions, as released: files have only what follows from these.
-_LLAMA3 = {
-    "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-}  # fmt: skip
 _GEMMA3_PERIOD = 6  # of its layers the last one attends to all, if a file does not say
 _GEMMA3_27B_LAYERS = 62  # which alone scales its attention by another width
 
@@ -47,33 +43,17 @@ def llama(header: GgufHeader) -> PreTrainedConfig:
 
 
 def _llama(header: GgufHeader) -> PreTrainedConfig:
+    width = head_dim(header)
     return _dense(
         header,
         "llama",
-        head_dim=head_dim(header),
-        rope_parameters=_llama_rope(header),
+        head_dim=width,
+        rope_parameters=llama3_rope(
+            header, rope(header), width=width, low=1.0, high=4.0, context=8192
+        ),
         attention_bias="blk.0.attn_output.bias" in header.tensors,
         mlp_bias="blk.0.ffn_up.bias" in header.tensors,
     )
-
-
-def _llama_rope(header: GgufHeader) -> dict[str, object]:
-    """Return the rotary embedding's parameters, Llama 3's if the file has its factors."""
-    parameters, stored = rope(header), header.tensors.get("rope_freqs.weight")
-    if stored is None:
-        return parameters
-    factors = stored.data.astype(np.float64).ravel()
-    low, high, context = _LLAMA3.values()
-    exponents = np.arange(len(factors)) / len(factors)
-    turns = context * float(header.value("rope.freq_base", 1e4)) ** -exponents / (2 * np.pi)
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    factor = float(factors.max(initial=1.0))
-    if not np.allclose(factors, 1 / ((1 - kept) / factor + kept), rtol=1e-3):
-        raise UnsupportedModelError(
-            f"{header.file} scales its positions by factors that are not Llama 3's, which Tandem "
-            "does not read from GGUF; use the model's safetensors instead"
-        )
-    return parameters | {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
 
 def mistral3(header: GgufHeader) -> PreTrainedConfig:
@@ -112,11 +92,6 @@ def gemma3(header: GgufHeader) -> PreTrainedConfig:
     )
 
 
-def _less_one(parts: Sequence[Tensor], config: PreTrainedConfig) -> Tensor:
-    # llama.cpp's norms multiply with what Transformers' add one to.
-    return parts[0] - 1
-
-
 _GEMMA3_NORMS = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "post_attention_norm",
@@ -126,9 +101,7 @@ _GEMMA3_NORMS = {
     "k_norm": "attn_k_norm",
     "model.norm": "output_norm",
 }
-GEMMA3: Names = {
-    name: Recipe((tensor,), values=_less_one) for name, tensor in _GEMMA3_NORMS.items()
-}
+GEMMA3: Names = {name: Recipe((tensor,), values=less_one) for name, tensor in _GEMMA3_NORMS.items()}
 
 ARCHITECTURES = {
     "qwen2": Architecture(qwen2, may_be_dense=True),

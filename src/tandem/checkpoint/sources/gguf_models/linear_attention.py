@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 
 from tandem.checkpoint.sources.gguf_header import GgufHeader
-from tandem.checkpoint.sources.gguf_models.architecture import Architecture, Names, Recipe
+from tandem.checkpoint.sources.gguf_models.architecture import (
+    Architecture,
+    Names,
+    Recipe,
+    less_one,
+)
 from tandem.checkpoint.sources.gguf_models.config_values import (
     config_of,
     each_layer,
@@ -115,12 +120,6 @@ def _kimi_values(header: GgufHeader) -> dict[str, object]:
         "linear_head_dim": header.value("kda.head_dim"),
         "linear_num_heads": max(each_layer(header, "attention.head_count")),
     }
-
-
-def less_one(parts: Sequence[Tensor], config: PreTrainedConfig) -> Tensor:
-    """Return the weight of a norm that multiplies by 1 + weight, where llama.cpp stores the sum."""
-    (weight,) = parts
-    return weight.float() - 1
 
 
 def log_of_negative(parts: Sequence[Tensor], config: PreTrainedConfig) -> Tensor:

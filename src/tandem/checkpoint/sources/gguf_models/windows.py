@@ -3,22 +3,35 @@
 import numpy as np
 
 from tandem.checkpoint.sources.gguf_header import GgufHeader
-from tandem.checkpoint.sources.gguf_models.architecture import Architecture, Names
+from tandem.checkpoint.sources.gguf_models.architecture import (
+    Architecture,
+    Names,
+    Recipe,
+    less_one,
+)
 from tandem.checkpoint.sources.gguf_models.config_values import (
     config_of,
     each_layer,
     head_dim,
+    llama3_rope,
     mlp_types,
     num_dense_layers,
     num_layers,
     partial_rope,
     rope,
     routing,
+    values_of_layers,
     widths,
     windowed_layers,
 )
-from tandem.core.errors import ModelError
+from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.foreign_types import PreTrainedConfig
+
+_SIGMOID = 2  # as llama.cpp numbers ways to weigh experts
+_STEP35_LIMITS = {
+    "swiglu_limits": "swiglu_clamp_exp",
+    "swiglu_limits_shared": "swiglu_clamp_shexp",
+}
 
 
 def gemma4(header: GgufHeader) -> PreTrainedConfig:
@@ -182,33 +195,67 @@ def llama4(header: GgufHeader) -> PreTrainedConfig:
         attention_chunk_size=8192,
         floor_scale=8192,
         attn_scale=0.1,
-        rope_parameters=_scaled_above(header, 8192),
+        rope_parameters=llama3_rope(
+            header, rope(header), width=head_dim(header), low=1.0, high=1.0, context=8192
+        ),
     )
 
 
-def _scaled_above(header: GgufHeader, length: int) -> dict[str, object]:
-    """Return the rotary embedding's parameters, where waves longer than `length` may be stretched.
-
-    Files have a factor for each frequency; raises `ModelError` for others than these.
-    """
-    parameters, tensor = rope(header), header.tensors.get("rope_freqs.weight")
-    if tensor is None:
-        return parameters
-    factors = tensor.data.astype(np.float32).ravel()
-    exponents = np.arange(len(factors)) / len(factors)
-    waves = 2 * np.pi * float(header.value("rope.freq_base", 1e4)) ** exponents
-    if not np.allclose(factors, np.where(waves > length, factors.max(), 1)):
-        raise ModelError(
-            f"{header.file} scales its positions in a way that Tandem does not read from GGUF; use "
-            "the model's safetensors instead"
+def step35(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of a Step-3.5, or of the text model of a Step-3.7."""
+    if header.value("expert_gating_func", _SIGMOID) != _SIGMOID or not header.value(
+        "expert_weights_norm", True
+    ):
+        raise UnsupportedModelError(
+            f"{header.file} weighs experts in another way than Step-3.7, by sigmoids whose sum is "
+            "one; Transformers' model has no other"
         )
-    return parameters | {
-        "rope_type": "llama3",
-        "factor": float(factors.max()),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 1.0,
-        "original_max_position_embeddings": length,
+    kinds = windowed_layers(each_layer(header, "attention.sliding_window_pattern"))
+    heads, width = each_layer(header, "attention.head_count"), head_dim(header)
+    of_kind = dict(zip(reversed(kinds), reversed(heads), strict=True))  # the first of each
+    # The whole layers turn half of what the file says, as llama.cpp has it.
+    whole = _turned(header, "rope.dimension_count", width) // 2
+    in_window = _turned(header, "rope.dimension_count_swa", 2 * whole)
+    scaled = llama3_rope(header, rope(header), width=whole, low=1.0, high=32.0, context=131_072)
+    limits = {
+        name: [max(limit, 0.0) for limit in values_of_layers(header, key)]
+        for name, key in _STEP35_LIMITS.items()
+        if header.value(key) is not None
     }
+    return config_of(
+        header,
+        "step3p5",
+        layer_types=kinds,
+        mlp_layer_types=mlp_types(header),
+        num_attention_heads=of_kind.get("full_attention", heads[0]),
+        num_sliding_attention_heads=of_kind.get("sliding_attention", heads[0]),
+        num_key_value_heads=each_layer(header, "attention.head_count_kv")[0],
+        head_dim=width,
+        sliding_window=header.value("attention.sliding_window") or None,
+        share_expert_dim=header.value("expert_shared_feed_forward_length"),
+        moe_router_scaling_factor=header.value("expert_weights_scale") or 1.0,
+        rope_parameters={
+            "full_attention": scaled | {"partial_rotary_factor": whole / width},
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": float(header.value("rope.freq_base_swa", 1e4)),
+                "partial_rotary_factor": in_window / width,
+            },
+        },
+        **limits,
+        **widths(header, "n_routed_experts"),
+    )
+
+
+def _turned(header: GgufHeader, key: str, default: int) -> int:
+    """Return how much of a head is turned by its position."""
+    turned, width = header.value(key, default), head_dim(header)
+    if not isinstance(turned, int) or not 0 < turned <= width or turned % 4:
+        raise ModelError(
+            f"{header.file} says that its {key} is {turned}, expected a multiple of 4 up to "
+            f"{width}, the width of a head; download it again"
+        )
+    return turned
 
 
 AFMOE: Names = {
@@ -220,6 +267,14 @@ AFMOE: Names = {
     "expert_bias": ("exp_probs_b.bias", "exp_probs_b"),
 }
 LAGUNA: Names = {"g_proj": "attn_gate"}
+STEP35: Names = {
+    "g_proj": "attn_gate",
+    "model.norm": Recipe(("output_norm",), values=less_one),
+    "input_layernorm": Recipe(("attn_norm",), values=less_one),
+    "post_attention_layernorm": Recipe(("ffn_norm",), values=less_one),
+    "q_norm": Recipe(("attn_q_norm",), values=less_one),
+    "k_norm": Recipe(("attn_k_norm",), values=less_one),
+}
 GEMMA4: Names = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -246,4 +301,5 @@ ARCHITECTURES = {
     "afmoe": Architecture(afmoe, AFMOE),
     "laguna": Architecture(laguna, LAGUNA),
     "llama4": Architecture(llama4, is_transposed=True),
+    "step35": Architecture(step35, STEP35),
 }
