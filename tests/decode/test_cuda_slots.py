@@ -21,11 +21,12 @@ from tandem.hf.experts import bind_all
 from tests.decode.test_states import LONG
 from tests.decode.twin_capture import TwinCapture
 from tests.decode.whole_pool import close, cuda_pool, logits_of
-from tests.hf.tiny import save_tiny_checkpoint
+from tests.hf.tiny import save_tiny_checkpoint, save_tiny_dense
 from tests.inside import runtime_in
 
 # Full attention; windows and sinks; a latent; windows, softcaps and several kinds of layers.
 NAMES = ("mixtral", "gpt_oss", "deepseek_v2", "gemma4")
+DENSE = "qwen3"  # no experts, so that a step is one piece
 TOKENS = [50, 61, 72, 83, 94, 105, 116, 41]
 PROMPTS = [[40, 41, 42], [60] * 9]
 
@@ -33,13 +34,14 @@ PROMPTS = [[40, 41, 42], [60] * 9]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("models")
-    return {
+    found = {
         name: tandem.load(save_tiny_checkpoint(directory / name, name), dtype="float32")
         for name in NAMES
     }
+    return found | {DENSE: tandem.load(save_tiny_dense(directory / DENSE, DENSE), dtype="float32")}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, DENSE])
 def test_captured_pieces_give_the_models_logits(models: dict[str, Any], name: str) -> None:
     model = models[name]
     events: list[LayerExecuted] = []

@@ -82,12 +82,13 @@ class ModelsDocument:
             "",
             "## Dense models",
             "",
-            "A model without experts runs too, on the CPU: its linear layers packed by"
-            " `dense_dtype`,",
-            "in sequence slots, its steps recorded, with drafts. There are no experts to share, so"
-            " options of",
-            "experts, and devices beside the CPU, are refused with a sentence"
-            " ([decision 23](decisions/0023-dense-models.md)).",
+            "A model without experts runs too: its linear layers packed by `dense_dtype`, in"
+            " sequence slots, its",
+            "steps recorded, with drafts; on device `cuda` all of it lies on the GPU, its steps one"
+            " graph each, or",
+            "it is refused with what it takes and what there is. Options of experts, and the"
+            " emulated device, are",
+            "refused with a sentence ([decision 23](decisions/0023-dense-models.md)).",
             "Qwen3, Llama, Mistral and Gemma 3 are compared with Transformers as the models above"
             " are; GGUF files of",
             "them and others are listed in [loading.md](loading.md). Tandem's own purpose is models"

@@ -236,7 +236,8 @@ def _load(
         **dataclasses.asdict(offload),
     )
     if not (quiet or len(require_runtime(model).store)):
-        print("a dense model: it has no experts to share, the CPU computes all", file=sys.stderr)
+        who = "CPU" if model.device.type == "cpu" else "GPU"
+        print(f"a dense model: it has no experts to share, the {who} computes all", file=sys.stderr)
     return model
 
 

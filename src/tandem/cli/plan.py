@@ -119,7 +119,8 @@ def _plan(
     on_device = memory.free_bytes if kind_of(offload.device).holds_dense_parts else None
 
     def sizes_with(config: OffloadConfig) -> "ModelSizes":
-        found = all_sizes_with(config)
+        # A profile says which machine is meant, which a dense model may be planned for, too.
+        found = all_sizes_with(dataclasses.replace(config, profile=None))
         return found.within(available, offload.expert_memory_bytes, on_device)
 
     is_packed = bool(packed_files)
@@ -130,7 +131,7 @@ def _plan(
     context = sizes.context(options.context)
     slots, gpu_bytes = plan_slots(
         sizes, device=offload.device, gpu_memory=offload.gpu_memory, memory=memory,
-        context_tokens=context,
+        context_tokens=context, others=others,
     )  # fmt: skip
     plan = Plan(
         sizes=sizes,
@@ -219,6 +220,8 @@ def _speed(
         return "not forecast (--no-measure)"
     if offload.device == "cpu":
         return forecast_speed(sizes, offload, cache_dir=cache_dir(), refresh=options.refresh)
+    if sizes.is_dense:
+        return "not forecast: profiles have no times of a dense model on a GPU"
     reason = why_not_measured(sizes) if offload.profile is None else ""
     if reason:
         return reason
@@ -299,15 +302,18 @@ def _state_rows(plan: "Plan") -> list[tuple[str, int]]:
 def _device_line(plan: "Plan") -> str:
     """Say what the device's memory goes to, and what is left of it."""
     parts = plan.gpu_bytes
-    names = {"dense": "dense parts", "kv_cache": "KV cache", "workspace": "activations"}
+    dense = "weights" if plan.sizes.is_dense else "dense parts"
+    names = {"dense": dense, "kv_cache": "KV cache", "workspace": "activations"}
     others = "".join(
         f", {name} {format_bytes(parts[key])}" for key, name in names.items() if parts[key]
     )
     left = plan.gpu_available_bytes - sum(parts.values())
-    return (
-        f"{plan.device}: {plan.expert_slots} of {plan.sizes.num_experts} experts in "
-        f"{format_bytes(parts['experts'])}{others}, {format_bytes(left)} left free"
-    )
+    if plan.sizes.is_dense:
+        here = "all of the model"
+    else:
+        slots, experts = plan.expert_slots, plan.sizes.num_experts
+        here = f"{slots} of {experts} experts in {format_bytes(parts['experts'])}"
+    return f"{plan.device}: {here}{others}, {format_bytes(left)} left free"
 
 
 def _speed_lines(plan: "Plan") -> list[str]:

@@ -160,16 +160,19 @@ class OffloadOptions:
 
         `is_on_gpu` tells whether its parts are to go to a GPU, whatever `device` is.
         """
-        if self.device != "cpu" or is_on_gpu:
-            place = "a GPU" if is_on_gpu else f"device {self.device!r}"
+        kind = kind_of(self.device)
+        if kind.machine and not kind.holds_dense_parts:
             raise ConfigError(
-                f"{model} is a dense model: it has no experts to share with {place}, and Tandem "
-                "runs it on the CPU alone; give device 'cpu', or let Transformers run it on a GPU "
-                "that holds it"
+                f"{model} is a dense model: it has no experts to share with device "
+                f"{self.device!r}, which computes nothing else; give device 'cpu', or 'cuda' where "
+                "a GPU holds all of it"
             )
+        followed: tuple[str, ...] = _OF_DENSE_PARTS
+        if is_on_gpu or kind.holds_dense_parts:
+            followed += ("gpu_memory",)
         defaults = {field.name: field.default for field in dataclasses.fields(OffloadOptions)}
         own = dataclasses.asdict(self)
-        of_experts = [name for name in defaults if name not in _OF_DENSE_PARTS]
+        of_experts = [name for name in defaults if name not in followed]
         given = [name for name in of_experts if own[name] != defaults[name]]
         if given:
             raise ConfigError(

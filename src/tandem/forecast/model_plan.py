@@ -4,7 +4,9 @@ Arithmetic on sizes and on measured speeds; loads nothing.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from tandem.core.units import format_bytes
 from tandem.devices import kind_of
@@ -14,9 +16,8 @@ from tandem.forecast.gpu_forecast import GpuForecast
 from tandem.forecast.sizes import ModelSizes
 from tandem.forecast.speed_forecast import SpeedForecast
 from tandem.forecast.state_bytes import checkpoint_bytes
+from tandem.hf.whole_model import prompt_bytes, require_room
 
-# Activations of a prompt: fp32 rows of its (token, expert) pairs, twice the hidden states.
-_PROMPT_CHUNK_TOKENS = 2048
 _CONTEXTS = (2048, 8192, 32768, 131072)
 
 
@@ -100,14 +101,23 @@ class Plan:
 
 def workspace_bytes(sizes: ModelSizes, context_tokens: int) -> int:
     """Return the bytes that a prompt's activations take at most."""
-    rows = min(_PROMPT_CHUNK_TOKENS, context_tokens) * (sizes.top_k + 2)
-    return rows * int(sizes.config.hidden_size) * 4
+    return prompt_bytes(sizes.config, context_tokens, sizes.top_k)
 
 
 def plan_slots(
-    sizes: ModelSizes, *, device: str, gpu_memory: str, memory: DeviceMemory, context_tokens: int
+    sizes: ModelSizes,
+    *,
+    device: str,
+    gpu_memory: str,
+    memory: DeviceMemory,
+    context_tokens: int,
+    others: Mapping[str, ModelSizes] = MappingProxyType({}),
 ) -> tuple[int, dict[str, int]]:
-    """Return how many slots the device has and what its memory goes to; raises `CapacityError`."""
+    """Return how many slots the device has and what its memory goes to; raises `CapacityError`.
+
+    A dense model's are none: all of it fits, or that is the error, which names what of `others`,
+    its sizes in other formats, would.
+    """
     parts = {"dense": 0, "kv_cache": 0, "experts": 0, "workspace": 0}
     if device == "cpu":
         return 0, parts
@@ -117,6 +127,10 @@ def plan_slots(
             "kv_cache": sizes.device_kv.device_bytes_of(context_tokens) + sizes.state_bytes,
             "workspace": workspace_bytes(sizes, context_tokens),
         }
+    if sizes.is_dense:
+        smaller = {f"--dense-dtype {name}": x.device_bytes for name, x in others.items()}
+        require_room(gpu_memory, memory, parts, smaller)
+        return 0, parts
     slots = count_slots(
         parse_gpu_memory(gpu_memory),
         memory,

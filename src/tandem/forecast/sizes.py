@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,16 +13,19 @@ from tandem.checkpoint.config_values import experts_per_token, value_of
 from tandem.checkpoint.sources.source import Source
 from tandem.core.errors import ConfigError
 from tandem.devices import kind_of
-from tandem.experts.store.host_store import HostLayer, HostStore
+from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.forecast.state_bytes import state_bytes_of
-from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
+from tandem.foreign_types import PreTrainedConfig
 from tandem.hf.checkpoint import AnyCheckpoint, GgufCheckpoint
-from tandem.hf.compat import parts_in_fp32
-from tandem.hf.config import OffloadConfig, parse_dense_dtype
-from tandem.hf.dense import has_quantised_experts, is_packable_embedding, packable_layers
-from tandem.hf.dense_bytes import short_memory
-from tandem.hf.experts import is_experts_module
+from tandem.hf.config import OffloadConfig
+from tandem.hf.dense_bytes import (
+    dense_parts,
+    device_bytes,
+    embedding_bytes,
+    layer_formats,
+    short_memory,
+)
 from tandem.hf.kv_sizes import USUAL_CONTEXT, KvSizes, kv_sizes_of
 from tandem.hf.load import empty_model, is_widened_on, open_foreign, source_config
 from tandem.hf.load_job import LoadJob
@@ -199,12 +202,10 @@ def config_sizes(
     codes = quantizer.dense_code_formats(model, on_device=on_device)
     store, text = quantizer.runtime.store, config.get_text_config()
     dtype = next(model.parameters()).dtype
-    packed = _packed_formats(model, store, offload, codes)
+    packed = layer_formats(model, store, offload, codes, on_device=on_device)
     # GGUF files have no rows side by side.
     tables = () if source is not None and source.method == "gguf" else row_tables(model)
     dense_bytes = _dense_bytes(model, packed, tables)
-    host_bytes, is_head_apart = _embedding_bytes(model, packed)
-    shared = 0 if is_head_apart else host_bytes
     return ModelSizes(
         config=text,
         experts_bytes=store.expected_bytes(dtype),
@@ -218,8 +219,8 @@ def config_sizes(
         num_layers=int(value_of(text, "num_hidden_layers") or len(store)),
         dense_bytes=dense_bytes,
         plain_dense_bytes=_dense_bytes(model, {}, tables),
-        host_bytes=host_bytes,
-        device_bytes=sum(dense_bytes.values()) - shared,
+        host_bytes=embedding_bytes(model, packed)[0],
+        device_bytes=device_bytes(model, packed),
         dense_layers_with_codes=sum(fmt is not None for fmt in codes.values()),
         dense_format=_most_common(packed),
         dense_layers_without=sum(fmt is None for fmt in codes.values()),
@@ -250,73 +251,12 @@ def _format_name(layer: HostLayer, dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _packed_formats(
-    model: nn.Module,
-    store: HostStore,
-    offload: OffloadConfig,
-    codes: Mapping[str, WeightFormat | None],
-) -> dict[str, WeightFormat]:
-    """Return the formats of the linear layers that will be packed, by path."""
-    fmt, is_auto = parse_dense_dtype(offload.dense_dtype), offload.dense_dtype == "auto"
-    # A dense model's codes are kept if it has some.
-    is_quantised = has_quantised_experts(store) or any(codes.values())
-    if fmt is None or (is_auto and not is_quantised):
-        return {}
-    kept = {name.removesuffix(".weight"): own for name, own in codes.items() if own is not None}
-    layers = packable_layers(model, on_device=kind_of(offload.device).holds_dense_parts)
-    formats: dict[str, WeightFormat | None] = dict.fromkeys((path for path, *_ in layers), fmt)
-    formats |= {p: parse_dense_dtype(name) for p, name in (offload.dense_formats or {}).items()}
-    return {path: own for path, own in formats.items() if own is not None} | kept
-
-
 def _dense_bytes(
     model: nn.Module, packed: Mapping[str, WeightFormat], tables: Collection[str]
 ) -> dict[str, int]:
     """Return the bytes of what is not an expert, by part; `tables` of rows by their paths."""
     totals = {name: 0 for name, _ in _PARTS} | {_OTHER: 0, _TABLES: 0}
-    for name, num_bytes in _dense_parts(model, packed):
+    for name, num_bytes in dense_parts(model, packed):
         part = next((p for p, words in _PARTS if any(w in name for w in words)), _OTHER)
         totals[_TABLES if name.removesuffix(".weight") in tables else part] += num_bytes
     return {part: total for part, total in totals.items() if total}
-
-
-def _embedding_bytes(
-    model: PreTrainedModel, packed: Mapping[str, WeightFormat]
-) -> tuple[int, bool]:
-    """Return what the embeddings take on the host, and whether a head has a copy of its own.
-
-    0 where a head that is tied to them is in the model's dtype: then they are on the GPU.
-    """
-    embeddings = model.get_input_embeddings()
-    path = next(path for path, module in model.named_modules() if module is embeddings)
-    parameters = model.named_parameters(remove_duplicate=False)
-    tied = [name.removesuffix(".weight") for name, p in parameters if p is embeddings.weight]
-    if path in packed:
-        shape, fmt = embeddings.weight.shape, packed[path]
-        return fmt.matrix_bytes(*shape), len(tied) > 1
-    is_alone = is_packable_embedding(embeddings) and all(n in packed for n in tied if n != path)
-    return (embeddings.weight.nbytes if is_alone else 0), False
-
-
-def _dense_parts(model: nn.Module, packed: Mapping[str, WeightFormat]) -> Iterator[tuple[str, int]]:
-    """Yield (name, bytes) of parameters and buffers; what is packed by its format."""
-    experts = {id(p) for m in model.modules() if is_experts_module(m) for p in m.parameters()}
-    in_fp32 = parts_in_fp32(model)
-    seen: set[int] = set()
-    seen_packed: set[int] = set()  # a head and embeddings in the same form are one
-    for path, module in model.named_modules():
-        if path in packed:
-            fmt, weight = packed[path], module.get_parameter("weight")
-            if id(weight) not in seen_packed:
-                seen_packed.add(id(weight))
-                yield (
-                    f"{path}.weight",
-                    fmt.matrix_bytes(*weight.shape),
-                )
-            continue
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        for name, tensor in own:
-            if id(tensor) not in experts and id(tensor) not in seen:
-                seen.add(id(tensor))
-                itemsize = 4 if any(word in f"{path}.{name}" for word in in_fp32) else 0
-                yield f"{path}.{name}", tensor.numel() * max(itemsize, tensor.itemsize)

@@ -16,6 +16,7 @@ from tandem.experts.cache.heat import Heat
 from tandem.experts.cache.sizing import count_slots
 from tandem.experts.cache.start import STARTS
 from tandem.experts.execution.captured_steps import CapturedSteps
+from tandem.experts.execution.executor import Executor
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.foreign_types import PreTrainedModel
 from tandem.hardware.profiles import save_profile
@@ -23,7 +24,7 @@ from tandem.hf.config import OffloadConfig, parse_dense_dtype
 from tandem.hf.dense import (
     give_fp32_logits,
     has_kernels,
-    has_quantised_experts,
+    is_quantised,
     pack_dense_layers,
     pack_for_device,
     place_on,
@@ -59,7 +60,10 @@ def assemble(
     share_threads(model, runtime.threads)
     give_fp32_logits(model)
     read_experts()
-    if options.device == "cpu":
+    has_gpu = options.device != "cpu" or runtime.device.type != "cpu"
+    if has_gpu and not len(runtime.store):
+        runtime.use(_on_gpu_alone(model, runtime))
+    elif options.device == "cpu":
         runtime.use(runtime.cpu_executor())
     else:
         runtime.use(_hybrid(observe(model, runtime), runtime))
@@ -71,13 +75,20 @@ def _bring_dense_parts(model: PreTrainedModel, runtime: Runtime, options: Offloa
     A step reads all dense parts, so that in eight bits they take half of its time and memory.
     """
     device, fmt = runtime.device, parse_dense_dtype(options.dense_dtype)
-    can_pack = has_quantised_experts(runtime.store) and has_kernels()
+    can_pack = is_quantised(model) and has_kernels()
     if fmt is not None and (can_pack or options.dense_dtype != "auto"):
         formats = options.dense_formats or {}  # of a packed checkpoint
         kept = [path for path, name in formats.items() if parse_dense_dtype(name) is None]
         pack_for_device(model, fmt, place_on(device, runtime.threads), kept)
     keep_embeddings_on_host(model, device)
     move_dense_parts(model, device)
+
+
+def _on_gpu_alone(model: PreTrainedModel, runtime: Runtime) -> Executor:
+    """Return what stands for the experts of a model that has none, all of which is on a GPU."""
+    module = importlib.import_module(kind_of("cuda").machine)
+    found: Executor = module.without_experts(model, runtime)
+    return found
 
 
 def profile_of(model: PreTrainedModel, *, refresh: bool = False) -> HardwareProfile:

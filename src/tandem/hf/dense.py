@@ -22,7 +22,7 @@ from tandem.hf.config import parse_dense_dtype, plain_name, stored_format
 from tandem.hf.experts import is_experts_module
 from tandem.hf.runtime import runtime_of
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, multiply, pack_dense
-from tandem.kernels.formats.weight_format import WeightFormat
+from tandem.kernels.formats.weight_format import WeightFormat, find_format
 from tandem.kernels.grouped import cut_like, is_grouped, multiply_by_group
 from tandem.kernels.opaque_calls import DENSE, ROWS, mapped, opaque
 from tandem.kernels.torch_private import tensor_without_values
@@ -241,15 +241,23 @@ def format_on_cpu(model: PreTrainedModel, dense_dtype: str) -> WeightFormat | No
     fmt = parse_dense_dtype(dense_dtype)
     if fmt is None or model.device.type != "cpu":
         return None
-    return fmt if plain_name(dense_dtype) != "auto" or _is_quantised(model) else None
+    return fmt if plain_name(dense_dtype) != "auto" or is_quantised(model) else None
 
 
-def _is_quantised(model: PreTrainedModel) -> bool:
+def is_quantised(model: PreTrainedModel) -> bool:
     """Whether a model's experts are quantised; of a dense model, whether linear layers are."""
     runtime = runtime_of(model)
     if runtime is None or not len(runtime.store):
-        return any(_has_few_bits(layer.packed.matrix.format) for _, layer in packed_layers(model))
+        kinds = (PackedLinear, DeviceLinear)
+        layers = (module for module in model.modules() if isinstance(module, kinds))
+        return any(_has_few_bits(format_of(layer)) for layer in layers)
     return has_quantised_experts(runtime.store)
+
+
+def format_of(layer: PackedLinear | DeviceLinear) -> WeightFormat:
+    """Return the format of a packed layer's weight, wherever it lies."""
+    packed = layer.packed
+    return packed.matrix.format if isinstance(packed, DenseWeight) else find_format(packed.format)
 
 
 def pack_as_loaded(model: PreTrainedModel, threads: CpuThreads) -> int:

@@ -1,9 +1,20 @@
 """How much memory the parts of a model take that are no experts, and whether there is as much."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
+from torch import nn
+
+from tandem.experts.store.host_store import HostStore
 from tandem.foreign_types import PreTrainedModel
-from tandem.hf.dense import format_on_cpu, packable_layers, tied_weights
+from tandem.hf.compat import parts_in_fp32
+from tandem.hf.config import OffloadConfig, parse_dense_dtype
+from tandem.hf.dense import (
+    format_on_cpu,
+    has_quantised_experts,
+    is_packable_embedding,
+    packable_layers,
+    tied_weights,
+)
 from tandem.hf.experts import is_experts_module
 from tandem.kernels.formats.weight_format import WeightFormat
 
@@ -47,3 +58,73 @@ def short_memory(
     if expert_memory_bytes is not None:
         experts_bytes = min(experts_bytes, expert_memory_bytes)
     return None if experts_bytes + dense_bytes <= free_bytes else free_bytes
+
+
+def layer_formats(
+    model: nn.Module,
+    store: HostStore,
+    offload: OffloadConfig,
+    codes: Mapping[str, WeightFormat | None],
+    *,
+    on_device: bool,
+) -> dict[str, WeightFormat]:
+    """Return the formats of the linear layers that will be packed, by path.
+
+    `codes` are those of a quantised checkpoint, by weight.
+    """
+    fmt, is_auto = parse_dense_dtype(offload.dense_dtype), offload.dense_dtype == "auto"
+    # A dense model's codes are kept if it has some.
+    is_quantised = has_quantised_experts(store) or any(codes.values())
+    if fmt is None or (is_auto and not is_quantised):
+        return {}
+    kept = {name.removesuffix(".weight"): own for name, own in codes.items() if own is not None}
+    layers = packable_layers(model, on_device=on_device)
+    formats: dict[str, WeightFormat | None] = dict.fromkeys((path for path, *_ in layers), fmt)
+    formats |= {p: parse_dense_dtype(name) for p, name in (offload.dense_formats or {}).items()}
+    return {path: own for path, own in formats.items() if own is not None} | kept
+
+
+def dense_parts(model: nn.Module, packed: Mapping[str, WeightFormat]) -> Iterator[tuple[str, int]]:
+    """Yield (name, bytes) of parameters and buffers; what is packed by its format."""
+    experts = {id(p) for m in model.modules() if is_experts_module(m) for p in m.parameters()}
+    in_fp32 = parts_in_fp32(model)
+    seen: set[int] = set()
+    seen_packed: set[int] = set()  # a head and embeddings in the same form are one
+    for path, module in model.named_modules():
+        if path in packed:
+            fmt, weight = packed[path], module.get_parameter("weight")
+            if id(weight) not in seen_packed:
+                seen_packed.add(id(weight))
+                yield (
+                    f"{path}.weight",
+                    fmt.matrix_bytes(*weight.shape),
+                )
+            continue
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, tensor in own:
+            if id(tensor) not in experts and id(tensor) not in seen:
+                seen.add(id(tensor))
+                itemsize = 4 if any(word in f"{path}.{name}" for word in in_fp32) else 0
+                yield f"{path}.{name}", tensor.numel() * max(itemsize, tensor.itemsize)
+
+
+def embedding_bytes(model: PreTrainedModel, packed: Mapping[str, WeightFormat]) -> tuple[int, bool]:
+    """Return what the embeddings take on the host, and whether a head has a copy of its own.
+
+    0 where a head that is tied to them is in the model's dtype: then they are on the GPU.
+    """
+    embeddings = model.get_input_embeddings()
+    path = next(path for path, module in model.named_modules() if module is embeddings)
+    parameters = model.named_parameters(remove_duplicate=False)
+    tied = [name.removesuffix(".weight") for name, p in parameters if p is embeddings.weight]
+    if path in packed:
+        shape, fmt = embeddings.weight.shape, packed[path]
+        return fmt.matrix_bytes(*shape), len(tied) > 1
+    is_alone = is_packable_embedding(embeddings) and all(n in packed for n in tied if n != path)
+    return (embeddings.weight.nbytes if is_alone else 0), False
+
+
+def device_bytes(model: PreTrainedModel, packed: Mapping[str, WeightFormat]) -> int:
+    """Return what a GPU takes of the dense parts: all but embeddings that stay on the host."""
+    on_host, is_head_apart = embedding_bytes(model, packed)
+    return sum(size for _, size in dense_parts(model, packed)) - (0 if is_head_apart else on_host)

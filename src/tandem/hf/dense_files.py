@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tandem.devices.cuda.linear import DeviceLinear
 from tandem.hf.config import DEFAULT_DENSE_FORMAT, parse_dense_dtype
-from tandem.hf.dense import PackedLinear, Place, packable_layers, untie
+from tandem.hf.dense import PackedLinear, Place, format_of, packable_layers, untie
 from tandem.kernels.dense import DenseWeight, pack_dense
 from tandem.kernels.formats.packed import PackedMatrix
 from tandem.kernels.formats.weight_format import WeightFormat, find_format
@@ -99,8 +99,7 @@ def _stored(layer: PackedLinear | DeviceLinear) -> DenseWeight:
 def _stored_format(layer: PackedLinear | DeviceLinear) -> WeightFormat:
     if layer.input_order is not None:
         return find_format(DEFAULT_DENSE_FORMAT)
-    packed = layer.packed
-    return packed.matrix.format if isinstance(packed, DenseWeight) else find_format(packed.format)
+    return format_of(layer)
 
 
 def _packed_anywhere(model: nn.Module) -> Iterator[tuple[str, PackedLinear | DeviceLinear]]:

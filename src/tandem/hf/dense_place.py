@@ -12,6 +12,7 @@ from tandem.checkpoint.mapped_files import copy_out_of_files
 from tandem.core.errors import ConfigError
 from tandem.devices import kind_of
 from tandem.devices.cuda.embedding import HostEmbedding
+from tandem.devices.cuda.streams import memory_of
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import PackedEmbedding, is_packable_embedding
@@ -47,7 +48,7 @@ def dense_device(config: OffloadConfig, device_map: object) -> torch.device:
 
 def free_device_bytes(device: torch.device) -> int:
     """Return what a GPU has free."""
-    return torch.cuda.mem_get_info(device)[0]
+    return memory_of(device).free_bytes
 
 
 def move_dense_parts(model: nn.Module, device: torch.device) -> None:

@@ -58,6 +58,7 @@ from tandem.hf.packed_reading import map_packed
 from tandem.hf.row_tables import entries_of, leave_on_disk, row_tables, warn_of_tables
 from tandem.hf.runtime import Runtime
 from tandem.hf.steps import announce_steps
+from tandem.hf.whole_model import require_room_for
 from tandem.kernels.formats.weight_format import ExpertFormat, WeightFormat
 
 # What an error advises a user to try when the experts do not fit, largest first.
@@ -149,6 +150,11 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             self._writer.dense.expect(formats, tied_weights(model))
         if not all(f"{path}.weight" in formats for path in row_tables(model)):
             self._leave_tables(model, own, formats, kwargs.get("checkpoint_files"))
+        if not (own or is_here):
+            is_stored = self.pre_quantized
+            require_room_for(
+                model, self.runtime.device, self._job.options, formats, is_stored=is_stored
+            )
         if sink is None and not self.pre_quantized:  # a packed file is mapped
             # Plain weights on their way to a GPU are views of the files.
             is_counted = is_here or source is not None

@@ -2,6 +2,7 @@
 
 import gc
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -22,9 +23,15 @@ from tandem.devices.cuda.profile import measure_device
 from tandem.devices.cuda.streams import CudaStreams, Stream
 from tandem.experts.cache.clock import Clock, WallClock
 from tandem.experts.cache.expert_cache import ExpertCache
-from tandem.experts.cache.sizing import MemoryShare, budget_bytes, parse_gpu_memory
+from tandem.experts.cache.sizing import (
+    DeviceMemory,
+    MemoryShare,
+    budget_bytes,
+    parse_gpu_memory,
+)
 from tandem.experts.cache.slots import Slots
 from tandem.experts.execution import executor as cpu_executor
+from tandem.experts.execution.executor import CpuExecutor, Executor
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.pinning import pin_store
@@ -35,6 +42,8 @@ from tandem.hf.experts import expert_functions
 from tandem.hf.lookahead.warm_up import ExpertsCall, NoExperts, forward_tokens, warm_up_ids
 from tandem.hf.machine.parts import DeviceParts, ObservedModel
 from tandem.hf.machine.profile import kept_profile, measured_profile, profile_key
+from tandem.hf.runtime import Runtime
+from tandem.kernels.dense import CpuThreads
 from tandem.kernels.native import TOKEN_DTYPES
 from tandem.policy.cost import HardwareProfile, HostCosts
 from tandem.policy.plan import Geometry
@@ -78,7 +87,8 @@ def device_parts(
     )
     kernels = observed.cpu_kernels(clock.add_cpu)
     if gpu is not None:  # a twin runs steps in torch
-        _compile_steps(observed, streams)
+        observed.bind(NoExperts(observed.store))
+        _compile_steps(model, streams)
     try:
         if observed.host_slots is not None:
             observed.host_slots.pin(device.pin)
@@ -152,14 +162,41 @@ def compiled_kernels(
     return kernels
 
 
-def _compile_steps(observed: ObservedModel, streams: CudaStreams) -> None:
+def without_experts(model: PreTrainedModel, runtime: Runtime) -> Executor:
+    """Compile the steps of a dense model that is on the GPU, and keep to the memory given for it.
+
+    What is returned gives the rest of the memory back when it is closed.
+    """
+    gpu = require_cuda(index=require_on_one_gpu(model))
+    require_dtype(gpu, model.dtype)
+    streams = CudaStreams(model.device.index or 0)
+    _compile_steps(model, streams)
+    share, memory = parse_gpu_memory(runtime.options.gpu_memory), streams.memory()
+    streams.limit(budget_bytes(_with_taken(share, memory, streams.taken_bytes()), memory))
+    return NoExpertsOnGpu(runtime.store, runtime.threads, streams)
+
+
+class NoExpertsOnGpu(CpuExecutor):
+    """Stands for the experts of a model that has none: it keeps the GPU's memory limited."""
+
+    def __init__(self, store: HostStore, threads: CpuThreads, streams: CudaStreams) -> None:
+        """Serve an empty store until it is closed, or gone."""
+        super().__init__(store, threads)
+        self._end = weakref.finalize(self, streams.limit, None)
+        self._end.atexit = False
+
+    def close(self) -> None:
+        """Lift the limit."""
+        self._end()
+
+
+def _compile_steps(model: PreTrainedModel, streams: CudaStreams) -> None:
     """Compile what decode steps launch beside their experts, so that the first one does not."""
     # Stepping needs all of Transformers, which is not there yet when this module is imported.
     from tandem.decode.cuda.compiling import step_compilations
 
-    observed.bind(NoExperts(observed.store))
-    linear = linear_compilations(observed.model, streams.device)
-    _run_all([*linear, *step_compilations(observed.model)], "Compiling decode steps", streams)
+    linear = linear_compilations(model, streams.device)
+    _run_all([*linear, *step_compilations(model)], "Compiling decode steps", streams)
     gc.collect()  # slots know their steps, and their memory is counted next
 
 
@@ -201,11 +238,17 @@ def _share(observed: ObservedModel, streams: CudaStreams) -> tuple[MemoryShare, 
     workspace += workspace_bytes(store, observed.call, tokens)
     share, memory = parse_gpu_memory(observed.options.gpu_memory), streams.memory()
     taken = streams.taken_bytes()
-    if share.num_bytes is None and share.fraction is None:  # auto: of what is left
-        share = MemoryShare(num_bytes=taken + budget_bytes(share, memory))
+    share = _with_taken(share, memory, taken)
     budget = budget_bytes(share, memory)
     streams.limit(budget)
     return share, taken + workspace + kv_bytes(model, KV_TOKENS)
+
+
+def _with_taken(share: MemoryShare, memory: DeviceMemory, taken: int) -> MemoryShare:
+    """Return what is for Tandem, where so many bytes are taken: auto is of what is left."""
+    if share.num_bytes is None and share.fraction is None:
+        return MemoryShare(num_bytes=taken + budget_bytes(share, memory))
+    return share
 
 
 def workspace_bytes(store: HostStore, call: ExpertsCall, num_tokens: int) -> int:

@@ -54,6 +54,13 @@ class Event(Protocol):
         """Wait until everything before it is done."""
 
 
+def memory_of(device: torch.device) -> DeviceMemory:
+    """Return the memory of a GPU; what torch's allocator holds unused is free for us."""
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return DeviceMemory(total, free + held)
+
+
 class CudaStreams:
     """A real GPU, by way of torch; it need not be the current one."""
 
@@ -135,10 +142,8 @@ class CudaStreams:
         torch.cuda.synchronize(self.device)
 
     def memory(self) -> DeviceMemory:
-        """Return the memory of the device; what torch's allocator holds unused is free for us."""
-        free, total = torch.cuda.mem_get_info(self.device)
-        held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return DeviceMemory(total, free + held)
+        """Return the memory of the device."""
+        return memory_of(self.device)
 
     def limit(self, num_bytes: int | None) -> None:
         """Take no more than so much memory from now on; None: as much as before all limits."""

@@ -1,6 +1,7 @@
 """What of a device's memory a user gives, and how many slots that holds. Only bytes, no torch."""
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from tandem.core.errors import CapacityError, ConfigError
@@ -95,3 +96,28 @@ def count_slots(
             " or run with device cpu"
         )
     return min(count, num_experts)
+
+
+def require_whole(
+    share: MemoryShare,
+    memory: DeviceMemory,
+    parts: Mapping[str, int],
+    smaller: Iterable[tuple[str, int]] = (),
+) -> int:
+    """Return the budget, which holds all of a dense model; raises `CapacityError` if it does not.
+
+    `parts` are the bytes of what lies on the device, by what they are; `smaller` what they would
+    be together with other options, by what a user gives for it, largest first.
+    """
+    needed, budget = sum(parts.values()), budget_bytes(share, memory)
+    room = min(budget, memory.free_bytes)
+    if needed <= room:
+        return budget
+    named = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+    fitting = (f"{how} takes {format_bytes(size)}" for how, size in smaller if size <= room)
+    raise CapacityError(
+        f"the model takes {format_bytes(needed)} of the GPU's memory ({named}), and there are "
+        f"{format_bytes(room)} for it (gpu_memory; {format_bytes(memory.free_bytes)} are free); a "
+        "dense model has no experts to keep elsewhere: "
+        f"{next(fitting, 'give it more memory')}, or run with device cpu"
+    )
