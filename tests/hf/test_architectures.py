@@ -3,6 +3,7 @@
 Writes docs/models.md: `pytest tests/hf/test_architectures.py --write-docs`.
 """
 
+import copy
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,12 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import DynamicCache
 
 import tandem
 from tandem.experts.tracing.events import LayerExecuted
+from tandem.hf.adapters import put_on_interface
 from tandem.hf.compat import compresses_windows
+from tandem.hf.dense import packable_layers
 from tandem.hf.lookahead.routers import find_routers
+from tandem.hf.router_layers import router_layers
 from tandem.kv_cache.stand_ins import sees_all
 from tests.architectures import (
     adapted,
@@ -188,6 +193,42 @@ def test_quantized_experts_are_near_and_saved_exactly(name: str, tiny: tuple[Any
         reloaded = tandem.load(tandem.save(offloaded, folder / "packed-int8"))
         again = outputs_of(reloaded, calls)
         assert all(map(torch.equal, again, outputs))
+
+
+@pytest.mark.parametrize("name", architectures(), scope="module")
+def test_what_experts_weights_depend_on_is_not_packed(name: str, tiny: tuple[Any, Path]) -> None:
+    """Routers, that is: of parameters behind the weights, those that are not behind hidden states.
+
+    Where no weight depends on anything (Llama 4), the router's is not.
+    """
+    model = copy.deepcopy(tiny[0])
+    put_on_interface(model)
+    received: list[list[torch.Tensor]] = []
+    for module in experts_modules(model):
+        module.register_forward_pre_hook(
+            lambda _, args, options: received.append([*args, *options.values()]), with_kwargs=True
+        )
+        module.forward = lambda hidden, *_, **__: hidden
+    model.requires_grad_(True)
+    model(**tiny_inputs(model) | {"use_cache": False})
+    deciding: set[int] = set()
+    for hidden, _, weights in received:
+        deciding |= parameters_behind(weights) - parameters_behind(hidden)
+    linear = {m for m in model.modules() if isinstance(m, nn.Linear) and id(m.weight) in deciding}
+    assert linear == router_layers(model) or name == "llama4"
+    assert not any(module in linear for *_, module in packable_layers(model))
+
+
+def parameters_behind(value: torch.Tensor) -> set[int]:
+    """Return the ids of what a value is computed from."""
+    found, seen, ahead = set(), set(), [value.grad_fn]
+    while ahead:
+        node: Any = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found |= {id(node.variable)} if hasattr(node, "variable") else set()
+            ahead += [inner for inner, _ in node.next_functions]
+    return found
 
 
 @torch.no_grad()

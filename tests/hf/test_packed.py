@@ -1,6 +1,7 @@
 """Packed checkpoints load as they were saved, and only with Tandem."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from transformers import AutoModelForCausalLM
 
 import tandem
 from tandem.experts.store.packed_layer import PackedLayer
+from tandem.hf.dense import packed_layers
 from tests.architectures import tiny_inputs
+from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import logits_of, runtime_in
 from tests.programs import TORCH_IMPORTS, python
 
@@ -95,3 +98,25 @@ def test_save_that_fails_leaves_nothing(
     with pytest.raises(tandem.TandemError, match="No space left on device"):
         tandem.save(tandem.load(packed), tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["gemma4", "hunyuan_v1_moe"])
+def test_a_directory_with_packed_routers_loads(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As earlier versions wrote them: what is packed is what the files hold."""
+    checkpoint = save_tiny_checkpoint(tmp_path / "plain", name)
+    options: dict[str, Any] = {"dtype": "float32", "threads": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr("tandem.hf.dense.router_layers", lambda model: set())
+        before = tandem.load(checkpoint, dense_dtype="int8-g32", **options)
+        directory = tandem.save(before, tmp_path / "packed")
+    assert not any(map(is_of_a_router, dict(packed_layers(tandem.load(checkpoint, **options)))))
+    by_itself: Any = AutoModelForCausalLM.from_pretrained(directory)
+    for again in (tandem.load(directory, threads=1), by_itself):
+        assert any(map(is_of_a_router, dict(packed_layers(again))))
+        assert torch.equal(logits_of(again), logits_of(before))
+
+
+def is_of_a_router(path: str) -> bool:
+    return "router" in path or ".gate." in path

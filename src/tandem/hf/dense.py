@@ -20,6 +20,7 @@ from tandem.experts.store.stand_in import refuse_to_load
 from tandem.foreign_types import ModelPart, PreTrainedModel
 from tandem.hf.config import parse_dense_dtype, plain_name, stored_format
 from tandem.hf.experts import is_experts_module
+from tandem.hf.router_layers import router_layers
 from tandem.hf.runtime import runtime_of
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, multiply, pack_dense
 from tandem.kernels.formats.weight_format import WeightFormat, find_format
@@ -27,9 +28,8 @@ from tandem.kernels.grouped import cut_like, is_grouped, multiply_by_group
 from tandem.kernels.opaque_calls import DENSE, ROWS, mapped, opaque
 from tandem.kernels.torch_private import tensor_without_values
 
-_ROUTER_NAMES = ("gate", "router", "router_proj", "shared_expert_gate")
 _SCALE = "scalar_embed_scale"  # of Gemma's embeddings
-# Layers with fewer weights than so many rows of hidden states save nothing: ends of routers.
+# Layers with fewer weights than so many rows of hidden states save nothing.
 _LEAST_ROWS = 4
 # Latent attention multiplies with them by head, as numbers: packed on a GPU they would be there
 # twice.
@@ -371,13 +371,14 @@ LinearAt = tuple[str, nn.Module, str, nn.Linear]
 def packable_layers(model: nn.Module, *, on_device: bool = False) -> Iterator[LinearAt]:
     """Yield every linear layer that is worth packing, here or on a GPU."""
     least = _LEAST_ROWS * cast("ModelPart", model).config.get_text_config().hidden_size
-    kept = (*_ROUTER_NAMES, *(_READ_BY_HEAD if on_device else ()))
+    routers = router_layers(model)
     for above, parent in model.named_modules():
         if is_experts_module(parent) or is_tower(above):
             continue
         for name, child in parent.named_children():
             is_known = type(child) is nn.Linear or (is_grouped(child) and not on_device)
-            if is_known and name not in kept and child.weight.numel() >= least:
+            is_kept = child in routers or (on_device and name in _READ_BY_HEAD)
+            if is_known and not is_kept and child.weight.numel() >= least:
                 yield f"{above}.{name}".removeprefix("."), parent, name, child
 
 

@@ -4,7 +4,7 @@ Its name is none of Transformers' own, so that nothing but Tandem takes it for a
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -53,17 +53,22 @@ class StoredLinear(nn.Module):
 
 
 def expect_stored_layers(
-    model: nn.Module, fmt: WeightFormat, others: Mapping[str, str] | None = None
+    model: nn.Module, fmt: WeightFormat, others: Mapping[str, str], tensors: Collection[str]
 ) -> None:
-    """Put a `StoredLinear` where each layer that `pack_dense_layers` would pack is.
+    """Put a `StoredLinear` where the files hold a packed layer, by the names of their tensors.
 
-    `others` names the formats of those, by path, that are not packed in `fmt`; "none": as loaded.
+    `others` names the formats of those, by path, that are not packed in `fmt`. Without names, where
+    each layer is that `pack_dense_layers` packs now; another Tandem may have packed others.
     """
-    formats = {path: parse_dense_dtype(name) for path, name in (others or {}).items()}
-    for path, parent, name, linear in list(packable_layers(model)):
-        own = formats.get(path, fmt)
-        if own is not None:
-            setattr(parent, name, StoredLinear(linear, own))
+    end = f".{TENSOR_NAME}"
+    held = {name.removesuffix(end) for name in tensors if name.endswith(end)}
+    formats = {path: parse_dense_dtype(name) for path, name in others.items()}
+    if not tensors:
+        paths = (path for path, *_ in packable_layers(model))
+        held = {path for path in paths if formats.get(path, fmt) is not None}
+    for path, linear in list(model.named_modules()):
+        if path in held and isinstance(linear, nn.Linear):
+            model.set_submodule(path, StoredLinear(linear, formats.get(path) or fmt))
     untie(model, StoredLinear)
 
 

@@ -16,6 +16,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from tandem.checkpoint.mapped_files import copy_out_of_files, map_ahead, mapped_tensors
 from tandem.checkpoint.packed import INDEX_FILE, packed_name
+from tandem.checkpoint.sources.safetensors_header import TensorEntry
 from tandem.checkpoint.weight_report import (
     require_finite_weights,
     require_shapes,
@@ -141,8 +142,9 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
                 sink.resume(layer)
         dense_format = parse_dense_dtype(self.quantization_config.dense_dtype)
         if self.pre_quantized and dense_format is not None:
-            stored = self.quantization_config.dense_formats or {}
-            expect_stored_layers(model, dense_format, stored)
+            others = self.quantization_config.dense_formats or {}
+            held = self._entries(kwargs.get("checkpoint_files"))
+            expect_stored_layers(model, dense_format, others, held)
         is_here = self.runtime.device.type == "cpu"
         formats: dict[str, WeightFormat | None] = {}
         if is_here or has_kernels():
@@ -190,11 +192,16 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         if job.sink is None and short is None:
             return
         read = files if isinstance(files, list) else []
-        left = leave_on_disk(model, entries_of(read) if job.entries is None else job.entries)
+        left = leave_on_disk(model, self._entries(files))
         # Transformers maps each file to be written to, which the system refuses of a large one.
         read[:] = [file for file in read if Path(file) not in left]
         if job.sink is None and short is not None:
             warn_of_tables(model, short)
+
+    def _entries(self, files: object) -> Mapping[str, TensorEntry]:
+        """Return the checkpoint's tensors; `files` are what Transformers says that it reads."""
+        known = self._job.entries
+        return entries_of(files if isinstance(files, list) else ()) if known is None else known
 
     def dense_code_formats(
         self, model: PreTrainedModel, *, on_device: bool

@@ -44,6 +44,7 @@ class AdaptedExperts(nn.Module):
         """
         super().__init__()
         self.config, self.act_fn, self.is_transposed = config, act_fn, is_transposed
+        self.num_experts = len(down_proj)
         self.gate_up_proj = nn.Parameter(gate_up_proj, requires_grad=False)
         self.down_proj = nn.Parameter(down_proj, requires_grad=False)
 

@@ -1,0 +1,42 @@
+"""Finds the linear layers of routers: of what stands beside experts and has a score for each.
+
+By shapes, so that a model's weights need not be there; `tests/hf/test_architectures.py` compares it
+with what the weights of the chosen experts depend on.
+"""
+
+from torch import nn
+
+from tandem.foreign_types import ModelPart
+from tandem.hf.experts import is_experts_module
+
+
+def router_layers(model: nn.Module) -> set[nn.Module]:
+    """Return all linear layers of the routers of a model's experts.
+
+    A router is in the smallest block around its experts that has one, unless others are there, too.
+    """
+    modules = dict(model.named_modules())
+    experts = {path: module for path, module in modules.items() if is_experts_module(module)}
+    found: set[nn.Module] = set()
+    for path, module in experts.items():
+        block = path
+        while block := block.rpartition(".")[0]:
+            if sum(other.startswith(f"{block}.") for other in experts) > 1:
+                break  # several layers
+            routers = [part for part in modules[block].children() if _scores(part, module)]
+            if routers:
+                inner = (layer for router in routers for layer in router.modules())
+                found.update(layer for layer in inner if isinstance(layer, nn.Linear))
+                break
+    return found
+
+
+def _scores(part: nn.Module, experts: ModelPart) -> bool:
+    """Whether a part of a block ends in a matrix of as many rows as there are experts.
+
+    Or of some more: of experts without weights, or one that stands for none (ZAYA).
+    """
+    count = getattr(experts, "num_experts", None) or len(experts.down_proj)
+    spare = getattr(experts, "num_spare_experts", 1)
+    matrices = [parameter for parameter in part.parameters() if parameter.dim() == 2]
+    return bool(matrices) and count <= len(matrices[-1]) <= count + spare
