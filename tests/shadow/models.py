@@ -123,21 +123,19 @@ def require_same_on_gpu(
     *,
     values: dict[str, int] | None = None,
     gpu_options: dict[str, Any] | None = None,
-    assignment: str | None = None,
-    prefetch_count: int | None = None,
+    on_gpu: dict[str, Any],
     **options: Any,
 ) -> ShadowGpu:
     """Load a tiny model of an architecture both ways, and compare all that it says.
 
-    `values` are of its config.
+    `values` are of its config, `on_gpu` options of the one on the device.
     """
-    on_gpu = {"assignment": assignment, "prefetch_count": prefetch_count}
     checkpoint = save_tiny_checkpoint(directory / name, name, **(values or {}))
     expected = cpu_says(checkpoint, **options)
     with shadow_gpu(**(gpu_options or {})) as gpu, quick_loads():
         with loaded(checkpoint, directory, **on_gpu, **options) as model:
             ahead = runtime_in(model).executor.cache.settings.predicting_rows
-            assert bool(ahead) == bool(prefetch_count)
+            assert bool(ahead) == bool({"prefetch_count", "look_ahead"} & {*on_gpu})
             assert {str(p.device) for p in model.parameters() if p.numel()} <= {"cuda:0", "cpu"}
             rows = gpu_pool(model, PROMPTS, 40)
             assert_same(said(model, rows), expected)

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tandem.hf.machine import parts
 from tandem.policy.assignment import IN_GRAPH
+from tandem.policy.step_path import GRAPH_ROWS
 from tests.architectures import architectures
 from tests.generate.test_architectures import (
     NOT_GENERATING_UPSTREAM,
@@ -47,7 +49,7 @@ def test_a_model_says_the_same_on_a_gpu(name: str, tmp_path: Path) -> None:
     """Its decode steps are one graph each, whose missing experts the host computes."""
     values = None if IS_WHOLE else {"num_hidden_layers": KINDS[name]}
     gpu = require_same_on_gpu(
-        name, tmp_path, values=values, expert_dtype="mxfp4", assignment="ready-on-gpu"
+        name, tmp_path, values=values, expert_dtype="mxfp4", on_gpu={"assignment": "ready-on-gpu"}
     )
     handed = set() if name in NOT_HANDED else {"publish", "combine"}
     assert {"graph", *handed, *OWN.get(name, ())} <= set(gpu.launched)
@@ -58,9 +60,27 @@ def test_a_model_that_fetches_and_copies_ahead_within_its_steps_says_the_same_on
     rule: str, tmp_path: Path
 ) -> None:
     gpu = require_same_on_gpu(
-        "mixtral", tmp_path, expert_dtype="mxfp4", assignment=rule, prefetch_count=2
-    )
+        "mixtral", tmp_path, values={"num_hidden_layers": 2}, expert_dtype="mxfp4",
+        on_gpu={"assignment": rule, "prefetch_count": 2},
+    )  # fmt: skip
     assert {"graph", "publish", "take_fetched", "combine"} <= set(gpu.launched)
+
+
+def test_a_model_that_asks_routers_within_its_steps_says_the_same_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels that ask are launched with what lies on the device."""
+    monkeypatch.setattr(
+        parts, "settled", lambda settings, *_, **__: settings.with_predictions((), GRAPH_ROWS)
+    )
+    gpu = require_same_on_gpu(
+        "mixtral", tmp_path, values={"num_hidden_layers": 2}, expert_dtype="mxfp4",
+        on_gpu={
+            "assignment": "ready-on-gpu", "profile": "desktop-12gb", "look_ahead": True,
+            "prediction": "foresight",
+        },
+    )  # fmt: skip
+    assert {"graph", "publish", "ask", "publish_guess", "combine"} <= set(gpu.launched)
 
 
 @pytest.mark.filterwarnings("ignore:Triton is not installed")
