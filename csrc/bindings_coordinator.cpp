@@ -103,6 +103,23 @@ void bind_foresight(nb::module_& m) {
       });
 }
 
+using KnownTuple = std::tuple<std::int32_t, Ids, Ids>;
+
+std::vector<StepPolicy::KnownLoad> known_loads(std::vector<KnownTuple> known,
+                                               std::int64_t num_layers, std::int64_t num_experts) {
+  std::vector<StepPolicy::KnownLoad> found;
+  for (auto& [layer, experts, tokens] : known) {
+    require(layer >= 0 && layer < num_layers && (found.empty() || found.back().layer < layer),
+            "layers in their order");
+    require(experts.size() == tokens.size(), "tokens of each expert that is known");
+    for (const std::int32_t expert : experts)
+      require(expert >= 0 && expert < num_experts, "experts that exist");
+    for (const std::int32_t count : tokens) require(count > 0, "at least a token of each expert");
+    found.push_back({layer, {std::move(experts), std::move(tokens)}});
+  }
+  return found;
+}
+
 void bind_policy(nb::module_& m) {
   nb::class_<StepPolicy>(m, "StepPolicy")
       .def("__init__",
@@ -143,7 +160,15 @@ void bind_policy(nb::module_& m) {
            nb::arg(), nb::arg() = false, nb::arg() = false)
       .def("resident", [](const StepPolicy& self) { return as_tuple(self.resident()); })
       .def("link_free_at", &StepPolicy::link_free_at)
-      .def("begin_step", &StepPolicy::begin_step)
+      .def("begin_step",
+           [](StepPolicy& self, double dense_seconds, std::vector<KnownTuple> known, double now) {
+             const Resident& at = self.resident();
+             return as_tuples(self.begin_step(dense_seconds,
+                                              known_loads(std::move(known), at.num_layers,
+                                                          at.num_experts),
+                                              now).ahead);
+           },
+           nb::arg(), nb::arg() = std::vector<KnownTuple>(), nb::arg() = 0.0)
       .def("end_step", &StepPolicy::end_step)
       .def("decide", [](StepPolicy& self, std::int32_t layer, const Ids& experts,
                         const Ids& tokens, double now, const Ids& guessed,
@@ -223,6 +248,11 @@ void bind_steps(nb::module_& m) {
            nb::keep_alive<1, 5>())
       .def("set_dense_seconds", [](StepCoordinator& self, double seconds) {
         self.decisions().set_dense_seconds(seconds);
+      })
+      .def("expect", [](StepCoordinator& self, std::vector<KnownTuple> known) {
+        self.decisions().expect(known_loads(std::move(known),
+                                            static_cast<std::int64_t>(self.layers().size()),
+                                            self.num_experts()));
       })
       .def("take_decided", &take_decided)
       .def("submit", &StepCoordinator::submit)

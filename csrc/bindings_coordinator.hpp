@@ -111,6 +111,7 @@ class StepCoordinator {
     if (!copying_) throw std::invalid_argument("the coordinator has no slots");
     return *copying_;
   }
+  std::int64_t num_experts() const { return num_experts_; }
   StepDecisions& decisions() {
     copying();
     return *decisions_;

@@ -494,7 +494,8 @@ def _draw_weights(model: PreTrainedModel) -> None:
                 tensor.copy_(gain / math.sqrt(tensor.shape[-1]) * noise)
         for name, buffer in _stored_buffers(model):
             if "tid2eid" in name:  # DeepSeek-V4's table from token to experts
-                buffer.copy_(torch.rand(len(buffer), EXPERTS).argsort(-1)[:, : buffer.shape[-1]])
+                scores = torch.rand(len(buffer), model.config.n_routed_experts)
+                buffer.copy_(scores.argsort(-1)[:, : buffer.shape[-1]])
             elif "bias" in name:  # of routers; ZAYA resets what does not start at zero on loading
                 buffer.add_(0.03 * torch.randn_like(buffer) * (buffer == 0))
 

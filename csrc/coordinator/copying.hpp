@@ -26,9 +26,10 @@
 //     -> the bytes, then the word is landed, unless it has been claimed. A staging slot gets no
 //        entry; of two copies into one, the later one lies behind the other on the stream
 //
-// Copies ahead of the next layer come next, into slots that are clear: whose last copy is known to
+// Copies ahead of layers to come are next, into slots that are clear: whose last copy is known to
 // have happened, and whose entry was cleared ahead of this launch, or is that of an expert of a layer
-// that this step has passed. They get their entries: one that is late is a miss, whose copy has its
+// that this step has passed. They may begin ahead of the launch too (StepDecisions::expect), where
+// the device has come to the end of the last one. They get their entries: one that is late is a miss, whose copy has its
 // slot until it has happened and a later launch has cleared it.
 #pragma once
 
@@ -71,7 +72,7 @@ class CopyingThread {
 
   // Copies for the layer whose doorbell has been taken; returns who computes each, until the next
   // call. One for this use alone (`is_staged`) is given up when it is claimed. Those `ahead` are for
-  // the next layer, into clear slots. Called by one thread. All at once: the thread that the first
+  // layers to come, into clear slots. Called by one thread. All at once: the thread that the first
   // one wakes takes the lock which the second one needs.
   std::span<const FetchWord> fetch(std::span<const FetchCopy> copies,
                                    std::span<const SlotCopy> ahead = {});

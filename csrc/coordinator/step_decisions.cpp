@@ -6,16 +6,31 @@ namespace tandem {
 
 void StepDecisions::begin_step() {
   copying_.begin_step();
+  if (begin()) policy_->begin_step(dense_);
+}
+
+// Tells whether the policy is to begin a step.
+bool StepDecisions::begin() {
+  if (std::exchange(has_begun_, true)) return false;
   num_decided_ = 0;
   is_decided_ = false;
-  if (policy_ != nullptr) policy_->begin_step(dense_);
+  return policy_ != nullptr;
+}
+
+void StepDecisions::expect(std::vector<StepPolicy::KnownLoad> known) {
+  if (!begin()) return;
+  DecidedLayer& here = new_decided(kNobody, steady_seconds());
+  const StepCopies copies = policy_->begin_step(dense_, std::move(known), here.now);
+  here.ahead.assign(copies.ahead.begin(), copies.ahead.end());
+  copying_.fetch({}, copies.ahead);
 }
 
 std::span<const Fetch> StepDecisions::fetch(std::int64_t layer,
                                             std::span<const std::int32_t> choice,
                                             std::span<const std::int32_t> guess) {
   fetches_.clear();
-  if (policy_ == nullptr || (!policy_->fetches() && !policy_->predicts())) return {};
+  if (policy_ == nullptr || !policy_->decides_first(static_cast<std::int32_t>(layer)))
+    return {};
   decide(layer, choice, guess, steady_seconds());
   is_decided_ = true;
   const std::span<const FetchWord> words = copying_.fetch(copies_.fetch, copies_.ahead);
@@ -40,28 +55,38 @@ void StepDecisions::note(const LayerRecord& record) {
 
 // Of a step that is lost: what has got a slot is copied there all the same.
 void StepDecisions::end_step() {
+  has_begun_ = false;
   if (policy_ == nullptr) return;
   if (std::exchange(is_decided_, false)) copying_.submit(copies_.insert, false);
   copying_.clear(policy_->end_step());
 }
 
-void StepDecisions::decide(std::int64_t layer, std::span<const std::int32_t> choice,
-                           std::span<const std::int32_t> guess, double now) {
+// Notes a layer about which something is decided now, once ended copies have been told.
+DecidedLayer& StepDecisions::new_decided(std::int32_t layer, double now) {
   if (decided_.size() == num_decided_) decided_.emplace_back();
   DecidedLayer& here = decided_[num_decided_++];
-  here.layer = static_cast<std::int32_t>(layer);
+  here.layer = layer;
   here.now = now;
   here.arrivals.clear();
+  here.ahead.clear();
+  here.copies.clear();
+  here.staged.clear();
+  here.asked = 0;
   copying_.take_arrivals(here.arrivals);
   for (const Arrival& arrival : here.arrivals)
     policy_->copy_finished(arrival.layer, arrival.expert, arrival.seconds);
+  return here;
+}
+
+void StepDecisions::decide(std::int64_t layer, std::span<const std::int32_t> choice,
+                           std::span<const std::int32_t> guess, double now) {
+  DecidedLayer& here = new_decided(static_cast<std::int32_t>(layer), now);
   count(choice, load_);
   count(guess, guess_);
   copies_ = policy_->decide(here.layer, load_, guess_, now);
   if (!copies_.left.empty()) copying_.clear({copies_.left.begin(), copies_.left.end()});
   here.ahead.assign(copies_.ahead.begin(), copies_.ahead.end());
   here.copies.assign(copies_.entered.begin(), copies_.entered.end());
-  here.staged.clear();
   for (const FetchCopy& found : copies_.fetch)
     if (found.is_staged) here.staged.push_back(found.copy);
   here.asked = copies_.asked;

@@ -17,10 +17,10 @@ namespace tandem {
 
 // What was decided about one layer, in the order in which it happened: first the arrivals.
 struct DecidedLayer {
-  std::int32_t layer;
+  std::int32_t layer;  // kNobody: ahead of the first one
   double now;
   std::vector<Arrival> arrivals;
-  std::vector<SlotCopy> ahead;   // of the next layer
+  std::vector<SlotCopy> ahead;   // of layers behind it
   std::vector<SlotCopy> copies;  // into slots of the cache, fetched or not, or with their own
   std::vector<SlotCopy> staged;  // for one use
   std::int64_t asked;            // staging slots that there should have been
@@ -33,6 +33,10 @@ class StepDecisions : public LayerDecisions {
       : policy_(policy), copying_(copying) {}
 
   void set_dense_seconds(double seconds) { dense_ = seconds; }  // of a layer; between steps
+
+  // Ahead of a launch, by the thread that launches, behind Coordinator::begin_step: copies ahead of
+  // what layers will use begin at once, so nothing on the device reads a slot. In the layers' order.
+  void expect(std::vector<StepPolicy::KnownLoad> known);
 
   void begin_step() override;
   bool asks() const override { return policy_ != nullptr && policy_->asks(); }
@@ -47,6 +51,8 @@ class StepDecisions : public LayerDecisions {
   }
 
  private:
+  bool begin();
+  DecidedLayer& new_decided(std::int32_t layer, double now);
   void decide(std::int64_t layer, std::span<const std::int32_t> choice,
               std::span<const std::int32_t> guess, double now);
   void count(std::span<const std::int32_t> choice, StepPolicy::Load& load);
@@ -57,6 +63,7 @@ class StepDecisions : public LayerDecisions {
   StepPolicy::Load load_, guess_;  // of the layer that runs, and of the next one
   Ids tokens_of_;
   StepCopies copies_;  // of the layer that runs
+  bool has_begun_ = false;  // the step
   bool is_decided_ = false;
   std::vector<Fetch> fetches_;
   std::vector<DecidedLayer> decided_;  // their memory is used again

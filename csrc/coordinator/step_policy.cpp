@@ -83,11 +83,23 @@ void StepPolicy::load(Resident resident, double link_free_at,
     if (resident_.state.at(key) == kEmpty) staged_.push_back(key);
 }
 
-void StepPolicy::begin_step(double dense_seconds) {
+StepCopies StepPolicy::begin_step(double dense_seconds, std::vector<KnownLoad> known, double now) {
   dense_ = dense_seconds;
   above_.clear();
+  ahead_.clear();
+  known_ = std::move(known);
   has_every_expert_ = resident_.has_every_expert();
-  if (predicts_ && !has_every_expert_) foresight_->begin_step();
+  if (has_every_expert_) {
+    known_.clear();
+    return {};
+  }
+  if (predicts_) foresight_->begin_step();
+  const double ready = std::max(link_free_at_, now + costs_.copy_wake);
+  for (const KnownLoad& at : known_) copy_known(at, ready, now + dense_ + at.layer * dense_);
+  for (std::size_t i = 0; i < ahead_.size(); ++i) issue(now + costs_.copy_wake);
+  StepCopies found;
+  found.ahead = ahead_;
+  return found;
 }
 
 void StepPolicy::learn(std::int32_t layer) {
@@ -114,7 +126,8 @@ StepCopies StepPolicy::decide(std::int32_t layer, const Load& load, const Load& 
   const std::uint8_t* states = states_of(layer);
   const bool has_misses = std::any_of(experts.begin(), experts.end(),
                                       [&](std::int32_t e) { return states[e] == kEmpty; });
-  if (!has_misses && !predicts_ && resident_.ahead.empty()) return {};
+  const bool copies_ahead = predicts_ || knows_behind(layer);
+  if (!has_misses && !copies_ahead && resident_.ahead.empty()) return {};
   pose(states, experts, tokens, now);
   Scores scores;
   if (fetches()) {
@@ -125,7 +138,7 @@ StepCopies StepPolicy::decide(std::int32_t layer, const Load& load, const Load& 
   Ids first;  // who asks for a slot whether or not the link has time
   for (const std::int32_t i : split.fetch) first.push_back(experts[i]);
   const double next_plan = now + std::max(split.gpu_seconds, split.cpu_seconds) + dense_;
-  if (predicts_) copy_ahead(layer + 1, first.size(), now, next_plan);
+  if (copies_ahead) copy_ahead(layer + 1, first.size(), now, next_plan);
   const std::int64_t room = idle_copies(costs_.link, problem_.link_busy, now, next_plan) -
                             static_cast<std::int64_t>(first.size() + ahead_.size());
   Ids asking;
@@ -187,27 +200,56 @@ bool StepPolicy::is_ahead(std::int32_t layer, std::int32_t expert) const {
   return std::find(resident_.ahead.begin(), resident_.ahead.end(), key) != resident_.ahead.end();
 }
 
-// Gives clear slots to experts of a layer that is published at `next_plan`: to as many as come until
-// then, behind this layer's fetches.
+// How many copies the link carries in between.
+std::int64_t StepPolicy::whole_copies(double ready, double end) const {
+  const double idle =
+      costs_.link == 0.0 ? kUnlimitedCopies : std::min((end - ready) / costs_.link, kUnlimitedCopies);
+  return static_cast<std::int64_t>(idle);
+}
+
+// Gives clear slots to experts of a layer that is published at `next_plan`, and of those behind it
+// that are known: to as many as come until then, behind this layer's fetches.
 void StepPolicy::copy_ahead(std::int32_t layer, std::size_t num_fetched, double now,
                             double next_plan) {
-  if (layer >= resident_.num_layers || resident_.free_ahead.empty()) return;
-  const double ready = std::max(link_free_at_, now + costs_.copy_wake) +
-                       static_cast<double>(num_fetched) * costs_.link;
-  const double idle =
-      costs_.link == 0.0 ? kUnlimitedCopies
-                         : std::min((next_plan - ready) / costs_.link, kUnlimitedCopies);
+  if (layer >= resident_.num_layers) return;
+  double ready = std::max(link_free_at_, now + costs_.copy_wake) +
+                 static_cast<double>(num_fetched) * costs_.link;
+  bool is_known = false;
+  for (const KnownLoad& at : known_) {
+    is_known |= at.layer == layer;
+    if (at.layer >= layer) copy_known(at, ready, next_plan + (at.layer - layer) * dense_);
+  }
+  if (!predicts_ || is_known) return;
+  ready += static_cast<double>(ahead_.size()) * costs_.link;
   const std::int64_t most =
       std::min({costs_.max_ahead, static_cast<std::int64_t>(resident_.free_ahead.size()),
-                static_cast<std::int64_t>(idle)});
+                whole_copies(ready, next_plan)});
   if (most <= 0 || costs_.cpu[1] <= 0.0) return;
   const std::int64_t first = layer * resident_.num_experts;
   for (const std::int32_t expert :
        foresight_->choose(layer, resident_.slot_of.data() + first, most,
                           costs_.copy_price / costs_.cpu[1])) {
     const std::int64_t key = first + expert;
-    if (std::find(staged_.begin(), staged_.end(), key) != staged_.end()) continue;
+    if (is_staged(key)) continue;
     ahead_.push_back({layer, expert, resident_.insert_ahead(key), kNobody});
+  }
+}
+
+// Of a layer that is published no sooner than `published`: those of most tokens first.
+void StepPolicy::copy_known(const KnownLoad& known, double ready, double published) {
+  const auto& [experts, tokens] = known.load;
+  ready += static_cast<double>(ahead_.size()) * costs_.link;
+  std::int64_t most = std::min(static_cast<std::int64_t>(resident_.free_ahead.size()),
+                               whole_copies(ready, published));
+  Ids order;  // by position
+  for (std::size_t i = 0; i < experts.size(); ++i) order.push_back(static_cast<std::int32_t>(i));
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::int32_t a, std::int32_t b) { return tokens[a] > tokens[b]; });
+  for (const std::int32_t i : order) {
+    const std::int64_t key = known.layer * resident_.num_experts + experts[i];
+    if (resident_.slot_of[key] >= 0 || is_staged(key)) continue;
+    if (most-- <= 0 || of(costs_.cpu, tokens[i]) <= costs_.copy_price) return;
+    ahead_.push_back({known.layer, experts[i], resident_.insert_ahead(key), kNobody});
   }
 }
 

@@ -1,9 +1,10 @@
-// Decides about each layer of a captured step: which misses are fetched for it, which experts of the
-// next one are copied ahead, which get a slot for later, and who leaves for them. Decides what tandem.policy.planner decides for a step in
-// one graph, with the eviction `successor` and one set of slots per layer, to the last bit; see
-// there for the reasons.
+// Decides about each layer of a captured step: which misses are fetched for it, which experts of
+// layers to come are copied ahead, which get a slot for later, and who leaves for them. Decides what
+// tandem.policy.planner decides for a step in one graph, with the eviction `successor` and one set of
+// slots per layer, to the last bit; see there for the reasons.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <unordered_map>
@@ -55,7 +56,7 @@ struct FetchCopy {
 // The copies of a layer; the link serves them in the order of the first three.
 struct StepCopies {
   std::span<const FetchCopy> fetch;
-  std::span<const SlotCopy> ahead;    // for the next layer, into clear slots
+  std::span<const SlotCopy> ahead;    // for layers to come, into clear slots
   std::span<const SlotCopy> insert;   // for later steps
   std::span<const SlotCopy> entered;  // who got a slot, by a copy or with its own, in this order
   std::span<const std::int64_t> left;  // keys of those from whose slots nothing is copied over yet
@@ -91,33 +92,51 @@ class StepPolicy {
   const Resident& resident() const { return resident_; }
   double link_free_at() const { return link_free_at_; }
 
-  void begin_step(double dense_seconds);
+  // What a layer uses: experts in ascending order with their tokens.
+  struct Load {
+    Ids experts, tokens;
+  };
+  // What a layer that is routed by token will use: its tokens are known before the step begins.
+  struct KnownLoad {
+    std::int32_t layer;
+    Load load;
+  };
+
+  // `known` are in the layers' order. Returns what is copied ahead of them at once.
+  StepCopies begin_step(double dense_seconds, std::vector<KnownLoad> known = {}, double now = 0.0);
 
   // Returns the keys of experts that were copied ahead and leave: their slots are clear once their
   // entries are.
   std::vector<std::int64_t> end_step() { return resident_.release_ahead(); }
 
-  // Whether anything may be fetched for the layers of this step.
-  bool fetches() const { return rule_ != GraphRule::kReadyOnGpu; }
-  bool predicts() const { return predicts_; }
+  // Whether a layer is to be decided ahead of its answer: something may be copied for it, or ahead.
+  bool decides_first(std::int32_t layer) const {
+    return fetches() || predicts_ || knows_behind(layer);
+  }
   bool asks() const { return asks_ && !has_every_expert_; }
+  // Whether it is known what a layer behind this one will use.
+  bool knows_behind(std::int32_t layer) const {
+    return !known_.empty() && known_.back().layer > layer;
+  }
 
-  // What a layer uses now, and what the next one is guessed to use (none: nobody knows): experts in
-  // ascending order with their tokens.
-  struct Load {
-    Ids experts, tokens;
-  };
+  // By what a layer uses now, and what the next one is guessed to use (none: nobody knows).
   StepCopies decide(std::int32_t layer, const Load& load, const Load& guess, double now);
   void copy_finished(std::int32_t layer, std::int32_t expert, double now);
   void learn(std::int32_t layer);
 
  private:
+  bool fetches() const { return rule_ != GraphRule::kReadyOnGpu; }
   const std::uint8_t* states_of(std::int32_t layer);
   void pose(const std::uint8_t* states, const Ids& experts, const Ids& tokens, double now);
   double issue(double ready);
   FetchCopy fetch_of(const SlotCopy& copy, bool is_staged, double now, double cpu_seconds);
   bool is_ahead(std::int32_t layer, std::int32_t expert) const;
   void copy_ahead(std::int32_t layer, std::size_t num_fetched, double now, double next_plan);
+  void copy_known(const KnownLoad& known, double ready, double published);
+  std::int64_t whole_copies(double ready, double end) const;
+  bool is_staged(std::int64_t key) const {
+    return std::find(staged_.begin(), staged_.end(), key) != staged_.end();
+  }
   void enter(std::int32_t layer, const Admitted& admitted);
   void place(std::int32_t layer, const Ids& fetched, const Ids& experts, double now);
 
@@ -132,6 +151,7 @@ class StepPolicy {
   std::vector<FetchCopy> fetches_;
   std::vector<SlotCopy> ahead_, inserts_, entered_;
   std::vector<std::int64_t> left_;
+  std::vector<KnownLoad> known_;  // of the step
   std::int64_t asked_ = 0;
   std::vector<std::int64_t> staged_;   // keys that were fetched for one use, not yet ended
   std::vector<std::uint8_t> states_;  // of the layer, if it has some of these

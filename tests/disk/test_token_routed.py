@@ -8,6 +8,7 @@ import torch
 
 import tandem
 from tandem.decode.cpu_slots import CpuSlotPool
+from tandem.decode.cuda.slots import CudaSlotPool
 from tandem.decode.token_routed import TokenRouted
 from tests.disk.loading import packed_model, slots_of, with_share
 from tests.inside import runtime_in
@@ -35,7 +36,7 @@ def test_what_tokens_want_is_read_before_it_is_asked_for(hashed: Path, share: fl
     native = slots_of(model).native
     tokens = [40, 41]
     wanted = [set(table[tokens].flatten().tolist()) for table in tables_of(model)]
-    TokenRouted(model).expect(tokens)
+    TokenRouted(model).expect(tokens, None)
     assert native.counts().read_bytes > 0
     assert native.counts().misses == 0
     with torch.inference_mode():
@@ -63,23 +64,33 @@ def test_steps_have_the_tokens_of_memory_and_miss_nothing_that_is_known(hashed: 
         assert counts.hits - before.hits >= HASHED * TOP_K
 
 
+def test_steps_on_a_gpu_miss_nothing_that_is_known(hashed: Path) -> None:
+    model = with_share(hashed, 0.0)
+    pool, native = CudaSlotPool(model, 1), slots_of(model).native
+    pool.prefill({0: [50, 51, 52]})
+    for token in range(60, 65):
+        before = native.counts().misses
+        pool.decode({0: token})
+        assert native.counts().misses - before <= (len(KINDS) - HASHED) * TOP_K
+
+
 def test_what_was_expected_in_vain_takes_no_room(hashed: Path) -> None:
     """A step that never came leaves its slots to the next one, more than half of them at once."""
     model, whole = with_share(hashed, 0.0), tandem.load(hashed)
     ahead = TokenRouted(model)
     with torch.inference_mode():
         for first in range(40, 80, 10):
-            ahead.expect(list(range(first, first + 10)))
+            ahead.expect(list(range(first, first + 10)), None)
             prompt = torch.arange(first + 5, first + 45)[None]
             assert torch.equal(model(prompt).logits, whole(prompt).logits)
 
 
 def test_models_in_memory_and_of_other_routers_expect_nothing(hashed: Path, packed: Path) -> None:
-    TokenRouted(tandem.load(hashed)).expect([40])
+    TokenRouted(tandem.load(hashed)).expect([40], None)
     other = with_share(packed, 0.3)
     before = slots_of(other).statistics().read_bytes
-    TokenRouted(other).expect([40])
-    assert TokenRouted(other)._tables == {}
+    TokenRouted(other).expect([40], None)
+    assert TokenRouted(other)._tables == []
     assert slots_of(other).statistics().read_bytes >= before
 
 

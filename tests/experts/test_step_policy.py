@@ -21,7 +21,7 @@ from tandem.kernels import _native
 from tandem.policy.assignment import IN_GRAPH
 from tandem.policy.cost import GRAPH
 from tandem.policy.eviction.next_use import NextUse
-from tandem.policy.plan import Copy
+from tandem.policy.plan import Copy, LayerLoad
 from tandem.policy.planner import Planner
 from tandem.policy.prediction.regression_predictor import RegressionPredictor
 from tandem.policy.settings import PlannerSettings, make_planner_on
@@ -68,13 +68,53 @@ def test_the_same_experts_are_fetched_copied_ahead_enter_and_leave(
     asks: bool,
 ) -> None:
     """Slots, victims and the link's estimate are the planner's, whenever copies end."""
+    counts = replay(trace, hardware, rule, batch, share, predicts=predicts, asks=asks)
+    assert counts["inserted"] > 20
+    assert predicts or counts["ahead"] == 0
+    if rule is None:
+        assert counts["fetched"] == 0
+    else:  # with one sequence a slow link pays for none
+        assert counts["fetched"] > 20 or batch == 1 or hardware == "laptop-8gb"
+
+
+@pytest.mark.parametrize("predicts", [False, True])
+@pytest.mark.parametrize("rule", IN_GRAPH[:2])
+def test_what_tokens_alone_decide_is_copied_ahead_alike(
+    trace: RoutingTrace, rule: str, *, predicts: bool
+) -> None:
+    """Before the first layer, and at each one for all behind it that are known."""
+    counts = replay(
+        trace, "laptop-8gb", rule, 4, 0.25, predicts=predicts, asks=False, num_known=3, speed=8
+    )
+    assert counts["before"] > 20
+    assert counts["ahead"] > 20
+
+
+def replay(
+    trace: RoutingTrace,
+    hardware: str,
+    rule: str | None,
+    batch: int,
+    share: float,
+    *,
+    predicts: bool,
+    asks: bool,
+    num_known: int = 0,
+    speed: float = 1.0,
+) -> Counter[str]:
+    """Drive both through a trace and compare them; return what was copied.
+
+    The first `num_known` layers are routed by token. The link is quicker by `speed`.
+    """
     geometry, profile = trace.meta.geometry, load_profile(hardware)
     shape = shape_for(profile, trace.meta.model, geometry)
     if any(host.path == GRAPH for host in profile.host):
         shape = profile.charged(shape, GRAPH)
+    link = shape.link_seconds_per_expert / speed
+    shape = dataclasses.replace(shape, link_seconds_per_expert=link)
     settings = dataclasses.replace(
         TANDEM, assignment=rule, predicting_rows=GRAPH_ROWS if predicts else (),
-        asking_rows=GRAPH_ROWS if asks else (),
+        asking_rows=GRAPH_ROWS if asks else (), copies_prompts=num_known > 0,
     )  # fmt: skip
     trace = with_guesses(trace)
     num_slots = int(share * geometry.num_layers * geometry.num_experts)
@@ -96,9 +136,14 @@ def test_the_same_experts_are_fetched_copied_ahead_enter_and_leave(
         # Some steps do not copy ahead, as those of other rows, and find late copies.
         planner.predicting_rows = settings.predicting_rows[: 4 * (number % 4)]
         planner.asking_rows = settings.asking_rows[: 4 * (number % 5)]
-        begin_step(planner, policy, settings, len(step.tokens), timeline.now)
+        loads = [*reader.loads(step)]
+        ahead = begin_step(
+            planner, policy, settings, len(step.tokens), timeline.now, loads[:num_known]
+        )
+        timeline.issue(ahead)
+        counts["before"] += len(ahead)
         hints = [*reader.hints(step)[1:], []]
-        for load, known in zip(reader.loads(step), hints, strict=True):
+        for load, known in zip(loads, hints, strict=True):
             timeline.run_dense(len(step.tokens))
             for arrival in timeline.arrivals():
                 planner.copy_finished(*arrival)
@@ -115,14 +160,9 @@ def test_the_same_experts_are_fetched_copied_ahead_enter_and_leave(
             timeline.run(load, plan)
             for name, some in zip(("fetched", "ahead", "inserted"), copies, strict=True):
                 counts[name] += len(some)
-    assert counts["inserted"] > 20
-    assert predicts or counts["ahead"] == 0
-    if rule is None:
-        assert counts["fetched"] == 0
-    else:  # with one sequence a slow link pays for none
-        assert counts["fetched"] > 20 or batch == 1 or hardware == "laptop-8gb"
     check_same_residency(planner, policy.resident())
     check_same_predictions(planner, foresight)
+    return counts
 
 
 def begin_step(
@@ -131,17 +171,21 @@ def begin_step(
     settings: PlannerSettings,
     num_tokens: int,
     now: float,
-) -> None:
-    """Begin a step in one graph on both sides."""
-    planner.begin_step(num_tokens, now, in_graph=True)
+    known: Sequence[LayerLoad],
+) -> tuple[Copy, ...]:
+    """Begin a step in one graph on both sides; return what is copied ahead of its first layer."""
     policy.end_step()
     rule_idx = IN_GRAPH.index(settings.rule(graph_tokens=num_tokens))
     if rule_idx:  # staging slots may have changed
+        planner.ring.begin_step(in_graph=True)
         policy.load(*resident_lists(planner), planner.link.free_at, [*planner.link.pending])
+    ahead = planner.begin_step(num_tokens, now, in_graph=True, known=known)
     asks = planner.asks_in_graph(num_tokens)
     policy.set_rule(rule_idx, planner.predicts_in_graph(num_tokens), asks)
     dense = planner.graph_rule(num_tokens).dense_seconds(planner.costs, num_tokens, asks=asks)
-    policy.begin_step(dense)
+    loads = [(load.layer, load.experts, load.tokens) for load in known]
+    assert policy.begin_step(dense, loads, now) == as_tuples(ahead)
+    return ahead
 
 
 def check_same_predictions(planner: Planner, foresight: _native.Foresight | None) -> None:
@@ -173,6 +217,27 @@ def check_same_residency(
     )
     assert [*free, free_ahead] == residency.free
     assert ahead == residency.members[residency.staging]
+
+
+@pytest.mark.parametrize(
+    ("known", "reason"),
+    [
+        ([(1, [0], [1]), (0, [0], [1])], "layers in their order"),
+        ([(0, [64], [1])], "experts that exist"),
+        ([(0, [3, 4], [1])], "tokens of each expert"),
+        ([(0, [3], [0])], "at least a token"),
+    ],
+)
+def test_what_cannot_be_known_is_refused(
+    trace: RoutingTrace, known: list[tuple[int, list[int], list[int]]], reason: str
+) -> None:
+    geometry, profile = trace.meta.geometry, load_profile("laptop-8gb")
+    shape = shape_for(profile, trace.meta.model, geometry)
+    planner = make_planner_on(profile, shape, TANDEM, geometry, 64, tables=NATIVE_TABLES)
+    policy = native_step_policy(planner)
+    assert policy is not None
+    with pytest.raises(ValueError, match=reason):
+        policy.begin_step(0.0, known)
 
 
 def test_other_policies_have_no_native_form(trace: RoutingTrace) -> None:

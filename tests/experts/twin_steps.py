@@ -20,6 +20,7 @@ from tandem.experts.execution.routed_layers import native_layer
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.native import TOKEN_DTYPES
+from tandem.policy.plan import LayerLoad
 from tandem.policy.step_path import GRAPH_ROWS, MAX_GRAPH_TOKENS, graph_rows
 
 
@@ -56,10 +57,10 @@ class TwinSteps(CapturedSteps):
             return False
         return hidden.shape[0] <= MAX_GRAPH_TOKENS and weights.dtype in TOKEN_DTYPES
 
-    def begin(self, num_tokens: int) -> None:
+    def begin(self, num_tokens: int, known: Sequence[LayerLoad]) -> None:
         """Begin a step of at most `MAX_GRAPH_TOKENS` tokens."""
         box, self._twin = self._twins[graph_rows(num_tokens)]
-        self.begin_on(box, num_tokens)
+        self.begin_on(box, num_tokens, known)
 
     def run(self, call: RoutedCall) -> Tensor:
         """Compute a layer of the step; raises `StepLostError` if it is not answered."""
@@ -110,7 +111,7 @@ class TwinExecutor(HybridExecutor):
             twin.abort()
             self.settle()
             try:
-                twin.begin(num_tokens)
+                twin.begin(num_tokens, self.take_known())
             except RuntimeError as error:
                 raise ExecutionError(f"a decode step cannot begin ({error}); try again") from error
 

@@ -22,7 +22,7 @@ WITHOUT_MEMORY = {
     "StartedBatch.finish", "StepCoordinator", "StepCoordinator.abort_step",
     "StepCoordinator.begin_copies", "StepCoordinator.begin_step", "StepCoordinator.clear",
     "StepCoordinator.clear_entries", "StepCoordinator.close", "StepCoordinator.copy_error",
-    "StepCoordinator.drain_copies",
+    "StepCoordinator.drain_copies", "StepCoordinator.expect",
     "StepCoordinator.finish_step", "StepCoordinator.records", "StepCoordinator.set_dense_seconds",
     "StepCoordinator.set_hook", "StepCoordinator.submit", "StepCoordinator.take_arrivals",
     "StepCoordinator.take_decided", "StepLostError", "StepPolicy", "StepPolicy.begin_step",

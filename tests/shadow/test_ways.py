@@ -12,9 +12,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import tandem
+from tandem.decode.cuda import attention
 from tandem.decode.cuda.slots import new_cuda_slot_pool
 from tandem.engine.engine import Engine
 from tandem.engine.messages import EngineSettings, Failed, Progressed, Stop, Submit
+from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.generate.generator import Generator
 from tandem.generate.request import Request
@@ -37,6 +39,7 @@ from tests.shadow.device import shadow_gpu
 from tests.shadow.models import (
     MOST_DIVERGENCE,
     TEXT,
+    TOKENS,
     assert_same,
     closed_after,
     cpu_says,
@@ -110,6 +113,39 @@ def test_experts_on_a_disk_come_to_the_gpu_out_of_pinned_slots(tmp_path: Path) -
             assert slots.statistics().read_bytes > 0
             assert {"graph", "publish", "combine"} <= set(gpu.launched)
         assert gpu.registered_bytes == 0
+
+
+def rows_of(slots: Any) -> Tensor:
+    """Return what a model says after a prompt and after each of some tokens."""
+    rows = [slots.prefill({0: PROMPTS[0]}).cpu().clone()]
+    rows += [slots.decode({0: token}).cpu().clone() for token in TOKENS]
+    return torch.cat(rows)
+
+
+def test_experts_that_tokens_choose_are_copied_to_the_gpu_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels that attend are not what is looked at, and are interpreted for long."""
+    monkeypatch.setattr(attention, "compressed_kernels", lambda device: None)
+    values: dict[str, Any] = {
+        "n_routed_experts": 128, "num_hidden_layers": 2, "mlp_layer_types": ["hash_moe"] * 2,
+        "layer_types": ["sliding_attention"] * 2, "hc_sinkhorn_iters": 1,
+    }  # fmt: skip
+    checkpoint = save_tiny_checkpoint(tmp_path / "hashed", "deepseek_v4", **values)
+    kinds: dict[str, Any] = {"dtype": "float32", "expert_dtype": "mxfp4"}
+    alone, statistics = tandem.load(checkpoint, threads=1, **kinds), CacheStatistics()
+    expected = rows_of(Generator(alone).slot_pool(1))
+    with (
+        shadow_gpu(), quick_loads(),
+        loaded(checkpoint, tmp_path, assignment="ready-on-gpu", **kinds) as model,
+    ):  # fmt: skip
+        runtime_in(model).executor.listeners.append(statistics)
+        slots: Any = Generator(model).slot_pool(1)
+        divergence, is_same = compare_logits(rows_of(slots), expected, gap=1.0)
+        assert slots.step.is_replaying, slots.step.why_not
+    assert divergence <= MOST_DIVERGENCE
+    assert is_same
+    assert statistics.prefetch_useful > 0
 
 
 @pytest.mark.parametrize("device_map", [{"": 0}, "cuda", None])

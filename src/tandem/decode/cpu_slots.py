@@ -145,9 +145,9 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
             step.rotary.add_(torch.tensor(deltas, device="cpu"))
         step.ids.copy_(torch.tensor(ids, device="cpu")[:, None])
         executor = self._executor
+        self._token_routed.expect(ids, executor)
         if step.replayed.is_replaying and executor is not None and executor.needs_steps:
             executor.begin_step(ids, is_prefill=False)
-        self._token_routed.expect(ids)
         with self._going_back(slots):
             try:
                 logits = step.replayed()
@@ -217,7 +217,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         keys = torch.tensor([token for _, tokens in chunk for token in tokens], device="cpu")
         with self._going_back([slot for slot, _ in chunk]):
             ids, positions, features = self._images.place(segments, keys, self.cache.positions)
-            self._token_routed.expect(ids.tolist())
+            self._token_routed.expect(ids.tolist(), self._executor)
             logits = self._model.logits(ids[None], positions, keep, features, is_prompt=True)
             self.cache.commit()
         for slot, tokens in chunk:

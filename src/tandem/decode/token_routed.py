@@ -1,18 +1,22 @@
-"""Layers that are routed by their tokens alone: over a disk, their experts are read ahead.
+"""Layers that are routed by their tokens alone: their experts are read and copied ahead.
 
 DeepSeek-V4's first ones look a token's experts up in a table. They are known before anything of a
-step is computed, so all their reads begin with it.
+step is computed, so all their reads from a disk begin with it, and the executor hears of them.
 """
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tandem.experts.execution.executor import Executor
 from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.runtime import runtime_of
+from tandem.policy.plan import LayerLoad
 
 TABLE = "tid2eid"
 """Of a router, as Transformers calls it: (vocabulary, experts of a token)."""
@@ -33,26 +37,51 @@ def tables_by_token(model: PreTrainedModel) -> list[tuple[HostLayer, Tensor]]:
     return found
 
 
+class _Table(NamedTuple):
+    """A layer's table, in the host's memory."""
+
+    layer: int
+    number: int | None
+    """Of the layer among those on a disk; None: its experts are in memory."""
+    experts: Tensor  # (vocabulary, experts of a token)
+
+
 class TokenRouted:
-    """The tables of a model's layers that are routed by token, as far as a disk is under them."""
+    """The tables of a model's layers that are routed by token."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Find them; a model whose experts are all in memory has none here."""
+        """Find them; a table on a GPU is copied."""
         runtime = runtime_of(model)
         self._native = None if runtime is None else runtime.store.slots
-        self._tables: dict[int, Tensor] = {}
-        if self._native is not None:
-            for layer, table in tables_by_token(model):
-                if isinstance(layer, PackedLayer) and layer.slots is not None:
-                    self._tables[layer.slots.number] = table
+        self._tables = [
+            _Table(layer.layer, _number_on_disk(layer), table.cpu())
+            for layer, table in sorted(tables_by_token(model), key=lambda each: each[0].layer)
+        ]
 
     @torch.inference_mode()
-    def expect(self, token_ids: Sequence[int]) -> None:
-        """Begin to read what the next forward's tokens want of these layers."""
-        if self._native is None or not self._tables:
+    def expect(self, token_ids: Sequence[int], executor: Executor | None) -> None:
+        """Say what the next forward's tokens want of these layers, and begin to read it."""
+        copies = executor is not None and executor.cache is not None
+        if not self._tables or (self._native is None and not copies):
             return
         rows = torch.tensor(token_ids, device="cpu")
-        found: list[Sequence[int]] = [()] * (max(self._tables) + 1)
-        for number, table in self._tables.items():
-            found[number] = table[rows].unique().tolist()
-        self._native.expect(found)
+        loads = [_load(table.layer, table.experts[rows]) for table in self._tables]
+        if executor is not None:
+            executor.expect(loads)
+        on_disk = {
+            table.number: load.experts
+            for table, load in zip(self._tables, loads, strict=True)
+            if table.number is not None
+        }
+        if self._native is not None and on_disk:
+            self._native.expect([on_disk.get(number, ()) for number in range(max(on_disk) + 1)])
+
+
+def _number_on_disk(layer: HostLayer) -> int | None:
+    slots = layer.slots if isinstance(layer, PackedLayer) else None
+    return None if slots is None else slots.number
+
+
+def _load(layer: int, choice: Tensor) -> LayerLoad:
+    experts = sorted(Counter(choice.flatten().tolist()).items())
+    return LayerLoad(layer, *zip(*experts, strict=True))

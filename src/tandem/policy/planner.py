@@ -92,10 +92,13 @@ class Planner:
         token_ids: Sequence[int] = (),
         is_prefill: bool = False,
         in_graph: bool = False,
+        known: Sequence[LayerLoad] = (),
     ) -> tuple[Copy, ...]:
         """Start a step of `num_tokens` tokens; returns copies ahead for its first layer.
 
-        A step that is one graph (`in_graph`) has none, and does not predict by its tokens.
+        A step that is one graph (`in_graph`) does not predict by its tokens: it copies ahead, for
+        any layer, what is `known`. These are the loads of layers that are routed by token, in the
+        layers' order.
         """
         self._rule = self.graph_rule(num_tokens) if in_graph else self._planned_rule
         self._predicts = self.predicts_in_graph(num_tokens) if in_graph else self._can_prefetch
@@ -110,10 +113,14 @@ class Planner:
         self.prompt.begin_step(num_tokens, is_prefill=is_prefill and not self.predicted.is_staged)
         if self._has_every_expert:
             return ()
+        self.predicted.begin_step(known)
         if self._predicts:
             self.prediction.begin_step(() if in_graph else token_ids)
         if in_graph:
-            return ()
+            dense = self._dense_seconds
+            ahead = self.predicted.in_graph(0, 0, now, now + dense, dense, predicts=False)
+            self.predicted.issue(ahead, now)
+            return ahead
         return self._copies_ahead(0, frozenset(), now, now + self._dense_seconds)
 
     def graph_rule(self, num_tokens: int) -> Rule:
@@ -207,10 +214,11 @@ class Planner:
             misses = [key for key, held in zip(keys, states, strict=True) if not held]
         next_plan = now + split.seconds + self._dense_seconds
         ahead: tuple[Copy, ...] = ()
-        if self._predicts and self._rule.launches:
-            ready = max(self.link.free_at, now + self.costs.copy_wake)
-            ready += len(split.fetch) * self.link.copy_seconds
-            ahead = self.predicted.in_graph(load.layer + 1, ready, next_plan)
+        if self._rule.launches:
+            ahead = self.predicted.in_graph(
+                load.layer + 1, len(split.fetch), now, next_plan, self._dense_seconds,
+                predicts=self._predicts,
+            )  # fmt: skip
         num_first = len(split.fetch) + len(ahead)
         entering = self._newcomers(
             load.layer, in_use, misses, split.fetch, num_first, now, next_plan
@@ -293,8 +301,7 @@ class Planner:
                 copies[key] = residency.copy_of(key, slot, victim)
             self.eviction.inserted(key)
         fetch = self._fetch(first, split, copies, in_use, now) if split.fetch or copies else []
-        for copy in ahead:
-            link.issue(self.geometry.key(copy.layer, copy.expert), now + self.costs.copy_wake)
+        self.predicted.issue(ahead, now)
         for key in copies:
             link.issue(key, now)
         return tuple(fetch), tuple(copies.values())

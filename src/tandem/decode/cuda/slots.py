@@ -28,6 +28,7 @@ from tandem.decode.cuda.resident_layers import GraphedLayers, graphed_layers
 from tandem.decode.cuda.step_inputs import StepInputs
 from tandem.decode.model_runner import ModelRunner, tolerance_of
 from tandem.decode.slots import EACH_TOKEN_SEEN, CachedSlotPool
+from tandem.decode.token_routed import TokenRouted
 from tandem.decode.trial import NOT_IN_SLOTS, why_other_logits
 from tandem.devices.cuda.captures import Capture, CudaCapture
 from tandem.devices.cuda.embedding import StepRows, given_rows
@@ -97,6 +98,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         self._last: _Step | None = None
         self._embeddings = model.get_input_embeddings()
         self._prompt_rows = StepRows(self._embeddings, 0)
+        self._token_routed = TokenRouted(model)
 
     @property
     def step(self) -> ReplayedStep:
@@ -147,6 +149,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
             self.cache.begin_decode({slot: len(new) for slot, new in tokens.items()}, count)
             self._inputs_of(count).bring(ids)
             executor = self._model.executor
+            self._token_routed.expect(ids, executor)
             if executor is not None:
                 executor.begin_step(ids, is_prefill=False)
             with self._going_back(slots):
@@ -167,6 +170,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
     def _prefill(self, slot: int, first: int, tokens: Sequence[int], keep: int | None) -> Tensor:
         self.cache.begin(Segment(slot, first, len(tokens)))
         executor = self._model.executor
+        self._token_routed.expect(tokens, executor)
         if executor is not None:
             executor.begin_step(tokens, is_prefill=len(tokens) > 1)
         ids = on_its_way(list(tokens), self._device).to(self._device, non_blocking=True)

@@ -32,6 +32,7 @@ from tandem.experts.tracing.events import Listener
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.native import TOKEN_DTYPES
+from tandem.policy.plan import LayerLoad
 from tandem.policy.step_path import GRAPH_ROWS
 
 if TYPE_CHECKING:
@@ -152,14 +153,16 @@ class HandedSteps(CapturedSteps):
             )
         layers.launch_once(hidden, geometry.top_k)
 
-    def begin(self, num_rows: int) -> None:
-        """Begin a step of so many rows, before its graph is launched."""
+    def begin(self, num_rows: int, known: Sequence[LayerLoad] = ()) -> None:
+        """Begin a step of so many rows, before its graph is launched, with the loads it knows."""
         number, _ = self._layers[num_rows]
+        if known and self._end is not None:  # its tokens are the last step's: it is over
+            self._wait_for(self._end)
         if self._begin is not None and self._end is not None and self._end.query():
             self._device.add_busy(self._streams.between(self._begin, self._end))
         self._begin = self._end = None
         self._words.given_up.zero_()
-        self.begin_on(number, num_rows)
+        self.begin_on(number, num_rows, known)
         self._begin = self._streams.record(Stream.COMPUTE, is_timed=True)
 
     def finish(self, listeners: Sequence[Listener]) -> None:

@@ -98,8 +98,11 @@ class CapturedSteps:
     def wait_for_device(self) -> None:
         """Return when nothing runs on the device that may read a slot."""
 
-    def begin_on(self, box: int, num_tokens: int) -> None:
-        """Begin a step of so many tokens on one of the coordinator's mailboxes."""
+    def begin_on(self, box: int, num_tokens: int, known: Sequence[LayerLoad] = ()) -> None:
+        """Begin a step of so many tokens on one of the coordinator's mailboxes.
+
+        What is `known`, nothing on the device reads a slot: copies ahead begin at once.
+        """
         self._enter()
         self._lend_slots(num_tokens)
         self._cache.tell_host()
@@ -107,6 +110,8 @@ class CapturedSteps:
         # The thread has left the last step, and waits for a doorbell.
         self.coordinator.clear_entries()
         self._choose_rule(num_tokens)
+        if known:
+            self.coordinator.expect([(load.layer, load.experts, load.tokens) for load in known])
         self._num_tokens = num_tokens
 
     def finish(self, listeners: Sequence[Listener]) -> None:
@@ -120,8 +125,10 @@ class CapturedSteps:
             raise RuntimeError(f"the link has stopped: {error}")
         if not listeners:
             return
+        before = copies.get(-1, _Copies()).ahead
         for record in self.coordinator.records():
-            event = self._event(record, copies.get(record[0], _Copies()))
+            ahead, before = before, ()
+            event = self._event(record, copies.get(record[0], _Copies()), ahead)
             for listener in listeners:
                 listener(event)
 
@@ -220,7 +227,7 @@ class CapturedSteps:
             self._load_policy()
 
     def _apply_step(self) -> dict[int, _Copies]:
-        """Tell the planner what was decided; return the copies by layer.
+        """Tell the planner what was decided; return the copies by layer, -1: ahead of the first.
 
         What was copied ahead, and has got no slot of the cache, leaves with the step.
         """
@@ -275,6 +282,7 @@ class CapturedSteps:
         self,
         record: _Record,
         copies: _Copies,
+        step_copies: tuple[Copy, ...],
     ) -> LayerExecuted:
         """Return what listeners hear of a layer."""
         layer, choice, is_hit, _, _, rung, begun, ended, answered, in_time = record
@@ -300,6 +308,7 @@ class CapturedSteps:
             touched_bytes=len(experts) * host.image_bytes,
             load=LayerLoad(layer, tuple(experts), tokens, (), routes),
             plan=plan,
+            step_copies=step_copies,
             begin_seconds=rung,
             end_seconds=answered,
         )

@@ -26,6 +26,7 @@ from tandem.experts.store.host_store import HostLayer, HostStore
 from tandem.experts.tracing.events import LayerExecuted, Listener
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
+from tandem.policy.plan import LayerLoad
 
 # Bounds the fp32 rows of a long prompt: 2048 tokens x top-8 x 2048 values are 128 MiB.
 MAX_TOKENS_AT_ONCE = 2048
@@ -80,6 +81,12 @@ class Executor(ABC):
     def asks_ahead(self) -> bool:
         """Whether it asks each next layer's router itself."""
         return False
+
+    def expect(self, known: Sequence[LayerLoad]) -> None:  # noqa: B027
+        """Hear what layers that are routed by token will use in the next forward pass.
+
+        In the layers' order; before that is announced.
+        """
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:  # noqa: B027
         """Announce the tokens of the forward pass that comes; ids are empty if unknown."""

@@ -82,6 +82,7 @@ class HybridExecutor(Executor):
         self._kernels = kernels
         self._turn = threading.Lock()
         self._announced: tuple[Sequence[int], bool] | None = None
+        self._known: Sequence[LayerLoad] = ()  # of the forward pass that comes
         self._last_layer = len(self.store)
         self._wanted_slots: int | None = None
         self._step_copies: tuple[Copy, ...] = ()
@@ -98,13 +99,24 @@ class HybridExecutor(Executor):
         """Whether it asks each next layer's router."""
         return self.look_ahead is not None
 
+    def expect(self, known: Sequence[LayerLoad]) -> None:
+        """Hear what layers that are routed by token will use in the next forward pass."""
+        self._known = known
+
+    def take_known(self) -> Sequence[LayerLoad]:
+        """Return what was expected of the step that begins, once."""
+        known, self._known = self._known, ()
+        return known
+
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
         """Announce the tokens of the forward pass that comes; ids are empty if unknown."""
         self._announced = token_ids, is_prefill
 
     @contextlib.contextmanager
-    def captured_step(self, begin: Callable[[], None]) -> Iterator[None]:
+    def captured_step(self, begin: Callable[[Sequence[LayerLoad]], None]) -> Iterator[None]:
         """Begin a captured step; inside, a graph that hands its layers over is launched.
+
+        `begin` takes the loads that are known before it.
 
         Raises `StepSlowError` for one that waited too long for a disk: it may be done again.
         """
@@ -114,7 +126,7 @@ class HybridExecutor(Executor):
             self.catch_up()
             self.captured.abort()
             with self._losing_at_most_a_step():
-                begin()
+                begin(self.take_known())
                 yield
                 self.captured.finish(self.listeners)
 
@@ -215,7 +227,7 @@ class HybridExecutor(Executor):
         is_short = not is_prefill and num_tokens <= MAX_GRAPH_TOKENS
         ahead = cache.planner.begin_step(
             num_tokens, cache.clock.now, token_ids=token_ids, is_prefill=is_prefill,
-            in_graph=self._in_graph and is_short,
+            in_graph=self._in_graph and is_short, known=self.take_known(),
         )  # fmt: skip
         self._step_copies = ahead
         if ahead:
