@@ -20,6 +20,7 @@ COMMANDS = {
     "pack": "write a model as a packed checkpoint, which loads at the disk's speed",
     "models": "list the models on this machine, or remove some",
     "bench": "measure the expert kernels against this machine's ceilings",
+    "quality": "what a model's answers lose against a reference: divergence, perplexity, by domain",
     "trace": "record what a model's routers choose",
     "calibrate": "learn a model's residual vectors from a text, and measure how well they predict",
     "profile": "measure what a model's experts cost on this machine",

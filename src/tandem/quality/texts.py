@@ -1,0 +1,99 @@
+"""The text that models are measured on: by domain, in windows of tokens.
+
+Knows tokenizers and no model. Where the text that comes with Tandem is from: held_out/licences.md.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import NamedTuple
+
+from tandem.core.errors import ConfigError, FileFormatError
+from tandem.foreign_types import Tokenizer
+from tandem.text.text_tokens import token_ids
+
+WINDOW_TOKENS = 512
+_LEAST_TOKENS = 16  # of a domain; fewer say nothing of it
+
+
+class Window(NamedTuple):
+    """Tokens that a model reads from an empty context, with what the tokenizer puts before text."""
+
+    domain: str
+    ids: tuple[int, ...]
+
+
+def held_out_texts() -> dict[str, str]:
+    """Return the texts that come with Tandem, by domain: seven languages, and code."""
+    folder = resources.files("tandem.quality").joinpath("held_out")
+    files = sorted(file.name for file in folder.iterdir() if file.name.endswith(".txt"))
+    return {
+        name.removesuffix(".txt"): folder.joinpath(name).read_text(encoding="utf-8")
+        for name in files
+    }
+
+
+def read_texts(files: Sequence[str]) -> dict[str, str]:
+    """Return the texts of files, each a domain by its name; `FileFormatError` if one is none."""
+    texts: dict[str, str] = {}
+    for file in files:
+        path = Path(file)
+        if not path.is_file():
+            found = "a folder" if path.is_dir() else "no such file"
+            raise FileFormatError(f"{path}: found {found}; expected a text")
+        if path.stem in texts:
+            raise ConfigError(f"two texts are called {path.stem}; rename one of the files")
+        try:
+            texts[path.stem] = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise FileFormatError(
+                f"{path}: the byte at {error.start} is not UTF-8; convert it, for instance with "
+                "iconv"
+            ) from None
+    return texts
+
+
+def cut_windows(
+    texts: Mapping[str, str], tokenizer: Tokenizer, num_tokens: int, window: int = WINDOW_TOKENS
+) -> list[Window]:
+    """Cut windows from the beginning of each text, `num_tokens` in all, as many of each domain.
+
+    A text that is shorter than its share is read whole. Raises `ConfigError` for one of less than
+    16 tokens.
+    """
+    share = max(_LEAST_TOKENS, num_tokens // len(texts))
+    before = _tokens_before(tokenizer)
+    room = max(1, window - len(before))  # for tokens of text in one window
+    windows = []
+    for domain, text in texts.items():
+        ids = token_ids(tokenizer, text, has_special=False, most_tokens=None)
+        if len(ids) < _LEAST_TOKENS:
+            raise ConfigError(
+                f"the text {domain} has {len(ids)} tokens; expected at least {_LEAST_TOKENS}"
+            )
+        read = ids[:share]
+        windows += [
+            Window(domain, (*before, *read[at : at + room])) for at in range(0, len(read), room)
+        ]
+    return windows
+
+
+def _tokens_before(tokenizer: Tokenizer) -> list[int]:
+    """Return what the tokenizer puts before every text, such as the beginning of a sequence."""
+    plain, whole = (
+        token_ids(tokenizer, "a", has_special=has_special, most_tokens=None)
+        for has_special in (False, True)
+    )
+    ends = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
+    return whole[: next(ends, 0)]
+
+
+def words_digest(windows: Sequence[Window], tokenizer: Tokenizer) -> str:
+    """Return a digest of the windows' tokens, and of what the tokenizer calls them.
+
+    Models with the same digest read the same text by the same vocabulary.
+    """
+    names = tokenizer.convert_ids_to_tokens([token for window in windows for token in window.ids])
+    ids = [list(window.ids) for window in windows]
+    return hashlib.sha256(repr((ids, names)).encode("utf-8", "backslashreplace")).hexdigest()
