@@ -14,8 +14,9 @@ from torch import Tensor
 import tandem
 from tandem.cli.main import main
 from tandem.core.errors import TandemWarning
+from tandem.experts.execution.reference_executor import ReferenceExecutor
 from tandem.forecast import disk_check, machine_check
-from tandem.forecast.self_check import ReferenceExecutor, check_model
+from tandem.forecast.self_check import check_model
 from tandem.forecast.windows_check import Finding
 from tandem.hf import compat
 from tandem.hf.checkpoint import open_checkpoint
@@ -156,12 +157,12 @@ def test_kernels_agree_in_activation_order(tmp_path: Path) -> None:
 
 
 def test_a_wrong_expert_is_found(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = ReferenceExecutor._rows
+    rows = ReferenceExecutor.rows
 
     def of_the_next(self: Any, host: Any, expert: int, *rest: Any) -> Tensor:
         return rows(self, host, (expert + 1) % host.arrivals.num_experts, *rest)
 
-    monkeypatch.setattr(ReferenceExecutor, "_rows", of_the_next)
+    monkeypatch.setattr(ReferenceExecutor, "rows", of_the_next)
     torch.manual_seed(0)
     offload = OffloadConfig(expert_dtype="int8")
     finding = machine_check.check_model_kernels(open_checkpoint(checkpoint), offload)

@@ -147,6 +147,7 @@ def load_model_and_tokenizer(
     path = Path(found.model)
     import_transformers(quiet=quiet)
     from tandem.hf.checkpoint import open_model
+    from tandem.hf.importance import importance_file
 
     checkpoint = open_model(path, may_run_code=found.trust_remote_code)  # what is wrong with it
     tokenizer = load_tokenizer(found)  # before the model, which may take minutes
@@ -158,11 +159,16 @@ def load_model_and_tokenizer(
         "expert_dtype": offload.expert_dtype,
         "dense_dtype": f"{dense_dtype} on {offload.device}" if on_device else dense_dtype,
     }
+    importance = importance_file(offload.importance, checkpoint, cache_dir())
+    if importance is not None:
+        options["importance"] = f"{importance.resolve()} of {importance.stat().st_mtime_ns}"
+    # A copy is rounded already.
+    of_copy = functools.partial(load, offload=dataclasses.replace(offload, importance=None))
     configs = [file for name in _CONFIGS if (file := path / name).is_file()]
     label = source_label(choice.model, path)
     origin = keeper.origin(label, [*checkpoint.weight_files, *configs], options)
     if (copy := keeper.find(origin)) is not None:
-        return load(dataclasses.replace(found, model=str(copy))), tokenizer
+        return of_copy(dataclasses.replace(found, model=str(copy))), tokenizer
     sizes = functools.partial(_sizes, checkpoint, offload, dense_dtype)
     keeper.look_ahead(origin, lambda: sizes().total_bytes)
     begin = time.perf_counter()
@@ -177,7 +183,7 @@ def load_model_and_tokenizer(
         copy = keeper.packed_on_disk(origin, num_bytes, _packing(path, offload, dense_dtype))
         if copy is None:
             raise HostCapacityError(f"{error}; or {keeper.how_to_pack(num_bytes)}") from None
-        return load(dataclasses.replace(found, model=str(copy))), tokenizer
+        return of_copy(dataclasses.replace(found, model=str(copy))), tokenizer
     keeper.begin(origin, model, time.perf_counter() - begin)
     return model, tokenizer
 
@@ -189,8 +195,8 @@ def _packing(
     from tandem.hf.pack import pack
 
     return lambda target, on_progress: pack(
-        path, target, on_progress=on_progress,
-        expert_dtype=offload.expert_dtype, dense_dtype=dense_dtype,
+        path, target, on_progress=on_progress, expert_dtype=offload.expert_dtype,
+        dense_dtype=dense_dtype, importance=offload.importance, cache_dir=str(cache_dir()),
     )  # fmt: skip
 
 

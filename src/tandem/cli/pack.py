@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.checkpoint.packed import require_new
+from tandem.cli.keeping import cache_dir
 from tandem.cli.model_choice import ModelChoice, add_model, find_model, import_transformers
 from tandem.cli.progress import PackingBar
 from tandem.cli.streams import require_text
-from tandem.core.config import add_flags, from_flags, option
+from tandem.core.config import add_flags, from_flags, helps, option
 from tandem.core.units import format_bytes
+from tandem.devices.options import OffloadOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,7 @@ class PackOptions:
     dense_dtype: str = option(
         "none", help="format of linear layers: none (as they are), int8, int4, ...", metavar="DTYPE"
     )
+    importance: str | None = option(None, help=helps(OffloadOptions)["importance"], metavar="FILE")
     quiet: bool = option(False, help="no progress", short="-q")
     json: bool = option(False, help="last line of standard output: one JSON object")
 
@@ -62,6 +65,8 @@ def run(flags: argparse.Namespace) -> int:
             on_progress=progress,
             expert_dtype=options.expert_dtype,
             dense_dtype=options.dense_dtype,
+            importance=options.importance,
+            cache_dir=str(cache_dir()),
         )
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on where it stopped", file=sys.stderr)

@@ -21,6 +21,7 @@ COMMANDS = {
     "models": "list the models on this machine, or remove some",
     "bench": "measure the expert kernels against this machine's ceilings",
     "quality": "what a model's answers lose against a reference: divergence, perplexity, by domain",
+    "importance": "collect what the inputs of a model's matrices count when these are rounded",
     "trace": "record what a model's routers choose",
     "calibrate": "learn a model's residual vectors from a text, and measure how well they predict",
     "profile": "measure what a model's experts cost on this machine",

@@ -18,7 +18,7 @@ from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.settings import POOLS, PlannerSettings
 
 _OF_ONE_DEVICE = {"emulated_speed": "emulated"}
-_OF_DENSE_PARTS = ("threads", "device", "context", "sequences")
+_OF_DENSE_PARTS = ("threads", "device", "importance", "context", "sequences")
 # What is copied ahead where steps are planned, if nothing is asked for.
 DEFAULT_PREDICTION, DEFAULT_PREFETCH_COUNT = "foresight", 2
 
@@ -38,6 +38,12 @@ class OffloadOptions:
         "auto",
         help="experts in host memory: auto (as loaded), bf16, fp16, fp32, int8, int4, mxfp4, ...",
         metavar="DTYPE",
+    )
+    importance: str | None = option(
+        None,
+        help="what inputs count where weights are rounded: a file of tandem importance or an "
+        "imatrix of llama.cpp; auto: what tandem importance has kept of this model",
+        metavar="FILE",
     )
     threads: int | None = option(
         None, help="CPU threads that compute experts (default: one for each fast core)", metavar="N"

@@ -13,16 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.decode.finite_logits import require_finite_logits
-from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
-from tandem.experts.execution.executor import Executor
-from tandem.experts.store.host_store import HostLayer
+from tandem.experts.execution.reference_executor import ReferenceExecutor
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.checkpoint import AnyCheckpoint
 from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import PackedLinear, pack_dense_layers, packed_layers
 from tandem.hf.load import load_checkpoint
 from tandem.hf.runtime import require_runtime
-from tandem.kernels.reference import expert_ffn
 
 CHECKED_LAYERS = 4
 CHECKED_TOKENS = 96
@@ -90,30 +87,3 @@ def _unpacked(model: PreTrainedModel) -> Iterator[None]:
 def _in_torch(layer: PackedLinear, given: tuple[Tensor], found: Tensor) -> Tensor:
     bias = None if layer.bias is None else layer.bias.float()
     return F.linear(given[0].float(), layer.values(), bias).to(found.dtype)
-
-
-class ReferenceExecutor(Executor):
-    """Computes every expert in plain torch from its unpacked weights: slow, and right."""
-
-    def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
-        """Compute a layer expert by expert."""
-        layer, hidden, top_k_index, top_k_weights = call
-        host = self.store[layer]
-        out = torch.zeros(hidden.shape, dtype=torch.float32, device="cpu")
-        for expert in top_k_index.unique().tolist():
-            if not 0 <= expert < host.arrivals.num_experts:
-                continue  # a router's padding
-            token, place = (top_k_index == expert).nonzero(as_tuple=True)
-            rows = self._rows(host, expert, hidden[token].float(), functions)
-            if functions.post_norm is not None:
-                rows = functions.post_norm(rows.to(hidden.dtype)).float()
-            out.index_add_(0, token, rows * top_k_weights[token, place, None].float())
-        return out.to(hidden.dtype)
-
-    def _rows(
-        self, host: HostLayer, expert: int, rows: Tensor, functions: ExpertFunctions
-    ) -> Tensor:
-        if host.input_order is not None:
-            rows = rows[:, host.input_order[expert].long()]
-        activate = functions.unpacked_activate or functions.activate
-        return expert_ffn(rows, host.weights(expert), activate)

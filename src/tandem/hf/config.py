@@ -160,7 +160,12 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
     def to_dict(self) -> dict[str, object]:
         """Return the fields for config.json; those that say nothing new are left out."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in ("cache_dir", "context", "sequences"):  # of one run, not of the model
+        for name in (
+            "cache_dir",
+            "importance",
+            "context",
+            "sequences",
+        ):  # of one run, not of the model
             del defaults[name]
         kept = ("quant_method", "expert_dtype")
         values = {name: vars(self).get(name, default) for name, default in defaults.items()}

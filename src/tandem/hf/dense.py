@@ -21,7 +21,7 @@ from tandem.foreign_types import ModelPart, PreTrainedModel
 from tandem.hf.config import parse_dense_dtype, plain_name, stored_format
 from tandem.hf.experts import is_experts_module
 from tandem.hf.router_layers import router_layers
-from tandem.hf.runtime import runtime_of
+from tandem.hf.runtime import importance_of, runtime_of
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, multiply, pack_dense
 from tandem.kernels.formats.weight_format import WeightFormat, find_format
 from tandem.kernels.grouped import cut_like, is_grouped, multiply_by_group
@@ -302,13 +302,15 @@ def _replace(
 ) -> int:
     """Pack every layer whose dtype has a format."""
     num_bytes = 0
-    for _, parent, name, linear in list(layers):
+    for path, parent, name, linear in list(layers):
         fmt, dtype = format_of(linear.weight.dtype), linear.weight.dtype
         if fmt is None:
             continue
         bias = None if linear.bias is None else linear.bias.detach().cpu()
         label = f"{type(parent).__name__}.{name}"
-        packed = pack_dense(linear.weight.detach().cpu(), bias, fmt, name=label)
+        weight = linear.weight.detach().cpu()
+        importance = importance_of(model, path, weight)
+        packed = pack_dense(weight, bias, fmt, importance=importance, name=label)
         setattr(parent, name, cut_like(linear, place(packed, dtype, None)))
         num_bytes += packed.num_bytes
     untie(model, PackedLinear, DeviceLinear)

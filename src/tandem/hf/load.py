@@ -29,6 +29,7 @@ from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint, open
 from tandem.hf.compat import NEWEST_TESTED, choose_no_implementation, untested_version
 from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype, parse_expert_dtype
 from tandem.hf.dense_place import dense_device
+from tandem.hf.importance import with_importance_file
 from tandem.hf.load_job import LoadJob
 from tandem.hf.packed_reading import read_packed, verify_files
 from tandem.hf.packed_writer import FileSink
@@ -93,6 +94,7 @@ def load_checkpoint(
         _check_packed_dtype(checkpoint, offload)
     else:
         offload.require_no_slots(str(checkpoint.path))
+    offload = with_importance_file(offload, checkpoint)
     job = LoadJob(
         options=offload, sink=sink, device=dense_device(offload, device_map),
         entries=checkpoint.files.entries if isinstance(checkpoint, Checkpoint) else {},

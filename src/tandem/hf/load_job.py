@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tandem.checkpoint.importance import Importance
 from tandem.checkpoint.sources.safetensors_header import TensorEntry
 from tandem.checkpoint.sources.source import Source, SourceTensor
 from tandem.core.errors import TandemError
 from tandem.experts.store.host_store import HostLayer
 from tandem.hf.config import OffloadConfig
 from tandem.hf.dense_codes import DenseCodes
+from tandem.hf.importance import given_importance
 from tandem.hf.packed_writer import FileSink
 
 Loaded = Tensor | SourceTensor
@@ -91,9 +93,12 @@ class LoadJob:
     is_read_afterwards: bool = False
     """Whether the caller brings the pages of a packed checkpoint into memory."""
     writer: StoreWriter = field(init=False)
+    importance: Importance | None = field(init=False)
+    """What inputs count when weights are rounded; None: all alike."""
 
     def __post_init__(self) -> None:
         self.writer = StoreWriter(self.sink)
+        self.importance = given_importance(self.options)
 
     @classmethod
     def present(cls, options: OffloadConfig) -> "LoadJob":

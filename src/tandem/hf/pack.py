@@ -18,6 +18,7 @@ from tandem.core.config import from_mapping
 from tandem.core.errors import ModelError, TandemError, capacity_errors
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, open_model
 from tandem.hf.config import PACKED_FORMAT_VERSION, OffloadConfig
+from tandem.hf.importance import with_importance_file
 from tandem.hf.load import load_checkpoint
 from tandem.hf.packed_writer import PROGRESS_FILE, FileSink, OnProgress
 from tandem.hf.runtime import require_runtime
@@ -51,9 +52,9 @@ def pack(
 ) -> Packed:
     """Write a checkpoint (directory, GGUF file or hub id) as a packed one to a new directory.
 
-    `trust_remote_code` and `options` are those of `tandem.load`: `expert_dtype` and `dense_dtype`
-    say what is packed. Raises `ModelError` and `CapacityError`; a full disk leaves nothing behind,
-    an interruption leaves what the next call goes on with.
+    `trust_remote_code` and `options` are those of `tandem.load`: `expert_dtype`, `dense_dtype`
+    and `importance` say what is packed. Raises `ModelError` and `CapacityError`; a full disk leaves
+    nothing behind, an interruption leaves what the next call goes on with.
     """
     target = Path(directory)
     require_new(target)
@@ -84,7 +85,8 @@ def _pack(
 ) -> tuple[int, int]:
     """Write everything; returns (bytes of all tensors, layers that were there)."""
     offload = from_mapping(OffloadConfig, options, where="tandem.pack")
-    sink = FileSink(partial, _identity(source, options), on_progress)
+    offload = with_importance_file(offload, source)
+    sink = FileSink(partial, _identity(source, options, offload.importance), on_progress)
     if not isinstance(source, Checkpoint):  # one that cannot be kept is found before hours of work
         save_gguf_tokenizer(source.path, partial)
     with contextlib.closing(sink):
@@ -98,11 +100,13 @@ def _pack(
     return num_bytes, sink.num_resumed
 
 
-def _identity(source: AnyCheckpoint, options: dict[str, object]) -> str:
+def _identity(source: AnyCheckpoint, options: dict[str, object], importance: str | None) -> str:
     """Hash what the packed files depend on: the source's files and what is made of them."""
     stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in source.weight_files]
     config = source.config if isinstance(source, Checkpoint) else None
     chosen = {k: str(v) for k, v in options.items() if k in ("expert_dtype", "dense_dtype")}
+    if importance is not None and (file := Path(importance)).is_file():
+        chosen["importance"] = f"{file.resolve()} of {file.stat().st_mtime_ns}"
     path, version = str(source.path.resolve()), PACKED_FORMAT_VERSION
     parts = (path, config, stats, sorted(chosen.items()), version)
     return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -53,6 +53,7 @@ from tandem.hf.dense_codes import quantised_layers
 from tandem.hf.dense_files import expect_stored_layers
 from tandem.hf.dense_place import dense_device, free_device_bytes
 from tandem.hf.experts import EXPERTS_IMPLEMENTATION, is_experts_module
+from tandem.hf.importance import weigh_by
 from tandem.hf.load_job import LoadJob
 from tandem.hf.offloaded_model import as_offloaded
 from tandem.hf.packed_reading import map_packed
@@ -132,6 +133,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         if not self.pre_quantized:
             self.quantization_config.require_no_slots(type(model).__name__)
         own, store = self.announce_layers(model), self.runtime.store
+        if self._job.importance is not None:
+            weigh_by(self._job.importance, model, self.runtime)
         if source is not None:
             require_source_shapes(model, source.weights, self._targets)
         if sink is not None:

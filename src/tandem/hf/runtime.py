@@ -16,6 +16,7 @@ from tandem.experts.cache.host_slots import HostSlots
 from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
 from tandem.experts.execution.executor import CpuExecutor, Executor
 from tandem.experts.store.host_store import HostLayer, HostStore
+from tandem.experts.store.packed_layer import InputImportance
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.config import OffloadConfig
 from tandem.hf.experts import bind_all
@@ -60,6 +61,8 @@ class Runtime:
     """
     host_slots: HostSlots | None = None
     """What holds a part of the experts in memory; None: all are."""
+    importance: InputImportance | None = None
+    """What inputs count when weights are rounded; None: all alike."""
     is_closed: bool = False
     _threads: CpuThreads | None = None
 
@@ -151,6 +154,15 @@ def runtime_of(model: PreTrainedModel) -> Runtime | None:
     """Return the runtime of a model that Tandem loaded; None for another."""
     runtime: Runtime | None = getattr(model, _ATTRIBUTE, None)
     return runtime
+
+
+def importance_of(model: nn.Module, path: str, weight: Tensor) -> Tensor | None:
+    """Return what each input of a linear layer counts, (in_features,); None: all alike."""
+    runtime: Runtime | None = getattr(model, _ATTRIBUTE, None)
+    if runtime is None or runtime.importance is None:
+        return None
+    found = runtime.importance(f"{path}.weight", (1, weight.shape[1]))
+    return None if found is None else found[0]
 
 
 def give_runtime(model: PreTrainedModel, runtime: Runtime) -> None:

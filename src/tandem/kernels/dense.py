@@ -125,10 +125,19 @@ class DenseWeight:
 
 
 def pack_dense(
-    weight: Tensor, bias: Tensor | None, fmt: WeightFormat, *, name: str = "weight"
+    weight: Tensor,
+    bias: Tensor | None,
+    fmt: WeightFormat,
+    *,
+    importance: Tensor | None = None,
+    name: str = "weight",
 ) -> DenseWeight:
-    """Pack the weight and bias of a linear layer; raises `ModelError` with `name` for NaN."""
-    return DenseWeight(pack(weight.detach(), fmt, name=name), padded_bias(bias, weight.shape[0]))
+    """Pack the weight and bias of a linear layer; raises `ModelError` with `name` for NaN.
+
+    `importance` (in_features,) weighs what is lost by input.
+    """
+    packed = pack(weight.detach(), fmt, importance=importance, name=name)
+    return DenseWeight(packed, padded_bias(bias, weight.shape[0]))
 
 
 def multiply(threads: CpuThreads, weights: Sequence[DenseWeight], x: Tensor) -> list[Tensor]:

@@ -1,6 +1,7 @@
-"""The text that models are measured on: by domain, in windows of tokens.
+"""The text that models are measured on, and the text that importance is collected from.
 
-Knows tokenizers and no model. Where the text that comes with Tandem is from: held_out/licences.md.
+By domain, in windows of tokens. Knows tokenizers and no model. Where the text that comes with
+Tandem is from: held_out/licences.md and learnt/licences.md.
 """
 
 import hashlib
@@ -14,6 +15,8 @@ from tandem.foreign_types import Tokenizer
 from tandem.text.text_tokens import token_ids
 
 WINDOW_TOKENS = 512
+# English, arithmetic and code count as much as four languages.
+_PARTS_OF_SAMPLE = 4
 _LEAST_TOKENS = 16  # of a domain; fewer say nothing of it
 
 
@@ -25,12 +28,26 @@ class Window(NamedTuple):
 
 
 def held_out_texts() -> dict[str, str]:
-    """Return the texts that come with Tandem, by domain: seven languages, and code."""
-    folder = resources.files("tandem.quality").joinpath("held_out")
+    """Return the texts that models are measured on, by domain: seven languages, and code."""
+    return _texts_in("held_out")
+
+
+def learnt_texts() -> dict[str, str]:
+    """Return the texts that importance is collected from: none is held out."""
+    sample = resources.files("tandem.demo").joinpath("calibration.txt").read_text(encoding="utf-8")
+    quarter = len(sample) // _PARTS_OF_SAMPLE + 1
+    parts = {
+        f"english {i + 1}": sample[i * quarter : (i + 1) * quarter] for i in range(_PARTS_OF_SAMPLE)
+    }
+    return parts | _texts_in("learnt")
+
+
+def _texts_in(name: str) -> dict[str, str]:
+    folder = resources.files("tandem.quality").joinpath(name)
     files = sorted(file.name for file in folder.iterdir() if file.name.endswith(".txt"))
     return {
-        name.removesuffix(".txt"): folder.joinpath(name).read_text(encoding="utf-8")
-        for name in files
+        file.removesuffix(".txt"): folder.joinpath(file).read_text(encoding="utf-8")
+        for file in files
     }
 
 

@@ -5,7 +5,7 @@ cols) in blocks along the columns. `gguf_models` knows what each architecture ca
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tandem.checkpoint.config_sizes import counted_build
 from tandem.checkpoint.config_values import require_possible_values
-from tandem.checkpoint.sources.gguf_header import GgufHeader, GgufTensor, read_header
+from tandem.checkpoint.sources.gguf_header import GgufHeader, read_header
 from tandem.checkpoint.sources.gguf_models import ARCHITECTURES, Architecture, Recipe
 from tandem.checkpoint.sources.gguf_models.architecture import Values
 from tandem.checkpoint.sources.gguf_weight import GgufWeight, PlainTensor
@@ -137,7 +137,7 @@ def gguf_source(
     recipes = {
         name: recipe
         for name in shapes
-        if (recipe := _recipe(architecture, name, header.tensors)) is not None
+        if (recipe := find_recipe(architecture, name, header.tensors)) is not None
     }
     taken = {tensor for recipe in recipes.values() for tensor in recipe.tensors}
     weights: dict[str, StoredWeight] = {}
@@ -169,8 +169,8 @@ def gguf_source(
     return Source("gguf", weights, plain, plain_experts=plain_experts)
 
 
-def _recipe(
-    architecture: Architecture, parameter: str, tensors: Mapping[str, GgufTensor]
+def find_recipe(
+    architecture: Architecture, parameter: str, tensors: Container[str]
 ) -> Recipe | None:
     """Return how a parameter of the model is made of the file's tensors, by their whole names."""
     found = _IN_LAYER.fullmatch(parameter)

@@ -141,7 +141,7 @@ def read_header(file: Path) -> GgufHeader:
     fields: dict[str, Value] = {}
     tensors: dict[str, GgufTensor] = {}
     for part in files:
-        of_part, own = _read_part(part)
+        of_part, own = read_part(part)
         if len(files) > 1:
             _check_part(part, of_part, files)
         fields = of_part | fields  # the first part's, if both have one
@@ -195,7 +195,7 @@ def _check_part(part: Path, fields: Mapping[str, Value], files: list[Path]) -> N
         )
 
 
-def _read_part(file: Path) -> tuple[dict[str, Value], dict[str, GgufTensor]]:
+def read_part(file: Path) -> tuple[dict[str, Value], dict[str, GgufTensor]]:
     """Return one file's metadata and tensors."""
     try:
         with file.open("rb") as opened:

@@ -5,13 +5,13 @@ their own. Between the two projections that is an order of rows, and done while 
 of an expert's inputs is kept in `input_order`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from tandem.core.errors import ModelError
-from tandem.experts.store.arrivals import Arrivals
+from tandem.experts.store.arrivals import WEIGHT_NAMES, Arrivals
 from tandem.experts.store.held_expert import Extent, HeldExpert
 from tandem.experts.store.layer_slots import LayerSlots
 from tandem.kernels.formats.blocks import CodedMatrix
@@ -42,6 +42,8 @@ from tandem.kernels.memory import allocate_buffers
 from tandem.kernels.reference import ExpertWeights
 
 STORED_NAME = "experts"
+InputImportance = Callable[[str, tuple[int, int]], Tensor | None]
+"""Returns (num_experts, inputs) of a parameter by its whole name; None: unknown."""
 STORED_ORDER_NAME = "input_order"
 
 
@@ -69,6 +71,8 @@ class PackedLayer:
         """Which input each of an expert's columns takes: (num_experts, hidden_size)."""
         self.slots: LayerSlots | None = None
         """From where experts are taken that lie on the disk; None: from the buffers."""
+        self.importance: InputImportance | None = None
+        """What inputs count when weights are rounded; None: all alike."""
         self._is_interleaved = is_interleaved
         self._stored: Tensor | None = None
         self._buffers: Tensor | None = None
@@ -98,12 +102,22 @@ class PackedLayer:
 
     def _put(self, tensor_name: str, experts: Mapping[int, Sequence[Tensor]]) -> None:
         roundings: list[Rounding] = []
+        weighed = self._importance_of(tensor_name)
         for expert, parts in experts.items():
             rows = sum(len(part) for part in parts)
             self.arrivals.check_expert(tensor_name, (rows, *parts[0].shape[1:]))
-            roundings += self._roundings(tensor_name, expert, parts)
+            own = None if weighed is None else weighed[expert]
+            roundings += self._roundings(tensor_name, expert, parts, own)
         write_weights(roundings)
         self.arrivals.count(tensor_name, len(experts))
+
+    def _importance_of(self, tensor_name: str) -> Tensor | None:
+        if self.importance is None or tensor_name not in WEIGHT_NAMES:
+            return None
+        layout = self.layout
+        width = layout.intermediate_size if tensor_name == "down_proj" else layout.hidden_size
+        name = f"{self.arrivals.name}.{tensor_name}"
+        return self.importance(name, (self.arrivals.num_experts, width))
 
     def put_codes(
         self, tensor_name: str, expert: int, coded: CodedMatrix, input_order: Tensor | None = None
@@ -255,12 +269,14 @@ class PackedLayer:
         shape = (self.layout.intermediate_size, self.layout.hidden_size)
         return len(parts) == 2 and all(tuple(part.shape) == shape for part in parts)
 
-    def _roundings(self, tensor_name: str, expert: int, parts: Sequence[Tensor]) -> list[Rounding]:
+    def _roundings(
+        self, tensor_name: str, expert: int, parts: Sequence[Tensor], importance: Tensor | None
+    ) -> list[Rounding]:
         """Return where an expert's weights are to be rounded; a bias is written."""
         name, out = f"{self.arrivals.name}, expert {expert}", self.buffers[expert]
         layout, interleaved = self.layout, self._is_interleaved
         if self._are_halves(tensor_name, parts):
-            return round_up(layout, parts, out=out, name=name)
+            return round_up(layout, parts, out=out, name=name, importance=importance)
         whole = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
         if tensor_name == "down_proj_bias":
             write_down_bias(layout, whole, out=out, name=name)
@@ -270,9 +286,9 @@ class PackedLayer:
             return []
         weight = whole.T if self.is_transposed else whole
         if tensor_name == "down_proj":
-            return round_down(layout, weight, out=out, name=name)
+            return round_down(layout, weight, out=out, name=name, importance=importance)
         halves = halves_of(layout, weight, is_interleaved=interleaved)
-        return round_up(layout, halves, out=out, name=name)
+        return round_up(layout, halves, out=out, name=name, importance=importance)
 
 
 def _layout(arrivals: Arrivals, fmt: ExpertFormat, *, is_transposed: bool) -> ExpertLayout:

@@ -147,20 +147,30 @@ def halves_of(layout: ExpertLayout, up: Tensor, *, is_interleaved: bool) -> list
 
 
 def round_up(
-    layout: ExpertLayout, halves: Sequence[Tensor], *, out: Tensor, name: str
+    layout: ExpertLayout,
+    halves: Sequence[Tensor],
+    *,
+    out: Tensor,
+    name: str,
+    importance: Tensor | None = None,
 ) -> list[Rounding]:
-    """Say where the first projection's halves, (inner rows, hidden_size), go in a zeroed buffer."""
+    """Say where the first projection's halves, (inner rows, hidden_size), go in a zeroed buffer.
+
+    `importance` is that of the inputs, (hidden_size,).
+    """
     name = f"{name}: the first projection"
     return [
-        Rounding(layout.up_half(out, half), layout.format, rows, name)
+        Rounding(layout.up_half(out, half), layout.format, rows, name, importance)
         for half, rows in enumerate(halves)
     ]
 
 
-def round_down(layout: ExpertLayout, down: Tensor, *, out: Tensor, name: str) -> list[Rounding]:
+def round_down(
+    layout: ExpertLayout, down: Tensor, *, out: Tensor, name: str, importance: Tensor | None = None
+) -> list[Rounding]:
     """Say where the second projection (hidden_size, intermediate_size) goes, not transposed."""
-    blocks = layout.down_blocks(out)
-    return [Rounding(blocks, layout.down_format, down, f"{name}: the second projection")]
+    blocks, name = layout.down_blocks(out), f"{name}: the second projection"
+    return [Rounding(blocks, layout.down_format, down, name, importance)]
 
 
 def write_up_bias(

@@ -1,0 +1,113 @@
+"""Importance: how much the inputs of each matrix count when its weights are rounded.
+
+Of each input its mean square over the tokens of a text, as `tandem importance` collects it; files
+of llama.cpp (imatrix) are read too. A wrong weight costs the square of its input.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tandem.checkpoint.input_squares import InputSquares, with_prior
+from tandem.checkpoint.sources.imatrix import Find, read_dat, read_gguf
+from tandem.core.errors import ConfigError, FileFormatError
+
+_FORMAT = "tandem-importance-1"
+_SQUARES, _TOKENS = ".mean_square", ".tokens"
+_MANY_TOKENS = 1 << 20  # so many that no prior matters
+
+
+class Importance:
+    """The importance of a model's inputs, by the names of its parameters."""
+
+    def __init__(self, path: Path, find: Find) -> None:
+        """Ask `find` for what the file has of a parameter."""
+        self._path, self._find = path, find
+        self._latest: tuple[str, Tensor | None] = ("", None)
+
+    def of(self, parameter: str, shape: tuple[int, int]) -> Tensor | None:
+        """Return what each input counts, (num_matrices, cols) fp32, 1 in the mean; None: unknown.
+
+        Raises `ConfigError` if the file has another number of them.
+        """
+        if parameter != self._latest[0]:
+            found = self._find(parameter)
+            weighed = None if found is None else self._weighed(parameter, found, shape)
+            self._latest = (parameter, weighed)
+        return self._latest[1]
+
+    def require_some_of(self, parameters: list[str]) -> None:
+        """Raise `ConfigError` if the file knows none of these parameters."""
+        if not any(self._find(parameter) for parameter in parameters):
+            raise ConfigError(
+                f"{self._path} knows no matrix of this model; give the importance of this model "
+                "(tandem importance MODEL)"
+            )
+
+    def _weighed(self, parameter: str, found: InputSquares, shape: tuple[int, int]) -> Tensor:
+        squares = found.mean_square
+        if squares.numel() != shape[0] * shape[1]:
+            raise ConfigError(
+                f"{self._path} has {squares.numel()} inputs of {parameter}, and the model "
+                f"{shape[0]} x {shape[1]}; give the importance of this model"
+            )
+        squares, tokens = squares.view(shape), found.tokens
+        if not len(tokens):  # not counted: ones stand where no token came
+            tokens = torch.where((squares == 1).all(-1), 0, _MANY_TOKENS)
+        are_inner = parameter.endswith(".down_proj")  # of experts: each has channels of its own
+        return with_prior(InputSquares(squares, tokens), are_inner=are_inner)
+
+
+def save_importance(path: Path, found: Mapping[str, InputSquares]) -> None:
+    """Write what was collected by parameter; the file appears when it is whole."""
+    tensors = {}
+    for name, (squares, tokens) in found.items():
+        tensors[name + _SQUARES] = squares.float().contiguous()
+        tensors[name + _TOKENS] = tokens.to(torch.int64).clone()  # shared memory is refused
+    partial = path.with_name(f"{path.name}.part")
+    try:
+        save_file(tensors, partial, metadata={"format": _FORMAT})
+        partial.replace(path)
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written ({error})") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def open_importance(path: Path) -> Importance:
+    """Open a file of `tandem importance` or of llama.cpp, by its content.
+
+    Raises `FileFormatError` for another or a damaged one, and `OSError`.
+    """
+    with path.open("rb") as stream:
+        begin = stream.read(9)
+    if begin.startswith(b"GGUF"):
+        return Importance(path, read_gguf(path))
+    if not begin.endswith(b"{"):
+        return Importance(path, read_dat(path))
+    return Importance(path, _open_own(path))
+
+
+def _open_own(path: Path) -> Find:
+    try:
+        file: Any = safe_open(path, framework="pt")
+        if (file.metadata() or {}).get("format") != _FORMAT:
+            raise FileFormatError(
+                f"{path} holds no importance; give a file of tandem importance, or an imatrix of "
+                "llama.cpp"
+            )
+        names = set(file.keys())
+    except SafetensorError as error:
+        raise FileFormatError(f"{path} is damaged ({error}); collect it again") from error
+
+    def find(parameter: str) -> InputSquares | None:
+        if parameter + _SQUARES not in names:
+            return None
+        return InputSquares(*(file.get_tensor(parameter + end) for end in (_SQUARES, _TOKENS)))
+
+    return find

@@ -1,0 +1,36 @@
+"""Mean squares of matrices' inputs, and what they become where few tokens were seen."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# An expert that so many tokens reached follows them and what is known before by halves.
+_PRIOR_TOKENS = 32.0
+# Of the mean: an input that was always 0 in a text may be another in the next.
+_LEAST = 1e-4
+
+
+class InputSquares(NamedTuple):
+    """What was collected of one matrix, or of each expert's."""
+
+    mean_square: Tensor  # (num_matrices, cols) fp32
+    tokens: Tensor  # (num_matrices,) that reached each; none: not counted
+
+
+def with_prior(found: InputSquares, *, are_inner: bool) -> Tensor:
+    """Return the importance (num_matrices, cols) with a mean of 1, also of what no token reached.
+
+    What was collected counts by its tokens against what is known before: experts of a layer have
+    the same inputs, so theirs are those of the whole layer; their inner channels (`are_inner`) are
+    each expert's own, of which nothing is known, so that all count alike.
+    """
+    squares, tokens = found.mean_square.float(), found.tokens.float()[:, None]
+    squares = squares.nan_to_num(0.0, 0.0, 0.0).clamp(min=0.0)
+    if are_inner:
+        prior = squares.mean(-1, keepdim=True).expand(squares.shape)
+    else:
+        prior = (squares * tokens).sum(0, keepdim=True) / tokens.sum().clamp(min=1.0)
+    mixed = (tokens * squares + _PRIOR_TOKENS * prior) / (tokens + _PRIOR_TOKENS)
+    mean = mixed.mean(-1, keepdim=True)
+    return torch.where(mean > 0, mixed / mean, 1.0).clamp(min=_LEAST)

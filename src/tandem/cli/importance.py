@@ -1,0 +1,103 @@
+"""`tandem importance`: collect what the inputs of a model's matrices count in rounding them."""
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.cli.keeping import Keeper, KeepOptions, cache_dir
+from tandem.cli.model_choice import (
+    ModelChoice,
+    add_model,
+    find_model,
+    load_model_and_tokenizer,
+    progress_bar,
+)
+from tandem.core.config import add_flags, from_flags, option, require_range
+from tandem.core.errors import ConfigError
+from tandem.core.units import format_bytes
+from tandem.devices.options import OffloadOptions
+
+_LEAST_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportanceOptions:
+    """What is read, and where what was found goes."""
+
+    output: str | None = option(
+        None, help="where to write it (default: where --importance auto finds it)", metavar="FILE"
+    )
+    tokens: int = option(16384, help="tokens to read, as many of each text", metavar="N")
+    threads: int | None = option(None, help="CPU threads (default: one for each fast core)")
+    expert_memory: str = option(
+        "auto", help="host memory for experts of a packed model, as in tandem run", metavar="SIZE"
+    )
+    pack_to_disk: bool | None = option(
+        None, help="write a packed copy of a model that does not fit into memory, and run that"
+    )
+    json: bool = option(False, help="last line of standard output: one JSON object")
+    quiet: bool = option(False, help="no progress", short="-q")
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        require_range("tokens", self.tokens, _LEAST_TOKENS, what="a number of tokens")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `tandem importance`."""
+    add_model(parser, loads=True)
+    parser.add_argument(
+        "--text", action="append", metavar="FILE",
+        help="text to read; may be given several times (default: text in seven languages and "
+        "code, which comes with Tandem)",
+    )  # fmt: skip
+    parser.add_argument("-o", dest="output", metavar="FILE", help="short for --output")
+    add_flags(parser, ImportanceOptions)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Collect and write; returns the exit code."""
+    options, choice = from_flags(ImportanceOptions, flags), from_flags(ModelChoice, flags)
+    if options.output and not Path(options.output).absolute().parent.is_dir():
+        raise ConfigError(f"--output: there is no folder {Path(options.output).parent}; make it")
+    begin = time.perf_counter()
+    path, num_tokens = collect(options, choice, flags.text or ())
+    seconds = time.perf_counter() - begin
+    size = path.stat().st_size
+    print(f"read {num_tokens} tokens in {seconds:.0f} s; {format_bytes(size)} in {path}")
+    if options.json:
+        report = {"file": str(path), "bytes": size, "tokens": num_tokens, "seconds": seconds}
+        print(json.dumps(report))
+    return 0
+
+
+def collect(
+    options: ImportanceOptions, choice: ModelChoice, files: list[str] | tuple[()] = ()
+) -> tuple[Path, int]:
+    """Let a model read a text; return the file with what its inputs count, and the tokens."""
+    from tandem.quality.texts import cut_windows, learnt_texts, read_texts
+
+    texts = read_texts(files) if files else learnt_texts()
+    found = find_model(choice, quiet=options.quiet)
+    offload = OffloadOptions(threads=options.threads, expert_memory=options.expert_memory)
+    keeper = Keeper(KeepOptions(keep=False, pack_to_disk=options.pack_to_disk), quiet=options.quiet)
+    model, tokenizer = load_model_and_tokenizer(found, offload, quiet=options.quiet, keeper=keeper)
+
+    from tandem.checkpoint.importance import save_importance
+    from tandem.hf.checkpoint import open_model
+    from tandem.hf.importance import kept_importance
+    from tandem.quality.collecting import collect_importance
+
+    windows = cut_windows(texts, tokenizer, options.tokens)
+    bar = None if options.quiet else progress_bar()
+    progress = None if bar is None else lambda done, total: bar("tokens", done, total)
+    squares = collect_importance(model, windows, progress)
+    model.close()
+    checkpoint = open_model(Path(found.model), may_run_code=found.trust_remote_code)
+    path = Path(options.output or kept_importance(checkpoint, cache_dir()))
+    if not options.output:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    save_importance(path, squares)
+    return path, sum(len(window.ids) for window in windows)

@@ -1,0 +1,78 @@
+"""The importance that a load rounds by: the file that is named, or what was kept of the model."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+
+from tandem.checkpoint.importance import Importance, open_importance
+from tandem.core.errors import ConfigError
+from tandem.experts.store.packed_layer import PackedLayer
+from tandem.foreign_types import PreTrainedModel
+from tandem.hf.checkpoint import AnyCheckpoint
+from tandem.hf.config import OffloadConfig
+from tandem.hf.dense import packable_layers
+from tandem.hf.runtime import Runtime
+
+AUTO = "auto"
+
+
+def kept_importance(checkpoint: AnyCheckpoint, cache_path: Path) -> Path:
+    """Return where the importance of a checkpoint's model is kept, by its files."""
+    files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in checkpoint.weight_files]
+    parts = repr((str(checkpoint.path.resolve()), files))
+    digest = hashlib.sha256(parts.encode()).hexdigest()[:16]
+    return cache_path / "importance" / f"{checkpoint.path.stem}-{digest}.safetensors"
+
+
+def importance_file(given: str | None, checkpoint: AnyCheckpoint, cache_path: Path) -> Path | None:
+    """Return the file that an option names, or for "auto" what was kept of a checkpoint's model.
+
+    Raises `ConfigError` if there is none, or if the checkpoint's weights are rounded already.
+    """
+    if given is None:
+        return None
+    if checkpoint.is_packed:
+        raise ConfigError(
+            f"importance is {given!r}, and {checkpoint.path} is packed: its weights are rounded "
+            "already; leave it out, or pack the source again with it"
+        )
+    file = kept_importance(checkpoint, cache_path) if given == AUTO else Path(given)
+    if file.is_file():
+        return file
+    if given == AUTO:
+        raise ConfigError(
+            f"no importance of {checkpoint.path} has been kept; collect it first: tandem "
+            f"importance {checkpoint.path}"
+        )
+    raise ConfigError(f"importance is {given!r}, which is no file; give one, or auto")
+
+
+def with_importance_file(offload: OffloadConfig, checkpoint: AnyCheckpoint) -> OffloadConfig:
+    """Return options whose importance, if they have one, is a file; as `importance_file`."""
+    file = importance_file(offload.importance, checkpoint, offload.cache_path)
+    return offload if file is None else dataclasses.replace(offload, importance=str(file))
+
+
+def given_importance(offload: OffloadConfig) -> Importance | None:
+    """Open the file that options name; raises `ConfigError` for "auto", and as it opens."""
+    if offload.importance is None:
+        return None
+    if offload.importance == AUTO:
+        raise ConfigError(
+            "importance 'auto' is found by tandem.load and the commands alone; name the file"
+        )
+    return open_importance(Path(offload.importance))
+
+
+def weigh_by(importance: Importance, model: PreTrainedModel, runtime: Runtime) -> None:
+    """Let the weights of a model that is about to load be rounded by its importance.
+
+    Raises `ConfigError` if it is of another model.
+    """
+    experts = [f"{layer.arrivals.name}.down_proj" for layer in runtime.store]
+    linear = [f"{path}.weight" for path, *_ in packable_layers(model)]
+    importance.require_some_of([*experts, *linear])
+    runtime.importance = importance.of
+    for layer in runtime.store:
+        if isinstance(layer, PackedLayer):
+            layer.importance = importance.of

@@ -1,0 +1,160 @@
+"""Collects the mean squares of the inputs of every matrix while a model reads a text.
+
+Experts are computed in torch, one after the other, so that what comes between their projections is
+seen. Windows of one length are read together, so that each expert is unpacked for many tokens; the
+head, whose output nobody wants, computes one token's. Memory is the model's and that of so many
+tokens' values.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from tandem.checkpoint.input_squares import InputSquares
+from tandem.experts.execution.batch import ExpertFunctions
+from tandem.experts.execution.reference_executor import ReferenceExecutor
+from tandem.experts.store.host_store import HostLayer, HostStore
+from tandem.foreign_types import PreTrainedModel
+from tandem.hf.compat import takes_logits_to_keep
+from tandem.hf.dense import packable_layers, packed_layers
+from tandem.hf.runtime import require_runtime
+from tandem.quality.texts import Window
+
+_TOKENS_AT_ONCE = 2048
+
+Progress = Callable[[int, int], None]  # tokens done, tokens in all
+
+
+class Squares:
+    """Sums of the squares of a matrix's inputs, or of each expert's, and how many tokens came."""
+
+    def __init__(self, num_matrices: int, width: int) -> None:
+        """Begin with none."""
+        self._sums = torch.zeros(num_matrices, width, dtype=torch.float64)
+        self._tokens = torch.zeros(num_matrices, dtype=torch.int64)
+
+    def add(self, inputs: Tensor, matrix: int = 0) -> None:
+        """Count tokens, (n_tokens, width)."""
+        self._sums[matrix] += inputs.float().square().sum(0).cpu()
+        self._tokens[matrix] += len(inputs)
+
+    def mean(self) -> InputSquares:
+        """Return what was collected."""
+        tokens = self._tokens.clamp(min=1)[:, None]
+        return InputSquares((self._sums / tokens).float(), self._tokens)
+
+
+class CollectingExecutor(ReferenceExecutor):
+    """Computes experts, and sums the squares of what each of their projections reads."""
+
+    def __init__(self, store: HostStore) -> None:
+        """Serve a store's layers."""
+        super().__init__(store)
+        self.found: dict[str, Squares] = {}
+        """By the names of the experts' parameters."""
+
+    def rows(
+        self, host: HostLayer, expert: int, rows: Tensor, functions: ExpertFunctions
+    ) -> Tensor:
+        """Compute one expert: (n_tokens, hidden_size) fp32 of its tokens, in and out."""
+        self._of(host, host.arrivals.up_name, rows.shape[1]).add(rows, expert)
+
+        def noted(activate: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+            def call(up: Tensor) -> Tensor:
+                inner = activate(up)
+                self._of(host, "down_proj", inner.shape[1]).add(inner, expert)
+                return inner
+
+            return call
+
+        unpacked = functions.unpacked_activate
+        seen = ExpertFunctions(
+            noted(functions.activate), functions.post_norm,
+            unpacked_activate=None if unpacked is None else noted(unpacked),
+        )  # fmt: skip
+        return super().rows(host, expert, rows, seen)
+
+    def _of(self, host: HostLayer, tensor_name: str, width: int) -> Squares:
+        name = f"{host.arrivals.name}.{tensor_name}"
+        if name not in self.found:
+            self.found[name] = Squares(host.arrivals.num_experts, width)
+        return self.found[name]
+
+
+def collect_importance(
+    model: PreTrainedModel, windows: Sequence[Window], progress: Progress | None = None
+) -> dict[str, InputSquares]:
+    """Let a model on the CPU read windows of text; return the squares of all inputs it met.
+
+    By parameter: of experts (num_experts, inputs), of linear layers (1, inputs).
+    """
+    runtime = require_runtime(model)
+    executor = CollectingExecutor(runtime.store)
+    total, done = sum(len(window.ids) for window in windows), 0
+    one = {"logits_to_keep": 1} if takes_logits_to_keep(model) else {}
+    with runtime.using(executor), _listening(model) as linear, torch.inference_mode():
+        for ids in _batches(windows):
+            model(input_ids=ids, use_cache=False, **one)
+            done += ids.numel()
+            if progress is not None:
+                progress(done, total)
+    return {name: squares.mean() for name, squares in (executor.found | linear).items()}
+
+
+def _batches(windows: Sequence[Window]) -> Iterator[Tensor]:
+    """Yield windows of one length together: (rows, tokens) ids."""
+    by_length: dict[int, list[tuple[int, ...]]] = {}
+    for window in windows:
+        by_length.setdefault(len(window.ids), []).append(window.ids)
+    for length, rows in by_length.items():
+        yield from torch.tensor(rows).split(max(1, _TOKENS_AT_ONCE // length))
+
+
+@contextmanager
+def _listening(model: PreTrainedModel) -> Iterator[dict[str, Squares]]:
+    """Sum, inside, what linear layers read, by the names of their weights.
+
+    What the head reads is what comes out of the rest: it does not see all tokens itself.
+    """
+    found: dict[str, Squares] = {}
+    layers: dict[str, nn.Module] = {path: layer for path, _, _, layer in packable_layers(model)}
+    layers |= dict(packed_layers(model))
+    head = model.get_output_embeddings()
+    handles = []
+    for path, layer in layers.items():
+        note = _note_in(found, f"{path}.weight")
+        if layer is not head:
+            handles.append(layer.register_forward_pre_hook(note))
+        else:
+            handles.append(model.base_model.register_forward_hook(_note_hidden(note, layer)))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _note_hidden(
+    note: Callable[[nn.Module, tuple[Tensor]], None], head: nn.Module
+) -> Callable[[nn.Module, object, object], None]:
+    def hook(module: nn.Module, given: object, output: object) -> None:
+        hidden = getattr(output, "last_hidden_state", None)
+        if isinstance(hidden, Tensor):
+            note(head, (hidden,))
+
+    return hook
+
+
+def _note_in(found: dict[str, Squares], name: str) -> Callable[[nn.Module, tuple[Tensor]], None]:
+    def note(layer: nn.Module, given: tuple[Tensor]) -> None:
+        width = int(layer.in_features)  # type: ignore[arg-type]
+        inputs = given[0].flatten(0, -2)
+        if inputs.shape[1] != width:  # each group of rows has inputs of its own
+            return
+        if name not in found:
+            found[name] = Squares(1, width)
+        found[name].add(inputs)
+
+    return note
