@@ -5,7 +5,7 @@ layers), for each expert tensor (move it into the host store) and after (bind mo
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -23,22 +23,21 @@ from tandem.checkpoint.weight_report import (
     require_source_shapes,
 )
 from tandem.core.errors import ConfigError, TandemWarning, UnsupportedModelError
-from tandem.core.units import format_bytes
 from tandem.experts.store import host_memory
 from tandem.experts.store.arrivals import TENSOR_NAMES
-from tandem.experts.store.host_store import HostLayer, HostStore
+from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.packed_layer import STORED_NAME, STORED_ORDER_NAME
 from tandem.experts.store.stand_in import keep_elsewhere
 from tandem.foreign_types import ModelPart, PreTrainedConfig, PreTrainedModel
 from tandem.hf.adapters import put_on_interface
 from tandem.hf.adapters.refused import why_no_adapter
+from tandem.hf.announced_layers import announce, room_beside, source_dtype_of
 from tandem.hf.assembly import assemble
 from tandem.hf.compat import QuantizerHooks, is_expert_merge, target_names, use_experts
 from tandem.hf.config import (
     OffloadConfig,
     parse_dense_dtype,
     parse_expert_dtype,
-    stored_format,
 )
 from tandem.hf.conversion import (
     ReadSource,
@@ -57,14 +56,12 @@ from tandem.hf.importance import weigh_by
 from tandem.hf.load_job import LoadJob
 from tandem.hf.offloaded_model import as_offloaded
 from tandem.hf.packed_reading import map_packed
+from tandem.hf.packed_writer import FileSink
 from tandem.hf.row_tables import entries_of, leave_on_disk, row_tables, warn_of_tables
 from tandem.hf.runtime import Runtime
 from tandem.hf.steps import announce_steps
 from tandem.hf.whole_model import require_room_for
 from tandem.kernels.formats.weight_format import ExpertFormat, WeightFormat
-
-# What an error advises a user to try when the experts do not fit, largest first.
-SMALLER_FORMATS = ("bf16", "int8", "int4")
 
 
 class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
@@ -119,7 +116,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         own = {name: module for name, module in modules.items() if sources[name] == name}
         formats = self._expert_formats(model, list(own))
         for name, module in own.items():
-            self._writer.layers[name] = _announce(self.runtime.store, name, module, formats[name])
+            self._writer.layers[name] = announce(self.runtime.store, name, module, formats[name])
         for name, module in modules.items():
             layer = self._writer.layers[sources[name]]
             self._writer.layers[name] = layer
@@ -138,11 +135,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         if source is not None:
             require_source_shapes(model, source.weights, self._targets)
         if sink is not None:
-            source_dtype = _source_dtype(own, model.dtype)
-            tables = sum(table.weight.nbytes for table in row_tables(model).values())
-            sink.begin(store.expected_bytes(source_dtype), tables)
-            for layer in store:
-                sink.resume(layer)
+            self._begin(sink, model, own)
         dense_format = parse_dense_dtype(self.quantization_config.dense_dtype)
         if self.pre_quantized and dense_format is not None:
             others = self.quantization_config.dense_formats or {}
@@ -164,7 +157,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             # Plain weights on their way to a GPU are views of the files.
             is_counted = is_here or source is not None
             dense_bytes = dense_bytes_with(model, formats) if is_counted else 0
-            room = _room_beside(store, own, dense_bytes, model.dtype)
+            room = room_beside(store, own, dense_bytes, model.dtype)
             self._writer.bytes_to_forget = 0 if source is None else source.num_bytes - room
         self._shapes = {
             name: parameter.shape
@@ -172,6 +165,14 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             if not self.param_needs_quantization(model, name)
         }
         return model
+
+    def _begin(self, sink: FileSink, model: PreTrainedModel, experts: dict[str, ModelPart]) -> None:
+        """Begin a packed file, or go on behind the layers that it has."""
+        store = self.runtime.store
+        tables = sum(table.weight.nbytes for table in row_tables(model).values())
+        sink.begin(store.expected_bytes(source_dtype_of(experts, model.dtype)), tables)
+        for layer in store:
+            sink.resume(layer)
 
     def _leave_tables(
         self,
@@ -186,7 +187,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         """
         job, device = self._job, self.runtime.device
         short = short_memory(
-            self.runtime.store.expected_bytes(_source_dtype(experts, model.dtype)),
+            self.runtime.store.expected_bytes(source_dtype_of(experts, model.dtype)),
             dense_bytes_with(model, formats),
             host_memory.available_bytes(),
             expert_memory_bytes=job.options.expert_memory_bytes,
@@ -337,57 +338,6 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             "come through experts and packed layers; train the model as Transformers loads it, "
             "without an OffloadConfig"
         )
-
-
-def _announce(
-    store: HostStore,
-    name: str,
-    module: ModelPart,
-    expert_dtype: torch.dtype | ExpertFormat | None,
-) -> HostLayer:
-    shapes = {p: tuple(t.shape) for p, t in module.named_parameters(recurse=False)}
-    return store.add_layer(
-        name,
-        {p: shape for p, shape in shapes.items() if p in TENSOR_NAMES},
-        expert_dtype=stored_format(expert_dtype, module.down_proj.dtype),
-        is_transposed=bool(module.is_transposed),
-        is_interleaved=bool(module.has_gate and not module.is_concatenated),
-        num_spare=getattr(module, "num_spare_experts", 0),
-    )
-
-
-def _source_dtype(experts: dict[str, ModelPart], default: torch.dtype) -> torch.dtype:
-    """Return the dtype that experts modules were built in; a dense model has none."""
-    return next((module.down_proj.dtype for module in experts.values()), default)
-
-
-def _room_beside(
-    store: HostStore, modules: dict[str, ModelPart], dense_bytes: int, dtype: torch.dtype
-) -> int:
-    """Return the bytes that a model leaves free; nothing of it has been read yet.
-
-    Raises `CapacityError`, which says what would fit.
-    """
-    source_dtype = _source_dtype(modules, dtype)
-    needed = store.expected_bytes(source_dtype) + dense_bytes
-    available = host_memory.available_bytes()
-    if needed > available:
-        formats = " and ".join(_fitting_formats(modules, source_dtype, dense_bytes, available))
-        what = "the model's experts and dense parts" if modules else "the model's weights"
-        host_memory.require_host_memory(needed, available, what=what, formats=formats)
-    return available - needed
-
-
-def _fitting_formats(
-    modules: dict[str, ModelPart], source_dtype: torch.dtype, dense_bytes: int, available: int
-) -> Iterator[str]:
-    for name in SMALLER_FORMATS:
-        smaller = HostStore()
-        for module_name, module in modules.items():
-            _announce(smaller, module_name, module, parse_expert_dtype(name))
-        size = smaller.expected_bytes(source_dtype) + dense_bytes
-        if size <= available:
-            yield f"expert_dtype={name!r} takes {format_bytes(size)}"
 
 
 def _tied_to(model: PreTrainedModel, name: str) -> str:

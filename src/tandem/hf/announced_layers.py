@@ -1,0 +1,68 @@
+"""Tells the store of a model's experts before any is read, and whether memory holds them."""
+
+from collections.abc import Iterator
+
+import torch
+
+from tandem.core.units import format_bytes
+from tandem.experts.store import host_memory
+from tandem.experts.store.arrivals import TENSOR_NAMES
+from tandem.experts.store.host_store import HostLayer, HostStore
+from tandem.foreign_types import ModelPart
+from tandem.hf.config import parse_expert_dtype, stored_format
+from tandem.kernels.formats.weight_format import ExpertFormat
+
+# What an error advises a user to try when the experts do not fit, largest first.
+SMALLER_FORMATS = ("bf16", "int8", "int4")
+
+
+def announce(
+    store: HostStore,
+    name: str,
+    module: ModelPart,
+    expert_dtype: torch.dtype | ExpertFormat | None,
+) -> HostLayer:
+    """Make the layer of an experts module, without values, in a store; `None` keeps its dtype."""
+    shapes = {p: tuple(t.shape) for p, t in module.named_parameters(recurse=False)}
+    return store.add_layer(
+        name,
+        {p: shape for p, shape in shapes.items() if p in TENSOR_NAMES},
+        expert_dtype=stored_format(expert_dtype, module.down_proj.dtype),
+        is_transposed=bool(module.is_transposed),
+        is_interleaved=bool(module.has_gate and not module.is_concatenated),
+        num_spare=getattr(module, "num_spare_experts", 0),
+    )
+
+
+def source_dtype_of(experts: dict[str, ModelPart], default: torch.dtype) -> torch.dtype:
+    """Return the dtype that experts modules were built in; a dense model has none."""
+    return next((module.down_proj.dtype for module in experts.values()), default)
+
+
+def room_beside(
+    store: HostStore, modules: dict[str, ModelPart], dense_bytes: int, dtype: torch.dtype
+) -> int:
+    """Return the bytes that a model leaves free; nothing of it has been read yet.
+
+    Raises `CapacityError`, which says what would fit.
+    """
+    source_dtype = source_dtype_of(modules, dtype)
+    needed = store.expected_bytes(source_dtype) + dense_bytes
+    available = host_memory.available_bytes()
+    if needed > available:
+        formats = " and ".join(_fitting_formats(modules, source_dtype, dense_bytes, available))
+        what = "the model's experts and dense parts" if modules else "the model's weights"
+        host_memory.require_host_memory(needed, available, what=what, formats=formats)
+    return available - needed
+
+
+def _fitting_formats(
+    modules: dict[str, ModelPart], source_dtype: torch.dtype, dense_bytes: int, available: int
+) -> Iterator[str]:
+    for name in SMALLER_FORMATS:
+        smaller = HostStore()
+        for module_name, module in modules.items():
+            announce(smaller, module_name, module, parse_expert_dtype(name))
+        size = smaller.expected_bytes(source_dtype) + dense_bytes
+        if size <= available:
+            yield f"expert_dtype={name!r} takes {format_bytes(size)}"
