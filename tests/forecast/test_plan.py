@@ -122,12 +122,12 @@ def test_a_checkpoint_that_lacks_tensors_is_no_plan(
 def test_speeds_of_a_text_model_that_is_none_by_itself_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = str(save_tiny_checkpoint(tmp_path / "tiny", "step3p7"))
+    directory = str(save_tiny_checkpoint(tmp_path / "tiny", "muse_spark"))
     assert main(["plan", directory, "--no-measure"]) == 0
     capsys.readouterr()
     assert main(["plan", directory, "--expert-dtype", "int8"]) == 2
     said = capsys.readouterr().err
-    assert "builds no text model of step3p5 by itself" in said
+    assert "builds no text model of muse_spark_text by itself" in said
     assert "Traceback" not in said
 
 

@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 import tandem
+from tandem.bench.random_model import empty_model_of
 from tandem.checkpoint.sources.gguf_header import read_header
 from tandem.checkpoint.sources.gguf_models import ARCHITECTURES
 from tandem.checkpoint.sources.source import Source
 from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.forecast.sizes import model_sizes
+from tandem.forecast.speed_forecast import cut_shape
 from tandem.generate.generator import Generator
 from tandem.hf.checkpoint import open_model
 from tandem.hf.config import OffloadConfig
@@ -170,7 +172,10 @@ def test_metadata_that_make_no_step35(
 
 
 def test_a_step35_packed_answers_to_the_bit(tmp_path: Path) -> None:
-    model = tandem.load(unpacked("step35", tmp_path), dense_dtype="auto", threads=1)
+    file = unpacked("step35", tmp_path)
+    shape = cut_shape(model_sizes(open_model(file), OffloadConfig()), 2)
+    assert type(empty_model_of(shape)).__name__ == "Step3p5ForCausalLM"  # which a plan measures
+    model = tandem.load(file, dense_dtype="auto", threads=1)
     again = tandem.load(tandem.save(model, tmp_path / "packed"), threads=1)
     assert torch.equal(answers(again), answers(model))
 

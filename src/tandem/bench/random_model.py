@@ -23,7 +23,7 @@ from tandem.core.errors import ConfigError, UnsupportedModelError
 from tandem.decode.token_routed import TABLE
 from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
 from tandem.foreign_types import ModelPart, PreTrainedModel
-from tandem.hf.adapters import put_on_interface
+from tandem.hf.adapters import put_on_interface, text_class
 from tandem.hf.compat import parts_in_fp32
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
 from tandem.hf.dense import PackedLinear, give_fp32_logits, is_tower, packable_layers, untie
@@ -106,13 +106,15 @@ def empty_model_of(shape: ModelShape, vocabulary: int | None = None) -> PreTrain
         whole.architectures = [type(beside).__name__]
         return beside
     config = AutoConfig.for_model(shape.model_type, **values)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    own = text_class(shape.model_type)
+    if own is None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(
             f"Transformers builds no text model of {shape.model_type} by itself, so no copy of it "
             "can be measured; tandem plan --no-measure leaves speeds out"
         )
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        builder = AutoModelForCausalLM.from_config if own is None else own._from_config
+        model: PreTrainedModel = builder(config, dtype=torch.bfloat16)
     return model
 
 
