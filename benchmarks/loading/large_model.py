@@ -38,7 +38,7 @@ from tandem.experts.store.host_memory import process_bytes
 from tandem.forecast.speed_forecast import PROMPT_TOKENS
 from tandem.generate.generator import Generator
 from tandem.hf.config import OffloadConfig
-from tandem.hf.dense import PackedModule
+from tandem.hf.packed_layers import PackedModule
 from tandem.hf.runtime import require_runtime
 
 _ROUNDS = 3  # of a prompt and tokens; the first one also tells how the first tokens come

@@ -30,7 +30,7 @@ from tandem.cli.model_choice import (
 from tandem.devices.options import OffloadOptions
 from tandem.engine.messages import EngineSettings
 from tandem.generate.generator import Generator
-from tandem.hf.dense import PackedLinear
+from tandem.hf.packed_layers import PackedLinear
 from tandem.hf.runtime import require_runtime
 from tandem.server.options import ServerOptions
 from tandem.server.serving import Source, serve

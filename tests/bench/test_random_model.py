@@ -17,7 +17,8 @@ from tandem.bench.model_shapes import DENSE_SHAPES, MODEL_SHAPES, ModelShape, fi
 from tandem.bench.random_model import build_random_model
 from tandem.generate.generator import Generator
 from tandem.hf.config import OffloadConfig
-from tandem.hf.dense import PackedLinear, packed_layers
+from tandem.hf.dense import packed_layers
+from tandem.hf.packed_layers import PackedLinear
 from tests.architectures import SIZES
 from tests.inside import runtime_in
 

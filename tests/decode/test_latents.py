@@ -7,7 +7,7 @@ import torch
 
 from tandem.core.errors import CapacityError
 from tandem.decode.cpu_slots import CpuSlotPool
-from tandem.hf.dense import PackedLinear
+from tandem.hf.packed_layers import PackedLinear
 from tandem.kernels.attention import AttentionForm, CachedAttention
 from tandem.kernels.dense import CpuThreads, pack_dense
 from tandem.kernels.formats.weight_format import find_format

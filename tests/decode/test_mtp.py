@@ -19,7 +19,7 @@ from tandem.decode.mtp.names import mtp_names
 from tandem.generate.generator import Generator
 from tandem.generate.speculation.drafters import DRAFTERS, DraftParts
 from tandem.generate.speculation.mtp import MtpDrafter
-from tandem.hf.dense import PackedLinear
+from tandem.hf.packed_layers import PackedLinear
 from tandem.kernels.dense import pack_dense
 from tandem.kernels.formats.weight_format import find_format
 from tests.architectures import build_tiny_model

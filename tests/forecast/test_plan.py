@@ -28,8 +28,8 @@ from tandem.forecast.state_bytes import state_bytes_of
 from tandem.hardware.profiles import load_profile, save_profile
 from tandem.hf.checkpoint import open_checkpoint
 from tandem.hf.config import OffloadConfig
-from tandem.hf.dense import PackedModule
 from tandem.hf.load import empty_model
+from tandem.hf.packed_layers import PackedModule
 from tandem.kernels.dense import CpuThreads
 from tandem.policy.cost import DiskCosts
 from tandem.sim.disk import whole_pages

@@ -11,9 +11,10 @@ import tandem
 from tandem.core.errors import ConfigError
 from tandem.generate.generator import Generator
 from tandem.hf.config import parse_dense_dtype
-from tandem.hf.dense import PackedLinear, pack_as_loaded, pack_dense_layers, packed_layers
+from tandem.hf.dense import pack_as_loaded, pack_dense_layers, packed_layers
 from tandem.hf.dense_bytes import dense_bytes_with, packed_dense_bytes
 from tandem.hf.dense_files import stored_tensors
+from tandem.hf.packed_layers import PackedLinear
 from tandem.kernels.dense import CpuThreads, DenseWeight, multiply, pack_dense
 from tandem.kernels.formats.weight_format import find_format
 from tests.architectures import build_tiny_model

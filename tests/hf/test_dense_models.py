@@ -11,7 +11,8 @@ import tandem
 from tandem.bench.routing_recording import recording
 from tandem.core.errors import CapacityError, ConfigError, UnsupportedModelError
 from tandem.hf.assembly import profile_of
-from tandem.hf.dense import PackedLinear, packed_layers
+from tandem.hf.dense import packed_layers
+from tandem.hf.packed_layers import PackedLinear
 from tandem.hf.runtime import require_runtime
 from tandem.recording.recorded_graph import RecordedGraph
 from tests.architectures import build_tiny_dense_model

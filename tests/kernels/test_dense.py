@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tandem.hf.dense import read_rows
+from tandem.hf.packed_layers import read_rows
 from tandem.kernels._native import available_isas
 from tandem.kernels.dense import (
     CpuThreads,

@@ -22,8 +22,9 @@ from tandem.forecast.speed_forecast import cut_shape
 from tandem.generate.generator import Generator
 from tandem.hf.checkpoint import open_model
 from tandem.hf.config import OffloadConfig
-from tandem.hf.dense import PackedEmbedding, packed_layers
+from tandem.hf.dense import packed_layers
 from tandem.hf.load import is_widened_on
+from tandem.hf.packed_layers import PackedEmbedding
 from tandem.recording.coverage import coverage_of
 from tests.inside import runtime_in
 from tests.loading.make_gguf_files import DATA, DENSE_MODELS, EXPECTED, MODELS, answers

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.hf.dense import PackedLinear
+from tandem.hf.packed_layers import PackedLinear
 from tandem.kernels.dense import pack_dense
 from tandem.kernels.formats.weight_format import find_format
 from tandem.recording.recorded_graph import RecordedGraph

@@ -22,8 +22,9 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.generate.generator import Generator
 from tandem.generate.sampler import Sampler
 from tandem.generate.sampling import SamplingRule
-from tandem.hf.dense import PackedLinear, is_tower
+from tandem.hf.dense import is_tower
 from tandem.hf.experts import is_experts_module
+from tandem.hf.packed_layers import PackedLinear
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.recording.recorded_graph import RecordedGraph

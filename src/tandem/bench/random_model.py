@@ -26,8 +26,9 @@ from tandem.foreign_types import ModelPart, PreTrainedModel
 from tandem.hf.adapters import put_on_interface, text_class
 from tandem.hf.compat import parts_in_fp32
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
-from tandem.hf.dense import PackedLinear, give_fp32_logits, is_tower, packable_layers, untie
+from tandem.hf.dense import give_fp32_logits, is_tower, packable_layers, untie
 from tandem.hf.experts import is_experts_module
+from tandem.hf.packed_layers import PackedLinear
 from tandem.hf.quantizer import OffloadQuantizer
 from tandem.kernels.dense import CpuThreads, DenseWeight
 from tandem.kernels.formats.expert import ExpertLayout

@@ -20,7 +20,7 @@ from tandem.hf.compat import (
     given_features,
     takes_logits_to_keep,
 )
-from tandem.hf.dense import PackedLinear
+from tandem.hf.packed_layers import PackedLinear
 from tandem.hf.runtime import runtime_of
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.torch_private import own_forward_hooks

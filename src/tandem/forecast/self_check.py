@@ -17,8 +17,9 @@ from tandem.experts.execution.reference_executor import ReferenceExecutor
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.checkpoint import AnyCheckpoint
 from tandem.hf.config import OffloadConfig
-from tandem.hf.dense import PackedLinear, pack_dense_layers, packed_layers
+from tandem.hf.dense import pack_dense_layers, packed_layers
 from tandem.hf.load import load_checkpoint
+from tandem.hf.packed_layers import PackedLinear
 from tandem.hf.runtime import require_runtime
 
 CHECKED_LAYERS = 4

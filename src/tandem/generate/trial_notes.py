@@ -15,8 +15,8 @@ import transformers
 
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.foreign_types import PreTrainedModel
-from tandem.hf.dense import PackedModule
 from tandem.hf.identity import model_identity
+from tandem.hf.packed_layers import PackedModule
 from tandem.hf.runtime import runtime_of
 from tandem.kernels.dense import CpuThreads
 

@@ -8,14 +8,9 @@ from tandem.experts.store.host_store import HostStore
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import parts_in_fp32
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
-from tandem.hf.dense import (
-    format_on_cpu,
-    has_quantised_experts,
-    is_packable_embedding,
-    packable_layers,
-    tied_weights,
-)
+from tandem.hf.dense import format_on_cpu, has_quantised_experts, packable_layers, tied_weights
 from tandem.hf.experts import is_experts_module
+from tandem.hf.packed_layers import is_packable_embedding
 from tandem.kernels.formats.weight_format import WeightFormat
 
 

@@ -15,15 +15,8 @@ from tandem.checkpoint.sources.source import Source, SourceTensor, StoredWeight
 from tandem.core.errors import ModelError
 from tandem.devices.cuda.linear import DeviceLinear
 from tandem.foreign_types import PreTrainedModel
-from tandem.hf.dense import (
-    PackedEmbedding,
-    PackedLinear,
-    Place,
-    is_packable_embedding,
-    packable_layers,
-    tied_weights,
-    untie,
-)
+from tandem.hf.dense import Place, packable_layers, tied_weights, untie
+from tandem.hf.packed_layers import PackedEmbedding, PackedLinear, is_packable_embedding
 from tandem.kernels.dense import CpuThreads, DenseWeight, padded_bias
 from tandem.kernels.formats import PackedMatrix, WeightFormat
 from tandem.kernels.formats.file_rows import Placing, write_file_rows

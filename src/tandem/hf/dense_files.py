@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from tandem.devices.cuda.linear import DeviceLinear
 from tandem.hf.config import DEFAULT_DENSE_FORMAT, parse_dense_dtype
-from tandem.hf.dense import PackedLinear, Place, format_of, packable_layers, untie
+from tandem.hf.dense import Place, format_of, packable_layers, untie
+from tandem.hf.packed_layers import PackedLinear
 from tandem.kernels.dense import DenseWeight, pack_dense
 from tandem.kernels.formats.packed import PackedMatrix
 from tandem.kernels.formats.weight_format import WeightFormat, find_format

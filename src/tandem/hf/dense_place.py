@@ -15,7 +15,7 @@ from tandem.devices.cuda.embedding import HostEmbedding
 from tandem.devices.cuda.streams import memory_of
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.config import OffloadConfig
-from tandem.hf.dense import PackedEmbedding, is_packable_embedding
+from tandem.hf.packed_layers import PackedEmbedding, is_packable_embedding
 
 # With these, Transformers would spread a model over GPUs, CPU and disk.
 _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")

@@ -17,7 +17,7 @@ from tandem.core.errors import ConfigError
 from tandem.devices.cuda.embedding import HostEmbedding
 from tandem.experts.store.stand_in import refuse_to_copy
 from tandem.foreign_types import PreTrainedModel
-from tandem.hf.dense import PackedModule
+from tandem.hf.packed_layers import PackedModule
 from tandem.hf.row_tables import DiskEmbedding, tables_on_disk
 from tandem.hf.runtime import Runtime, give_runtime, require_runtime
 from tandem.kernels.dense import DenseWeight

@@ -21,7 +21,8 @@ from tandem.core.units import format_bytes
 from tandem.experts.store.stand_in import StandIn
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import ignore_in_files, target_names
-from tandem.hf.dense import embedding_scale, is_packable_embedding, is_tower, tied_weights
+from tandem.hf.dense import is_tower, tied_weights
+from tandem.hf.packed_layers import embedding_scale, is_packable_embedding
 from tandem.kernels import _native
 from tandem.kernels.opaque_calls import DISK_ROWS, opaque
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tandem.hf.dense import with_values
+from tandem.hf.packed_layers import with_values
 from tandem.kernels.opaque_calls import WITHOUT_EFFECTS, Meeting, mapped
 from tandem.kernels.torch_private import TorchDispatchMode, operator_schema
 

@@ -31,10 +31,11 @@ from tandem.devices.cuda.linear import DeviceLinear
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.checkpoint import Checkpoint, open_checkpoint
 from tandem.hf.config import OffloadConfig
-from tandem.hf.dense import PackedLinear, pack_as_loaded, pack_dense_layers
+from tandem.hf.dense import pack_as_loaded, pack_dense_layers
 from tandem.hf.experts import is_experts_module
 from tandem.hf.load import class_of, empty_model, open_foreign
 from tandem.hf.load_job import LoadJob
+from tandem.hf.packed_layers import PackedLinear
 from tandem.hf.runtime import require_runtime, runtime_of
 from tandem.kernels.dense import CpuThreads
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tandem.decode.substitutions.substitution import Substitution, has
 from tandem.devices.cuda.linear import DeviceLinear
 from tandem.foreign_types import ModelPart
-from tandem.hf.dense import PackedLinear, read_rows
+from tandem.hf.packed_layers import PackedLinear, read_rows
 from tandem.kernels.dense import DenseWeight, multiply_groups, pack_dense
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, find_format
 from tandem.kernels.opaque_calls import GROUPS, opaque

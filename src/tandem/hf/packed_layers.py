@@ -1,0 +1,201 @@
+"""Packed linear layers and embeddings as modules that torch and Transformers know."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from tandem.experts.store.stand_in import refuse_to_load
+from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, multiply
+from tandem.kernels.grouped import multiply_by_group
+from tandem.kernels.opaque_calls import DENSE, ROWS, mapped, opaque
+from tandem.kernels.torch_private import tensor_without_values
+
+_SCALE = "scalar_embed_scale"  # of Gemma's embeddings
+
+T = TypeVar("T")
+
+
+class UnpackedWeight(Tensor):
+    """A packed layer's weight as a tensor, which is unpacked for each operation that reads it.
+
+    Code that asks for its dtype or shape costs nothing.
+    """
+
+    layer: "PackedModule"
+
+    @staticmethod
+    def __new__(cls, layer: "PackedModule") -> "UnpackedWeight":
+        """Take no memory."""
+        shape = (layer.packed.out_features, layer.packed.in_features)
+        made = tensor_without_values(cls, shape, layer.dtype)
+        made.layer = layer
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        """Do an operation with the values."""
+        args, kwargs = with_values((args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def values(self) -> Tensor:
+        """Return the weight: (out_features, in_features)."""
+        return self.layer.values().to(self.dtype)
+
+
+def with_values(arguments: T) -> T:
+    """Return an operation's arguments, however deep in lists, with weights unpacked."""
+    return mapped(lambda x: x.values() if isinstance(x, UnpackedWeight) else x, arguments)
+
+
+class PackedModule(nn.Module):
+    """A layer whose weight is packed."""
+
+    def __init__(self, weight: DenseWeight, threads: CpuThreads, dtype: torch.dtype) -> None:
+        """Compute with `threads`; `dtype` is that of the layer that it replaces."""
+        super().__init__()
+        self.packed = weight
+        self.threads = threads
+        self.dtype = dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """The unpacked weight, for code that looks at it. Slow where its values are read."""
+        return UnpackedWeight(self)
+
+    def values(self) -> Tensor:
+        """Return the weight in fp32; slow: unpacks."""
+        return self.packed.values()
+
+    def _load_from_state_dict(self, *_: object) -> None:
+        refuse_to_load()
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
+    ) -> None:
+        """Save the rounded weights under the names of the layer that was replaced."""
+        destination[prefix + "weight"] = self.values().to(self.dtype)
+
+
+class PackedLinear(PackedModule):
+    """A linear layer whose weight is packed; its product runs on the experts' kernels."""
+
+    def __init__(
+        self,
+        weight: DenseWeight,
+        threads: CpuThreads,
+        dtype: torch.dtype,
+        input_order: Tensor | None = None,
+    ) -> None:
+        """Compute with `threads`; `dtype` is that of the layer that it replaces.
+
+        `input_order` (in_features,) says which input each column of `weight` belongs to.
+        """
+        super().__init__(weight, threads, dtype)
+        self.in_features, self.out_features = weight.in_features, weight.out_features
+        self.input_order = input_order
+        self.by_head: tuple[list[DenseWeight], list[DenseWeight]] | None = None
+        """What attention to latents made of it."""
+        self.gives_fp32 = False
+        self.groups: list[DenseWeight] = []  # of rows that have an input of their own each
+
+    def cut(self, num_groups: int) -> None:
+        """Give each of so many groups of rows an input of its own, as `multiply_by_group` says."""
+        each = self.out_features // num_groups
+        self.groups = [self.packed.rows_at(i * each, each) for i in range(num_groups)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x @ weight.T + bias: (..., in_features) -> (..., out_features)."""
+        if self.gives_fp32:
+            x = x.float()
+        elif x.dtype not in VALUE_DTYPES:
+            return self.forward(x.float()).to(x.dtype)
+        if self.input_order is not None:
+            x = x.gather(-1, self.input_order.expand(x.shape))
+        if self.groups:
+            return multiply_by_group(self.threads, self.groups, x)
+        return opaque(DENSE, _multiply_one, self.threads, self.packed, x)
+
+    def values(self) -> Tensor:
+        """Return the weight in fp32, columns in the order of the inputs; slow: unpacks."""
+        values = super().values()
+        return values if self.input_order is None else values[:, self.input_order.argsort()]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias, for code that looks at it."""
+        bias = self.packed.bias
+        return None if bias is None else bias[: self.out_features].to(self.dtype)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.bias is not None:
+            destination[prefix + "bias"] = self.bias
+
+    def extra_repr(self) -> str:
+        """Show the shape and the format; PEFT's error shows this."""
+        shape = f"{self.in_features}, {self.out_features}, {self.packed.matrix.format.name}"
+        return f'{shape}; an adapter needs tandem.load(..., dense_dtype="none")'
+
+
+class PackedEmbedding(PackedModule):
+    """Embeddings whose rows are read from their packed form, token by token."""
+
+    def __init__(self, weight: DenseWeight, threads: CpuThreads, replaced: nn.Embedding) -> None:
+        """Stand for embeddings that `is_packable_embedding`."""
+        super().__init__(weight, threads, replaced.weight.dtype)
+        self.num_embeddings, self.embedding_dim = weight.out_features, weight.in_features
+        self.padding_idx = replaced.padding_idx
+        self.scale = embedding_scale(replaced)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return the tokens' embeddings: (...) int64 -> (..., embedding_dim)."""
+        rows = self.rows(input_ids)
+        return rows if self.scale is None else rows * self.scale
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Return rows of the weight: (...) int64 -> (..., embedding_dim)."""
+        dtype = self.dtype if self.dtype in VALUE_DTYPES else torch.float32
+        rows = opaque(ROWS, read_rows, self.threads, self.packed, dtype, numbers)
+        return rows.to(self.dtype)
+
+    def extra_repr(self) -> str:
+        """Show the shape and the format."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self.packed.matrix.format.name}"
+
+
+def embedding_scale(module: nn.Embedding) -> Tensor | None:
+    """Return what embeddings that are packable multiply their rows with; None: nothing."""
+    scale = getattr(module, _SCALE, None)
+    dtype = module.weight.dtype
+    return None if scale is None else torch.tensor(scale, dtype=dtype, device="cpu")
+
+
+def read_rows(
+    threads: CpuThreads, weight: DenseWeight, dtype: torch.dtype, numbers: Tensor
+) -> Tensor:
+    """Return rows of a packed matrix by number, fp32 or bf16: (...) -> (..., in_features)."""
+    numbers = numbers.contiguous()
+    out = torch.empty((*numbers.shape, weight.in_features), dtype=dtype, device="cpu")
+    threads.dense.read(weight.native, numbers, out)
+    return out
+
+
+def is_packable_embedding(module: nn.Module) -> bool:
+    """Whether a module looks rows up and does nothing more, or multiplies them with a number."""
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+        return False
+    return type(module).forward is nn.Embedding.forward or hasattr(module, _SCALE)
+
+
+def _multiply_one(threads: CpuThreads, weight: DenseWeight, x: Tensor) -> Tensor:
+    return multiply(threads, [weight], x)[0]
