@@ -24,7 +24,7 @@ from tandem.decode.token_routed import TABLE
 from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
 from tandem.foreign_types import ModelPart, PreTrainedModel
 from tandem.hf.adapters import put_on_interface, text_class
-from tandem.hf.compat import parts_in_fp32
+from tandem.hf.compat import model_of, parts_in_fp32
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
 from tandem.hf.dense import give_fp32_logits, is_tower, packable_layers, untie
 from tandem.hf.experts import is_experts_module
@@ -114,8 +114,9 @@ def empty_model_of(shape: ModelShape, vocabulary: int | None = None) -> PreTrain
             "can be measured; tandem plan --no-measure leaves speeds out"
         )
     with torch.device("meta"):
-        builder = AutoModelForCausalLM.from_config if own is None else own._from_config
-        model: PreTrainedModel = builder(config, dtype=torch.bfloat16)
+        if own is not None:
+            return model_of(own, config, torch.bfloat16)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return model
 
 

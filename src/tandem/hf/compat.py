@@ -371,6 +371,14 @@ def image_positions(
     return kinds[1:] if len(kinds) > 3 else kinds
 
 
+def model_of(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel:
+    """Return a model of a class; today this alone makes one in a dtype."""
+    model: PreTrainedModel = kind._from_config(config, dtype=dtype)
+    return model
+
+
 @contextmanager
 def given_features(
     model: PreTrainedModel, features: ImageFeatures | None
