@@ -101,7 +101,7 @@ def test_so_they_are_by_the_kernels(mix: str, find_kernels: Any) -> None:
 
 
 def test_a_few_of_them_by_the_kernels(find_kernels: Any) -> None:
-    model = model_with([SPARSE], 5, 2, 6, hc_sinkhorn_iters=2)
+    model = model_with([SPARSE], 5, 2, 6, hc_sinkhorn_iters=2, index_topk=3)  # of four and more
     pool = CudaSlotPool(model, 1, make_capture=TwinCapture, find_kernels=find_kernels)
     pool.prefill({0: LONG[:9]})
     for i in range(9, 13):

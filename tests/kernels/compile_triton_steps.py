@@ -36,6 +36,7 @@ from tandem.triton_kernels import (
     dense,
     hand_over,
     hyper_connections,
+    index_keys,
     operations,
     recurrent,
     small,
@@ -54,6 +55,7 @@ from tests.kernels.compile_triton import (
 KERNELS = (
     (attention, ("store_token", "attend_parts", "join_parts")),
     (windows, ("store_in_window", "attend_window_parts")),
+    (index_keys, ("store_index_keys", "score_index_keys", "select_index_keys")),
     (small, ("norm_rows", "add_and_norm_rows", "rotate_heads", "rotate_pairs", "choose_experts")),
     (hand_over, ("publish", "ask", "publish_guess", "take_fetched", "combine")),
     (recurrent, ("convolve_tokens", "recur_tokens")),
@@ -137,6 +139,15 @@ def attend_in_windows(case: tuple[Any, ...], capability: int) -> None:
         form, where, *places, query, key, key if ratio else None, chosen, torch.zeros(64), kind,
         1024, ratio,
     )  # fmt: skip
+
+
+def select(dtype: torch.dtype) -> None:
+    """Launch what a decode step of two slots does with DeepSeek-V4's indexer."""
+    keys, places = torch.zeros(2, 1025, 128), (torch.zeros(2, dtype=torch.int64),) * 2
+    key, query = torch.zeros(2, 128, dtype=dtype), torch.zeros(2, 64, 128, dtype=dtype)
+    DecodeAttention(128).select_keys(
+        keys, *places, key, query, torch.zeros(2, 64), block=4, scale=0.1, most=512, length=4096
+    )
 
 
 def do_small(hidden_size: int, head_dim: int, num_experts: int, top_k: int) -> None:
@@ -319,6 +330,7 @@ def main() -> None:
     steps += [(str(form), launches_of(advance, form)) for form in STATES]
     steps += [(str(each), launches_of(compress, *each)) for each in COMPRESSIONS]
     steps += [("streams", launches_of(mix, torch.bfloat16))]
+    steps += [("an indexer", launches_of(select, torch.bfloat16))]
     steps += [(f"{rows} rows", launches_of(do_chains, rows)) for rows in (1, 8)]
     for case in WINDOWS:
         capability = capabilities[len(steps) % len(capabilities)]

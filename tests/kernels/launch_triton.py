@@ -123,6 +123,7 @@ def cases(capability: int, *, is_short: bool) -> Iterator[tuple[str, Callable[[]
         yield f"small operations {small}", partial(steps.do_small, *small)
     yield "chains", partial(steps.do_chains, 8)
     yield "streams", partial(steps.mix, dtype)
+    yield "an indexer", partial(steps.select, dtype)
     yield "compression", partial(steps.compress, *steps.COMPRESSIONS[0])
     for attend, given in ((steps.attend, steps.CASES), (steps.attend_in_windows, steps.WINDOWS)):
         yield from (

@@ -169,7 +169,7 @@ def test_attention_that_does_not_work_is_torchs(
 
 
 def _one_more_than(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: function(*args) + 1
+    return lambda *args, **options: function(*args, **options) + 1
 
 
 def test_kernels_beside_compressed_keys_are_tried_where_a_model_has_them(
@@ -186,6 +186,7 @@ def test_kernels_beside_compressed_keys_are_tried_where_a_model_has_them(
         for kind, name, what in (
             (hyper_connections.TritonStreams, "mix_out", "hyper-connections give"),
             (states.TritonStates, "compress", "compressors give"),
+            (decode_attention.DecodeAttention, "select_keys", "indexers give"),
             (decode_attention.DecodeAttention, "in_windows", "in windows it gives"),
         ):
             monkeypatch.setattr(kind, name, _one_more_than(getattr(kind, name)))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tandem.kernels.attention import AttentionForm, DistanceBias
 from tandem.triton_kernels import attention, windows
+from tandem.triton_kernels.selected_keys import select_keys
 
 _BLOCK_HEADS = 16  # the fewest rows of a matrix unit
 _MOST_PARTS = 64
@@ -157,6 +158,26 @@ class DecodeAttention:
             where, slots, positions, query, key, compressed, chosen, sinks, kind, ring, ratio,
             form.scale, form.window, self._num_processors, self._has_small_tiles,
         )  # fmt: skip
+        return result
+
+    def select_keys(
+        self,
+        keys: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        key: Tensor,
+        query: Tensor,
+        weights: Tensor,
+        *,
+        block: int,
+        scale: float,
+        most: int,
+        length: int,
+    ) -> Tensor:
+        """Keep tokens' index keys, and select some before each; see `triton_kernels.index_keys`."""
+        result: Tensor = select_keys(
+            keys, slots, positions, key, query, weights, block, scale, most, length
+        )
         return result
 
     def store(

@@ -115,7 +115,7 @@ def _try(kernels: DecodeKernels, device: torch.device) -> None:
 
 
 def _try_compressed(kernels: DecodeKernels, device: torch.device) -> None:
-    """Attend in a window beside a compressed key, make such keys, mix streams; as `_try`."""
+    """Attend in a window beside a compressed key, make and select such keys, mix streams."""
     states, streams = state_kernels(kernels), stream_kernels(kernels)
     assert states is not None
     assert streams is not None
@@ -130,6 +130,14 @@ def _try_compressed(kernels: DecodeKernels, device: torch.device) -> None:
     )  # fmt: skip
     if not torch.equal(out, torch.ones_like(out)):
         raise RuntimeError("in windows it gives other numbers than torch")
+    index_keys = zeros((1, 4, 64), torch.float32)
+    index_keys[0, 0] = 2  # greater than this token's
+    chosen = kernels.select_keys(
+        index_keys, slots, positions, one[0], one.transpose(0, 1), one[:1, 0, :2].float(),
+        block=1, scale=1.0, most=1, length=4,
+    )  # fmt: skip
+    if not torch.equal(chosen, slots[None]):
+        raise RuntimeError("indexers give other numbers than torch")
     operation = Compression(zeros((2, 64), torch.float32), 1)
     rings, both = zeros((1, *operation.state_shape), torch.float32), one[:, 0]
     values = both * torch.tensor([[0], [2]], device=device)

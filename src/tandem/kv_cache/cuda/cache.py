@@ -67,8 +67,8 @@ class StaticKvCache(SlotCache):
         """Hold `num_slots` slots of `capacity` tokens; `make_room` frees memory if it can.
 
         Keys and values are kept in `kv_dtype`; `kernels` attend in decode steps, `window_kernels`
-        where compressed keys stand beside windows, `state_kernels` advance states; None: torch.
-        `stream_kernels` are for the model's residual streams.
+        where compressed keys stand beside windows, selected or all, `state_kernels` advance states;
+        None: torch. `stream_kernels` are for the model's residual streams.
         """
         super().__init__(num_slots)
         self.stream_kernels = stream_kernels
@@ -85,7 +85,7 @@ class StaticKvCache(SlotCache):
         self._step = self.places(1)
         self._is_aligned = False
         zeros = partial(self._zeros, what="states")
-        self.index_keys = DeviceIndexKeys(num_slots, self._zeros)
+        self.index_keys = DeviceIndexKeys(num_slots, self._zeros, window_kernels)
         self.index_keys.reserve(self.capacity, 0)
         self.states = DeviceStates(num_slots, state_kernels or TorchStates(), zeros, device)
         self.windows = DeviceWindows(num_slots, self._zeros, kv_dtype, window_kernels)

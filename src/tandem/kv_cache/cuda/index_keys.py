@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.attention import Segment
-from tandem.kv_cache.cuda.layers import StepPlaces
+from tandem.kv_cache.cuda.layers import DecodeKernels, StepPlaces
 from tandem.kv_cache.index_keys import (
     KeptIndexKeys,
     NewIndexKeys,
     Selection,
+    Zeros,
     greatest,
     greatest_by_head,
     scores_by_head,
@@ -25,6 +26,11 @@ _MOST_SCORES = 1 << 26
 
 class DeviceIndexKeys(KeptIndexKeys):
     """Index keys on a GPU."""
+
+    def __init__(self, num_slots: int, zeros: Zeros, kernels: DecodeKernels | None = None) -> None:
+        """Hold nothing for so many slots; `kernels` select keys in decode steps; None: torch."""
+        super().__init__(num_slots, zeros)
+        self._kernels = kernels
 
     def of_prompt(
         self,
@@ -80,6 +86,11 @@ class DeviceIndexKeys(KeptIndexKeys):
         slots, positions = places.slots, places.positions
         selection, block = new.selection, new.selection.block
         keys = self._kept(new.layer, selection.key_block, key.shape[1])
+        if self._kernels is not None and selection.are_keys and weights is not None:
+            return self._kernels.select_keys(
+                keys, slots, positions, key, query, weights,
+                block=block, scale=selection.scale, most=selection.most_blocks, length=length,
+            )  # fmt: skip
         keys[slots, number_of_key(positions, selection.key_block, keys.shape[1])] = key.float()
         if new.pool is not None:  # of the last block, whole or not: no token sees it before it is
             last = positions // block

@@ -68,6 +68,27 @@ class DecodeKernels(Protocol):
     ) -> Tensor:
         """Attend to windows that are kept in rings, and compressed keys behind: `DeviceWindows`."""
 
+    def select_keys(
+        self,
+        keys: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        key: Tensor,
+        query: Tensor,
+        weights: Tensor,
+        *,
+        block: int,
+        scale: float,
+        most: int,
+        length: int,
+    ) -> Tensor:
+        """Keep tokens' index keys, and select (n_tokens, most), as `DeviceIndexKeys.of_step`.
+
+        Of `keys` (slots, room, dim) fp32, each of a `block` of positions, those of the first
+        `length` are scored. `key` is (n_tokens, dim), `query` (n_tokens, heads, dim), `weights`
+        (n_tokens, heads).
+        """
+
 
 def stored_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
     """Return what keys and values of a dtype are kept in, by a `kv_dtype` or "auto"."""

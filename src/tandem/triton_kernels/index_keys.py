@@ -1,0 +1,144 @@
+"""An indexer's step: its keys are kept, those of a token's slot scored, the best of them selected.
+
+    store_index_keys    appends the key that a token brings
+    score_index_keys    each program: some keys of a token's slot, by all heads
+    select_index_keys   each program: the numbers of a token's best keys, ascending
+
+As `tandem.kv_cache.index_keys` has it, of keys that stand for a block of tokens (DeepSeek-V4). In
+three launches, as a token's own key, and those of a step's other tokens in its slot, are scored.
+"""
+
+import triton
+import triton.language as tl
+from triton.language import constexpr, tensor
+
+_OF_STORED = ("key_stride", "room")
+_OF_SCORED = ("query_stride", "query_head_stride", "weight_stride", "room", "num_scores")
+_OF_SELECTED = ("num_scores", "most")
+_DIGITS = constexpr(256)
+_INFINITY = constexpr(float("inf"))
+
+
+@triton.jit(do_not_specialize=_OF_STORED)
+def store_index_keys(
+    keys: tensor, slots: tensor, positions: tensor, new: tensor, key_stride: tensor,
+    room: tensor, block: constexpr, dim: constexpr, width: constexpr,
+) -> None:  # fmt: skip
+    """Append each token's key to `keys` (slots, room, dim) fp32. A program is a token.
+
+    The last place of a slot has the keys of tokens that end no block.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, width)
+    position = tl.load(positions + token)
+    place = tl.where((position + 1) % block == 0, position // block, room - 1)
+    value = tl.load(new + token * key_stride + col, mask=col < dim, other=0.0)
+    at = keys + (tl.load(slots + token) * room + place) * dim + col
+    tl.store(at, value.to(tl.float32), mask=col < dim)
+
+
+@triton.jit(do_not_specialize=_OF_SCORED)
+def score_index_keys(
+    keys: tensor, slots: tensor, positions: tensor, query: tensor, weights: tensor, scores: tensor,
+    query_stride: tensor, query_head_stride: tensor, weight_stride: tensor, room: tensor,
+    num_scores: tensor, scale: constexpr, block: constexpr, num_heads: constexpr, dim: constexpr,
+    width: constexpr, block_keys: constexpr, block_heads: constexpr,
+) -> None:  # fmt: skip
+    """Write sum over heads of weight * relu(scale * query . key) to scores (tokens, num_scores).
+
+    Of the whole blocks before a token, its own included; the others' scores stay as they are. A
+    program is (some keys, token).
+    """
+    token = tl.program_id(1).to(tl.int64)
+    number = tl.program_id(0) * block_keys + tl.arange(0, block_keys)
+    num_whole = (tl.load(positions + token) + 1) // block
+    is_key = number < num_whole
+    if tl.program_id(0) * block_keys < num_whole:
+        col = tl.arange(0, width)
+        line = tl.load(slots + token) * room + number
+        mask = is_key[:, None] & (col < dim)[None, :]
+        some = tl.load(keys + line[:, None] * dim + col[None, :], mask=mask, other=0.0)
+        total = tl.full((block_keys,), 0.0, dtype=tl.float32)
+        for start in range(0, num_heads, block_heads):
+            head = start + tl.arange(0, block_heads)
+            is_head = head < num_heads
+            at = query + token * query_stride + head[:, None] * query_head_stride + col[None, :]
+            heads = tl.load(at, mask=is_head[:, None] & (col < dim)[None, :], other=0.0)
+            dots = tl.dot(heads.to(tl.float32), tl.trans(some), input_precision="ieee") * scale
+            # What is no number stays none; heads that there are not have met infinite keys, too.
+            dots = tl.where((dots < 0.0) | ~is_head[:, None], 0.0, dots)
+            weight = tl.load(weights + token * weight_stride + head, mask=is_head, other=0.0)
+            total += tl.reduce(dots * weight.to(tl.float32)[:, None], 0, tl.standard._sum_combine)
+        tl.store(scores + token * num_scores + number, total, mask=is_key)
+
+
+@triton.jit
+def _codes(scores: tensor, number: tensor, num_whole: tensor) -> tensor:
+    """Return scores as integers of 32 bits in int64, of which greater ones are greater.
+
+    What is no number is infinite. Those behind the whole blocks are 0.
+    """
+    score = tl.load(scores + number, mask=number < num_whole, other=0.0)
+    score = tl.where(score != score, _INFINITY, score)
+    score = tl.where(score == 0.0, 0.0, score)  # of two zeros none is greater
+    bits = score.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 2147483648
+    return tl.where(number < num_whole, ordered, 0)
+
+
+@triton.jit
+def _threshold(scores: tensor, num_whole: tensor, most: tensor, block_scores: constexpr) -> tensor:
+    """Return the code of the least that is selected, and how many of that code are.
+
+    By eight bits at a time, the highest first: those of more than one digit are counted out.
+    """
+    digits = tl.arange(0, _DIGITS)
+    code = (num_whole - num_whole).to(tl.int64)  # the bits that are known
+    left = num_whole - num_whole + most
+    for part in range(4):
+        shift = 24 - 8 * part
+        counts = tl.full((_DIGITS,), 0, dtype=tl.int32)
+        for start in range(0, num_whole, block_scores):
+            number = start + tl.arange(0, block_scores)
+            found = _codes(scores, number, num_whole)
+            is_in = (number < num_whole) & ((found >> (shift + 8)) == code)
+            counts += tl.histogram(((found >> shift) & 255).to(tl.int32), _DIGITS, mask=is_in)
+        at_least = tl.associative_scan(counts, 0, tl.standard._sum_combine, reverse=True)
+        digit = tl.reduce(tl.where(at_least >= left, digits, 0), 0, tl.standard._elementwise_max)
+        left -= tl.reduce(tl.where(digits > digit, counts, 0), 0, tl.standard._sum_combine)
+        code = code * 256 + digit
+    return code, left
+
+
+@triton.jit(do_not_specialize=_OF_SELECTED)
+def select_index_keys(
+    scores: tensor, positions: tensor, chosen: tensor, num_scores: tensor, most: tensor,
+    block: constexpr, block_scores: constexpr,
+) -> None:  # fmt: skip
+    """Write the numbers of the best keys to chosen (tokens, most), -1 where there are fewer.
+
+    Of the whole blocks before a token, by scores (tokens, num_scores); of equal ones the first. If
+    there are no more than `most` of them, scores are not read. A program is a token.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    num_whole = ((tl.load(positions + token) + 1) // block).to(tl.int32)
+    chosen += token * most
+    if num_whole <= most:
+        for start in range(0, most, block_scores):
+            number = start + tl.arange(0, block_scores)
+            tl.store(chosen + number, tl.where(number < num_whole, number, -1), mask=number < most)
+    else:
+        scores += token * num_scores
+        least, num_least = _threshold(scores, num_whole, most, block_scores)
+        done = num_whole - num_whole
+        seen = done  # of the least
+        for start in range(0, num_whole, block_scores):
+            number = start + tl.arange(0, block_scores)
+            found = _codes(scores, number, num_whole)
+            is_least = (found == least) & (number < num_whole)
+            rank = seen + tl.associative_scan(is_least.to(tl.int32), 0, tl.standard._sum_combine)
+            is_best = (found > least) | (is_least & (rank <= num_least))
+            place = tl.associative_scan(is_best.to(tl.int32), 0, tl.standard._sum_combine) - 1
+            tl.store(chosen + done + place, number, mask=is_best)
+            done += tl.reduce(is_best.to(tl.int32), 0, tl.standard._sum_combine)
+            seen += tl.reduce(is_least.to(tl.int32), 0, tl.standard._sum_combine)

@@ -1,0 +1,53 @@
+"""Keys that an indexer selects in a decode step: launches `index_keys`, and never waits.
+
+One operation of torch, so that recordings and captures see it.
+"""
+
+import torch
+from torch import Tensor
+
+from tandem.triton_kernels import index_keys
+
+_BLOCK_KEYS = 32
+_BLOCK_HEADS = 16
+_BLOCK_SCORES = 2048
+_SELECTING_WARPS = 8
+
+
+@torch.library.custom_op("tandem::select_keys", mutates_args=("keys",))
+def select_keys(
+    keys: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    key: Tensor,
+    query: Tensor,
+    weights: Tensor,
+    block: int,
+    scale: float,
+    most: int,
+    length: int,
+) -> Tensor:
+    """Do what `DecodeKernels.select_keys` says."""
+    (_, room, dim), (num_tokens, num_heads, _) = keys.shape, query.shape
+    key, query, weights = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (key, query, weights)
+    )
+    layer = {"block": block, "dim": dim, "width": max(16, 1 << (dim - 1).bit_length())}
+    index_keys.store_index_keys[num_tokens,](
+        keys, slots, positions, key, key.stride(0), room, **layer
+    )
+    num_keys = max(1, length // block)  # that a token may see
+    most = min(most, num_keys)
+    scores = query.new_empty(num_tokens, num_keys, dtype=torch.float32)
+    if num_keys > most:
+        index_keys.score_index_keys[-(-num_keys // _BLOCK_KEYS), num_tokens](
+            keys, slots, positions, query, weights, scores, query.stride(0), query.stride(1),
+            weights.stride(0), room, num_keys, scale=scale, num_heads=num_heads,
+            block_keys=_BLOCK_KEYS, block_heads=_BLOCK_HEADS, **layer,
+        )  # fmt: skip
+    chosen = torch.empty(num_tokens, most, dtype=torch.int64, device=keys.device)
+    index_keys.select_index_keys[num_tokens,](
+        scores, positions, chosen, num_keys, most, block=block, block_scores=_BLOCK_SCORES,
+        num_warps=_SELECTING_WARPS,
+    )  # fmt: skip
+    return chosen
