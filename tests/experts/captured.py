@@ -116,6 +116,12 @@ def asking_policy(num_slots: int) -> _native.StepPolicy:
     return policy
 
 
+def _counted(chosen: Tensor) -> tuple[list[int], list[int]]:
+    """Return the experts of a choice, and how many tokens each has."""
+    experts, tokens = chosen.unique(return_counts=True)
+    return experts.tolist(), tokens.tolist()
+
+
 def right_guesses(step: Sequence[LayerTokens]) -> list[list[int]]:
     """Return, by layer, what the next one will choose."""
     return [call.chosen.flatten().tolist() for call in step[1:]]
@@ -176,10 +182,12 @@ class TwinMachine:
         *,
         predicts: bool = False,
         asks: bool = False,
+        is_known: bool = False,
     ) -> None:
         """Begin a step as a captured one begins: entries are cleared ahead of the launch.
 
-        It is decided by another `rule` than the last one, if one is given by its number.
+        It is decided by another `rule` than the last one, if one is given by its number. With
+        `is_known` what it will choose is known now.
         """
         self._step = step  # its tensors must live until the twin has ended
         self.coordinator.begin_step(self.box, PATIENCE)
@@ -189,6 +197,10 @@ class TwinMachine:
         if rule is not None:
             assert self._policy is not None
             self._policy.set_rule(rule, predicts, asks)
+        if is_known:
+            self.coordinator.expect(
+                [(layer, *_counted(call.chosen)) for layer, call in enumerate(step)]
+            )
         calls = [
             (layer, call.hidden, call.chosen, call.weights, call.out)
             for layer, call in enumerate(step)
@@ -203,9 +215,10 @@ class TwinMachine:
         *,
         predicts: bool = False,
         asks: bool = False,
+        is_known: bool = False,
     ) -> None:
         """Do a step whole; raises `StepLostError`."""
-        self.start(step, rule, predicts=predicts, asks=asks)
+        self.start(step, rule, predicts=predicts, asks=asks, is_known=is_known)
         try:
             self.coordinator.finish_step(patience)
         finally:

@@ -226,6 +226,39 @@ def test_what_the_next_router_says_is_copied_ahead_and_computed_by_the_device(
     machine.close()
 
 
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_what_is_known_is_copied_ahead_of_a_step_and_computed_by_the_device(
+    store: HostStore, num_rows: int
+) -> None:
+    """Also behind a step that was given up before its first layer."""
+    machine = TwinMachine(store, num_rows, num_slots=12, policy=asking_policy(12))
+    for device in (machine.twin, machine.coordinator):
+        device.set_dense_seconds(1e-3)
+    num_ahead, num_used = 0, 0
+    for seed in range(20):
+        step = random_step(num_rows, torch.Generator().manual_seed(seed))
+        if seed % 4 == 3:
+            machine.start(step, rule=0, stops_before=0, is_known=True)
+            machine.twin.join()
+            assert machine.coordinator.abort_step(PATIENCE)
+        else:
+            machine.run(step, rule=0, is_known=True)
+            for call, wanted in zip(step, expected(store, step), strict=True):
+                assert torch.equal(call.out, wanted)
+        decided = machine.coordinator.take_decided()
+        ahead = {copy[:2] for *_, copies in decided for copy in copies}
+        assert all(expert in step[layer].chosen for layer, expert in ahead)
+        num_ahead += sum(len(copies) for layer, *_, copies in decided if layer == -1)
+        for layer, choice, is_hit, *_ in machine.coordinator.records() if seed % 4 < 3 else ():
+            pairs = zip(choice, is_hit, strict=True)
+            num_used += len({expert for expert, hit in pairs if hit and (layer, expert) in ahead})
+        machine.coordinator.clear_entries()
+        machine.coordinator.drain_copies()
+    assert num_ahead > 10
+    assert num_used > 0
+    machine.close()
+
+
 def test_a_guess_that_does_not_come_is_not_waited_for(store: HostStore) -> None:
     machine = TwinMachine(store, 1, num_slots=12, policy=asking_policy(12))
     step = random_step(1, torch.Generator().manual_seed(0))
