@@ -32,8 +32,8 @@ class Squares:
 
     def __init__(self, num_matrices: int, width: int) -> None:
         """Begin with none."""
-        self._sums = torch.zeros(num_matrices, width, dtype=torch.float64)
-        self._tokens = torch.zeros(num_matrices, dtype=torch.int64)
+        self._sums = torch.zeros(num_matrices, width, dtype=torch.float64, device="cpu")
+        self._tokens = torch.zeros(num_matrices, dtype=torch.int64, device="cpu")
 
     def add(self, inputs: Tensor, matrix: int = 0) -> None:
         """Count tokens, (n_tokens, width)."""
@@ -109,7 +109,7 @@ def _batches(windows: Sequence[Window]) -> Iterator[Tensor]:
     for window in windows:
         by_length.setdefault(len(window.ids), []).append(window.ids)
     for length, rows in by_length.items():
-        yield from torch.tensor(rows).split(max(1, _TOKENS_AT_ONCE // length))
+        yield from torch.tensor(rows, device="cpu").split(max(1, _TOKENS_AT_ONCE // length))
 
 
 @contextmanager

@@ -55,7 +55,7 @@ class Tally:
             domain, {name: [] for name in ("loss", "reference_loss", "kl", "is_same")}
         )
         found = logits.log_softmax(-1)
-        next_ids = torch.tensor(targets, dtype=torch.long)[:, None]
+        next_ids = torch.tensor(targets, device="cpu")[:, None]
         own["loss"] += (-found[: len(targets)].gather(1, next_ids)[:, 0]).tolist()
         if reference is None:
             own["kl"] += [math.nan] * len(logits)
@@ -78,7 +78,9 @@ class Tally:
 
 def _quality(parts: Sequence[dict[str, list[float]]]) -> Quality:
     loss, reference_loss, kl, is_same = (
-        torch.tensor([value for part in parts for value in part[name]], dtype=torch.float64)
+        torch.tensor(
+            [value for part in parts for value in part[name]], dtype=torch.float64, device="cpu"
+        )
         for name in ("loss", "reference_loss", "kl", "is_same")
     )
     perplexity = float(loss.mean().exp())

@@ -60,7 +60,7 @@ def read_dat(path: Path) -> Find:
             at += 12 + length
             values = np.frombuffer(content, "<f4", count, at) / max(1, calls)
             at += 4 * count
-            found[name] = InputSquares(torch.from_numpy(values)[None], torch.empty(0))
+            found[name] = InputSquares(torch.from_numpy(values)[None], torch.empty(0, device="cpu"))
         if not found:
             raise ValueError("it has no entries")
     except (struct.error, ValueError) as error:
