@@ -94,8 +94,8 @@ StepCopies StepPolicy::begin_step(double dense_seconds, std::vector<KnownLoad> k
     return {};
   }
   if (predicts_) foresight_->begin_step();
-  const double ready = std::max(link_free_at_, now + costs_.copy_wake);
-  for (const KnownLoad& at : known_) copy_known(at, ready, now + dense_ + at.layer * dense_);
+  const double ready = std::max(link_free_at_, now + costs_.copy_wake), next = now + dense_;
+  for (const KnownLoad& at : known_) copy_known(at, ready, next + at.layer * (next - now));
   for (std::size_t i = 0; i < ahead_.size(); ++i) issue(now + costs_.copy_wake);
   StepCopies found;
   found.ahead = ahead_;
@@ -208,7 +208,7 @@ std::int64_t StepPolicy::whole_copies(double ready, double end) const {
 }
 
 // Gives clear slots to experts of a layer that is published at `next_plan`, and of those behind it
-// that are known: to as many as come until then, behind this layer's fetches.
+// that are known, which take as long: to as many as come until then, behind this layer's fetches.
 void StepPolicy::copy_ahead(std::int32_t layer, std::size_t num_fetched, double now,
                             double next_plan) {
   if (layer >= resident_.num_layers) return;
@@ -217,7 +217,7 @@ void StepPolicy::copy_ahead(std::int32_t layer, std::size_t num_fetched, double 
   bool is_known = false;
   for (const KnownLoad& at : known_) {
     is_known |= at.layer == layer;
-    if (at.layer >= layer) copy_known(at, ready, next_plan + (at.layer - layer) * dense_);
+    if (at.layer >= layer) copy_known(at, ready, next_plan + (at.layer - layer) * (next_plan - now));
   }
   if (!predicts_ || is_known) return;
   ready += static_cast<double>(ahead_.size()) * costs_.link;
@@ -235,7 +235,7 @@ void StepPolicy::copy_ahead(std::int32_t layer, std::size_t num_fetched, double 
   }
 }
 
-// Of a layer that is published no sooner than `published`: those of most tokens first.
+// Of a layer that is to be published then: those of most tokens first.
 void StepPolicy::copy_known(const KnownLoad& known, double ready, double published) {
   const auto& [experts, tokens] = known.load;
   ready += static_cast<double>(ahead_.size()) * costs_.link;

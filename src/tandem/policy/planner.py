@@ -117,8 +117,8 @@ class Planner:
         if self._predicts:
             self.prediction.begin_step(() if in_graph else token_ids)
         if in_graph:
-            dense = self._dense_seconds
-            ahead = self.predicted.in_graph(0, 0, now, now + dense, dense, predicts=False)
+            next_plan = now + self._dense_seconds
+            ahead = self.predicted.in_graph(0, 0, now, next_plan, predicts=False)
             self.predicted.issue(ahead, now)
             return ahead
         return self._copies_ahead(0, frozenset(), now, now + self._dense_seconds)
@@ -216,9 +216,8 @@ class Planner:
         ahead: tuple[Copy, ...] = ()
         if self._rule.launches:
             ahead = self.predicted.in_graph(
-                load.layer + 1, len(split.fetch), now, next_plan, self._dense_seconds,
-                predicts=self._predicts,
-            )  # fmt: skip
+                load.layer + 1, len(split.fetch), now, next_plan, predicts=self._predicts
+            )
         num_first = len(split.fetch) + len(ahead)
         entering = self._newcomers(
             load.layer, in_use, misses, split.fetch, num_first, now, next_plan

@@ -86,14 +86,13 @@ class PredictedCopies:
         num_fetches: int,
         now: float,
         next_plan: float,
-        dense_seconds: float,
         *,
         predicts: bool,
     ) -> tuple[Copy, ...]:
         """Give clear slots to experts of a layer that is published at `next_plan`.
 
-        And of those behind it that are known, a layer every `dense_seconds` at the soonest. As many
-        as come until then, behind so many fetches. The caller has them issued.
+        And of those behind it that are known, each as much later than the one before as this is
+        than `now`. As many as come until then, behind so many fetches. The caller has them issued.
         """
         found: list[Copy] = []
         ready = max(self._link.free_at, now + self._costs.copy_wake)
@@ -101,7 +100,7 @@ class PredictedCopies:
         for known in self._known.values():
             if known.layer >= layer:
                 begin = ready + len(found) * self._link.copy_seconds
-                published = next_plan + (known.layer - layer) * dense_seconds
+                published = next_plan + (known.layer - layer) * (next_plan - now)
                 found += self._of_known(known, begin, published)
         if predicts and layer not in self._known:
             begin = ready + len(found) * self._link.copy_seconds
