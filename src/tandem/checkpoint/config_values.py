@@ -194,7 +194,7 @@ def _require_dtype(where: str, name: str, value: object) -> None:
 
     for one in value.values() if isinstance(value, dict) else (value,):
         is_dtype = isinstance(one, str) and isinstance(
-            getattr(torch, one.removeprefix("torch."), None), torch.dtype
+            vars(torch).get(one.removeprefix("torch.")), torch.dtype
         )
         if not is_dtype and one not in (None, "auto"):
             raise ModelError(f"{where}: {name} is {shown(one)}, expected a dtype such as bfloat16")

@@ -7,6 +7,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from tandem.checkpoint.config_values import value_of
 from tandem.demo.recipe import Recipe
 from tandem.foreign_types import GenerationConfig, PreTrainedConfig
 
@@ -87,7 +88,7 @@ def mixtral_config(dense: PreTrainedConfig, recipe: Recipe) -> PreTrainedConfig:
         *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"),
     ]
     return MixtralConfig(
-        **{name: getattr(dense, name) for name in same},
+        **{name: value_of(dense, name) for name in same},
         num_local_experts=recipe.num_experts,
         num_experts_per_tok=recipe.num_experts_per_tok,
         sliding_window=None,

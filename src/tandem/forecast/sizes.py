@@ -176,7 +176,7 @@ def model_sizes(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> ModelSizes
         return config_sizes(config, offload, source)
     if checkpoint.is_packed:
         stored = OffloadConfig.from_dict(checkpoint.quantization or {})
-        of_files = {name: getattr(stored, name) for name in _OF_FILES}
+        of_files = {name: vars(stored)[name] for name in _OF_FILES}
         if stored.dense_dtype != "none":  # else loading packs what the files have not
             of_files["dense_dtype"] = stored.dense_dtype
         offload = dataclasses.replace(offload, **of_files)

@@ -10,6 +10,7 @@ from tandem.experts.store.arrivals import TENSOR_NAMES
 from tandem.experts.store.host_store import HostLayer, HostStore
 from tandem.foreign_types import ModelPart
 from tandem.hf.config import parse_expert_dtype, stored_format
+from tandem.hf.experts import num_spare_experts
 from tandem.kernels.formats.weight_format import ExpertFormat
 
 # What an error advises a user to try when the experts do not fit, largest first.
@@ -30,7 +31,7 @@ def announce(
         expert_dtype=stored_format(expert_dtype, module.down_proj.dtype),
         is_transposed=bool(module.is_transposed),
         is_interleaved=bool(module.has_gate and not module.is_concatenated),
-        num_spare=getattr(module, "num_spare_experts", 0),
+        num_spare=num_spare_experts(module),
     )
 
 

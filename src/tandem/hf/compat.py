@@ -203,7 +203,7 @@ def layers_again(config: PreTrainedConfig, layers: list[T]) -> list[T]:
 
 def cache_layer_kinds(*names: str) -> tuple[type, ...]:
     """Return the classes of a cache's layers of these names that there are (fewer in 5.17)."""
-    return tuple(getattr(cache_utils, name) for name in names if hasattr(cache_utils, name))
+    return tuple(vars(cache_utils)[name] for name in names if name in vars(cache_utils))
 
 
 def own_cache_class(model: PreTrainedModel) -> type[DynamicCache] | None:
@@ -292,7 +292,7 @@ def dispensable_weights(model: PreTrainedModel) -> Collection[str]:
 
     5.17 to today.
     """
-    return getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    return model._keys_to_ignore_on_load_missing or ()
 
 
 def ignore_in_files(model: PreTrainedModel, names: Iterable[str]) -> None:
@@ -309,7 +309,7 @@ def parts_in_fp32(model: PreTrainedModel) -> Collection[str]:
 
     5.17 to today; no public name.
     """
-    return getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return model._keep_in_fp32_modules_strict or ()
 
 
 @contextmanager

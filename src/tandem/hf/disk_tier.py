@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Sequence
 
-from tandem.checkpoint.config_values import value_of
+from tandem.checkpoint.config_values import experts_per_token, value_of
 from tandem.checkpoint.mapped_files import places_of
 from tandem.checkpoint.packed_files import expert_sums, experts_tensor, read_metadata
 from tandem.core.errors import CapacityError, ConfigError, TandemWarning
@@ -26,7 +26,6 @@ from tandem.hf.runtime import require_runtime
 _RESERVED_BYTES = 1 << 30
 _RESERVED_SHARE = 0.06
 _MOST_KV_SHARE = 0.5
-_USUAL_TOP_K = 8
 
 
 def slots_over(model: PreTrainedModel, options: OffloadConfig, *, beside_bytes: int = 0) -> bool:
@@ -53,7 +52,7 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig, *, beside_bytes: 
     memory = options.expert_memory_bytes
     if memory is None:
         memory = room_for_experts(free, _kv_bytes(model, options))
-    top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or _USUAL_TOP_K
+    top_k = experts_per_token(model.config.get_text_config())
     options.require_slots_follow()
     try:
         slots = HostSlots(layers, places, memory, eviction=options.eviction, top_k=top_k)

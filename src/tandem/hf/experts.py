@@ -44,6 +44,11 @@ def is_experts_module(module: nn.Module) -> bool:
     )
 
 
+def num_spare_experts(module: ModelPart) -> int:
+    """Return for how many experts without weights a module's matrices have rows."""
+    return int(getattr(module, "num_spare_experts", 0))
+
+
 def bind(module: nn.Module, executor: Executor, layer: int) -> None:
     """Make a module compute its experts through an executor from now on."""
     module.tandem_experts = ExpertsBinding(executor, layer, expert_functions(module))  # type: ignore[assignment]

@@ -278,7 +278,7 @@ def keep_first_layers(config: PreTrainedConfig, num_layers: int) -> None:
     """Cut a config's text model to its first layers, and its lists of one entry per layer."""
     text = config.get_text_config()
     name = _name_of_count(text)
-    total = getattr(text, name)
+    total = value_of(text, name)
     kept = min(num_layers, total)
     setattr(text, name, kept)  # without effect where it is the length of a list
     for name, value in vars(text).items():

@@ -104,5 +104,9 @@ def as_offloaded(model: PreTrainedModel, runtime: Runtime) -> None:
 @cache
 def _offloaded_class(kind: type) -> type:
     # Transformers looks classes up by what they are called.
-    kept = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (OffloadedModel, kind), kept)
+    own = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+    }
+    return type(kind.__name__, (OffloadedModel, kind), own)

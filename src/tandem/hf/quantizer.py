@@ -262,7 +262,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
 
     def get_new_dtype(self, converter: object, param: Tensor, dtype: torch.dtype) -> object:
         """Leave packed experts in the dtype of the file; the dense parts follow the model's."""
-        if any(isinstance(op, StoreFused) for op in getattr(converter, "operations", ())):
+        operations = converter.operations if isinstance(converter, WeightConverter) else ()
+        if any(isinstance(op, StoreFused) for op in operations):
             return None
         return super().get_new_dtype(converter, param, dtype)
 

@@ -7,7 +7,7 @@ with what the weights of the chosen experts depend on.
 from torch import nn
 
 from tandem.foreign_types import ModelPart
-from tandem.hf.experts import is_experts_module
+from tandem.hf.experts import is_experts_module, num_spare_experts
 
 
 def router_layers(model: nn.Module) -> set[nn.Module]:
@@ -37,6 +37,6 @@ def _scores(part: nn.Module, experts: ModelPart) -> bool:
     Or of some more: of experts without weights, or one that stands for none (ZAYA).
     """
     count = getattr(experts, "num_experts", None) or len(experts.down_proj)
-    spare = getattr(experts, "num_spare_experts", 1)
+    spare = num_spare_experts(experts) or 1
     matrices = [parameter for parameter in part.parameters() if parameter.dim() == 2]
     return bool(matrices) and count <= len(matrices[-1]) <= count + spare

@@ -150,7 +150,7 @@ class Runtime:
         self._threads = None
 
 
-def runtime_of(model: PreTrainedModel) -> Runtime | None:
+def runtime_of(model: nn.Module) -> Runtime | None:
     """Return the runtime of a model that Tandem loaded; None for another."""
     runtime: Runtime | None = getattr(model, _ATTRIBUTE, None)
     return runtime
@@ -158,7 +158,7 @@ def runtime_of(model: PreTrainedModel) -> Runtime | None:
 
 def importance_of(model: nn.Module, path: str, weight: Tensor) -> Tensor | None:
     """Return what each input of a linear layer counts, (in_features,); None: all alike."""
-    runtime: Runtime | None = getattr(model, _ATTRIBUTE, None)
+    runtime = runtime_of(model)
     if runtime is None or runtime.importance is None:
         return None
     found = runtime.importance(f"{path}.weight", (1, weight.shape[1]))

@@ -20,7 +20,7 @@ class _CanBeCut(Protocol):
 
 def num_groups_of(linear: object) -> int:
     """Return how many groups a linear layer has; 1: its rows have one input."""
-    return int(getattr(linear, "n_groups", 1))
+    return int(vars(linear).get("n_groups", 1))
 
 
 def is_grouped(module: nn.Module) -> bool:

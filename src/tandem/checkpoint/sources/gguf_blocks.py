@@ -53,7 +53,7 @@ def _grid(kind: str, fmt: WeightFormat) -> Tensor:
     """Return the codes of a grid's lines without signs: (lines, numbers) uint8."""
     from gguf import quants
 
-    blocks = getattr(quants, kind)
+    blocks = vars(quants)[kind]
     blocks.init_grid()
     lines = np.array(blocks.grid).squeeze()  # (lines, numbers) in units of their own
     magnitudes = np.array(fmt.encoding.table[: len(fmt.encoding.table) // 2])

@@ -68,7 +68,7 @@ def _may_attend(module: nn.Module) -> bool:
     Experts are bound to executors again later, and rotary embeddings note the frequencies that
     they have computed last: both stay one object.
     """
-    if not isinstance(getattr(module, "config", None), PreTrainedConfig):
+    if not isinstance(vars(module).get("config"), PreTrainedConfig):
         return False
     is_leaf = not any(True for _ in module.children())
     is_table = is_leaf and any(True for _ in module.buffers(recurse=False))
