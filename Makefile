@@ -28,7 +28,7 @@ PYTEST := $(BIN)/pytest -n 4 --dist loadgroup --no-loadscope-reorder $(if $(ISA)
 # that follow.
 WHEEL_PYTHONS ?= $(PYTHON)
 
-.PHONY: test-fast test-slow test-all-isas fuzz-files wheel check-wheel check-clang check-commits check-threads check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
+.PHONY: lock test-fast test-slow test-all-isas fuzz-files wheel check-wheel check-clang check-commits check-format check-threads check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
@@ -96,14 +96,19 @@ wheel:  ## Wheels for Linux x86-64 in build/wheels; needs no compiler (it instal
 check-wheel:  ## Each wheel in a new environment without a compiler: the demo model answers
 	TORCH="$(TORCH)" wheels/check.sh build/wheels $(WHEEL_PYTHONS)
 
+FAST ?= not slow
 test-fast: setup  ## While working: the tests of the packages that changed since SINCE, with one instruction set
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports >/dev/null
-	$(PYTEST) $(if $(ISA),,--isa best) -m "not slow" \
+	$(PYTEST) $(if $(ISA),,--isa best) -m "$(FAST)" \
 		$$($(BIN)/python -m tests.of_change $(SINCE))
 
-# check-commits looks at the commits since this one.
+# check-commits, check-format and test-fast look at what changed since this commit.
 SINCE ?= @{upstream}
+FORMAT_CHANGED := $(BIN)/git-clang-format --binary $(BIN)/clang-format --extensions cpp,hpp
+check-format: setup  ## clang-format of the lines of csrc that changed since SINCE
+	$(FORMAT_CHANGED) --diff $(SINCE)
+
 check-commits:  ## wheel and check-wheel, if a commit since SINCE touches what wheels are built from
 	@wheels/commits.sh "$(SINCE)"
 
@@ -179,9 +184,16 @@ try-clients: setup  ## Other projects' clients, each installed on its own; write
 try-hostile: setup  ## 200 hostile clients beside one stream for ten minutes: gaps, statuses, memory
 	$(BIN)/python -m benchmarks.server.hostile --minutes 10
 
+# Without torch's local version ("+cpu"), so that any build of it is taken.
+lock: setup  ## Write requirements-dev.lock: what this environment has of Tandem's and its tools' dependencies
+	@{ echo "# Versions with which Tandem is developed, for pip's -c or PIP_CONSTRAINT. Written by \`make lock\`."; \
+	$(BIN)/pip list --disable-pip-version-check --format=freeze --exclude-editable --exclude pip --exclude setuptools \
+		| sed 's/+.*//'; } >requirements-dev.lock
+
 fix: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(FORMAT_CHANGED) --force || true  # 1: it has changed lines
 
 clean:
 	rm -rf $(VENV) build
