@@ -15,14 +15,12 @@ from tandem.forecast.gpu_check import check_gpu
 from tandem.forecast.self_check import check_model
 from tandem.forecast.windows_check import Finding, check_place, check_windows
 from tandem.hf.checkpoint import AnyCheckpoint, GgufCheckpoint
-from tandem.hf.compat import untested_version
+from tandem.hf.compat import OLDEST_SUPPORTED, untested_version
 from tandem.hf.config import OffloadConfig
 from tandem.hf.packed_reading import verify_files
 from tandem.kernels import _native
 from tandem.kernels.cpu import detect_cpu, usable_topology
 
-_OLDEST_TRANSFORMERS = (5, 17)
-_OLDEST_TORCH = (2, 9)
 # A DDR4 channel gives about 20 GB/s; below this, decoding is slower than reading aloud.
 _SLOW_READ_GIGABYTES = 10.0
 _LITTLE_DISK_BYTES = 20 << 30
@@ -137,7 +135,7 @@ def _read_rate(ceiling: Ceiling) -> float:
 def _versions() -> Iterator[Finding]:
     native = f"instruction sets {', '.join(_native.available_isas())}"
     yield Finding("native build", "good", native)
-    for name, oldest in (("torch", _OLDEST_TORCH), ("transformers", _OLDEST_TRANSFORMERS)):
+    for name, oldest in OLDEST_SUPPORTED.items():
         found = version(name)
         if tuple(int(part) for part in found.split(".")[:2]) < oldest:
             least = ".".join(map(str, oldest))

@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
 
 from tandem.foreign_types import ImageFeatures, ModelPart, PreTrainedModel
 
+OLDEST_SUPPORTED = {"torch": (2, 9), "transformers": (5, 17)}
 NEWEST_TESTED = {"torch": (2, 13), "transformers": (5, 24)}
 # Flags of a config for which Transformers would put hooks on modules, and again on each copy.
 _CAPTURED_OUTPUTS = {"output_hidden_states", "_output_attentions", "output_router_logits"}
