@@ -28,7 +28,7 @@ PYTEST := $(BIN)/pytest -n 4 --dist loadgroup --no-loadscope-reorder $(if $(ISA)
 # that follow.
 WHEEL_PYTHONS ?= $(PYTHON)
 
-.PHONY: lock test-fast test-slow test-all-isas fuzz-files wheel check-wheel check-clang check-commits check-format check-threads check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
+.PHONY: release release-files lock test-fast test-slow test-all-isas fuzz-files wheel check-wheel check-clang check-commits check-format check-threads check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
@@ -111,6 +111,13 @@ check-format: setup  ## clang-format of the lines of csrc that changed since SIN
 
 check-commits:  ## wheel and check-wheel, if a commit since SINCE touches what wheels are built from
 	@wheels/commits.sh "$(SINCE)"
+
+# VERSION has the form 1.2.3. BUILD_PYTHONS and CHECK_PYTHONS: which Pythons (3.11 to 3.13).
+release:  ## Check, build, check again and tag VERSION; lists what would be uploaded and uploads nothing
+	@wheels/release.sh "$(VERSION)"
+
+release-files:  ## Wheels, source distribution, SBOM and checksums of VERSION in build/release
+	@wheels/release_files.sh "$(VERSION)"
 
 try-readme:  ## README's "Install, and run" as it stands, with PYTHON, in a new clone and a new home: minutes
 	@wheels/try_readme.sh $(PYTHON)

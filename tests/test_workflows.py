@@ -22,8 +22,8 @@ def read(path: Path) -> dict[Any, Any]:
     return document
 
 
-def test_there_are_workflows_for_pull_requests_and_nights() -> None:
-    assert [path.stem for path in WORKFLOWS] == ["ci", "nightly"]
+def test_there_are_workflows_for_pull_requests_nights_and_releases() -> None:
+    assert [path.stem for path in WORKFLOWS] == ["ci", "nightly", "release"]
 
 
 @by_workflow

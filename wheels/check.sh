@@ -24,6 +24,8 @@ for python in "$@"; do
   # pip chooses the wheel that fits this Python, as it does for a user.
   "$new/bin/pip" install --disable-pip-version-check -q --no-index --no-deps --find-links "$OUT" tandem-moe
   "$new/bin/pip" install --disable-pip-version-check -q "tandem-moe[demo]"
+  "$new/bin/pip" list --disable-pip-version-check --format=freeze --exclude pip --exclude setuptools \
+    --exclude tandem-moe >"$OUT/checked-with.txt" # the last Python's: the SBOM of a release
   for compiler in c++ g++ clang++ cc gcc clang zig cmake; do
     if PATH=$new/bin command -v "$compiler" >/dev/null; then
       echo "wheels: $new/bin has a $compiler; expected an environment without compilers" >&2
