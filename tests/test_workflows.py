@@ -61,6 +61,12 @@ def test_workflows_name_no_secrets_but_those_declared(path: Path) -> None:
     assert "pull_request_target" not in text  # it would run a stranger's code with our rights
 
 
+def test_a_release_begins_with_a_tag_of_three_numbers_alone() -> None:
+    # make would expand what a tag of another form holds.
+    triggers = read(REPOSITORY / ".github/workflows/release.yml")[True]  # YAML 1.1 reads "on" so
+    assert triggers == {"push": {"tags": ["v[0-9]+.[0-9]+.[0-9]+"]}}
+
+
 @by_workflow
 def test_no_command_holds_what_a_stranger_can_write(path: Path) -> None:
     jobs = read(path)["jobs"].values()
