@@ -15,11 +15,11 @@ ARCHITECTURE = modules_document.PATH.read_text(encoding="utf-8")
 PACKAGE = REPOSITORY / "src" / "tandem"
 DOCUMENTS = sorted(
     file.relative_to(REPOSITORY).as_posix()
-    for folder in (".", "docs", "docs/decisions")
+    for folder in (".", "docs", "docs/decisions", "docs/history")
     for file in (REPOSITORY / folder).glob("*.md")
 )
 # In the others an entry, once written, stays one line.
-LONG_LINED = r"CHANGELOG|docs/log"
+LONG_LINED = r"CHANGELOG|docs/history/2"
 SHORT_LINED = [document for document in DOCUMENTS if not re.match(LONG_LINED, document)]
 MENTIONED = set(re.findall(r"`(tandem(?:\.\w+)+)`", modules_document.hand_written(ARCHITECTURE)))
 

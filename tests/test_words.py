@@ -13,7 +13,7 @@ UNKNOWN = re.compile(
     r"|\bit was not wanted\b|\bdecode process\b",
     re.IGNORECASE,
 )
-HISTORY = {"docs/log.md"}
+HISTORY = "docs/history/"  # as it was written
 FOLDERS = {
     "src/tandem": "*.py",
     "src/tandem/server/page": "*",
@@ -35,7 +35,7 @@ def test_first_documents_use_known_words(document: str) -> None:
 
 def test_code_and_documents_use_known_words() -> None:
     assert len(FILES) > 300
-    found = {file: _found(file) for file in FILES if file not in HISTORY}
+    found = {file: _found(file) for file in FILES if not file.startswith(HISTORY)}
     assert {file: words for file, words in found.items() if words} == {}
 
 
