@@ -28,29 +28,53 @@ bool find_extremes(Group& group) {
   return !any(largest >= kInfinity);
 }
 
-// Codes by column into the dwords of a part's rows; `out` is the part's place in the first one.
+// Whole codes of 8 or 16 bits by column into the dwords of a part's rows; `out` is the part's place in
+// the first one.
 template <int kBits, typename CodeOf>
 inline void write_codes(std::uint8_t* out, std::int64_t count, const CodeOf& code_of) {
   constexpr int kColumns = 32 / kBits;
   for (std::int64_t c = 0; c < count; c += kColumns, out += 4 * kBlockRows) {
     Integers word{};
-    for (int i = 0; i < kColumns; ++i) {
-      // Four-bit codes: columns 0..3 in the low halves of the bytes, 4..7 in the high ones.
-      const int shift = kBits == 4 ? 8 * (i % 4) + 4 * (i / 4) : kBits * i;
-      word |= code_of(c + i) << shift;
-    }
+    for (int i = 0; i < kColumns; ++i) word |= code_of(c + i) << (kBits * i);
     std::memcpy(out, &word, sizeof word);
   }
 }
 
+// The same of 2 to 6 bits: strips of 32 columns, and in a strip planes of 4, 2 and 1 bits, the lowest
+// first. A byte of a plane has columns that are four apart.
+template <int kBits, typename CodeOf>
+inline void write_planes(std::uint8_t* out, std::int64_t count, const CodeOf& code_of) {
+  for (std::int64_t c = 0; c < count; c += kStripCols) {
+    Integers codes[kStripCols];
+    for (int i = 0; i < kStripCols; ++i) codes[i] = code_of(c + i);
+    int first = 0;
+    for (const int width : {4, 2, 1}) {
+      if (!(kBits & width)) continue;
+      for (int begin = 0; begin < kStripCols; begin += 32 / width, out += 4 * kBlockRows) {
+        Integers word{};
+        for (int i = 0; i < 32 / width; ++i)
+          word |= ((codes[begin + i] >> first) & ((1 << width) - 1)) << (8 * (i % 4) + i / 4 * width);
+        std::memcpy(out, &word, sizeof word);
+      }
+      first += width;
+    }
+  }
+}
+
 struct SymmetricRule {
-  int num_peaks;
   float peaks[4];  // codes to which a group's peak is scaled, in turn
   float low, high;
 };
 
-constexpr SymmetricRule kInt4Rule{4, {7.0f, -8.0f, -8.4f, -9.0f}, -8.0f, 7.0f};
-constexpr SymmetricRule kInt8Rule{4, {127.0f, 126.0f, 125.0f, 124.0f}, -127.0f, 127.0f};
+constexpr SymmetricRule symmetric_rule(int bits) {
+  switch (bits) {
+    case 3: return {{3.0f, -4.0f, -4.5f, -5.2f}, -4.0f, 3.0f};
+    case 4: return {{7.0f, -8.0f, -8.4f, -9.0f}, -8.0f, 7.0f};
+    case 5: return {{15.0f, -16.0f, -16.8f, -16.8f}, -16.0f, 15.0f};
+    case 6: return {{31.0f, -32.0f, -33.0f, -33.0f}, -32.0f, 31.0f};
+    default: return {{127.0f, 126.0f, 125.0f, 124.0f}, -127.0f, 127.0f};
+  }
+}
 
 // The refitted scale of least error; tandem/kernels/formats/scale_search.py has the reason.
 template <bool kIsWeighed>
@@ -81,11 +105,10 @@ Vector search_symmetric(const Group& group, const SymmetricRule& rule) {
 }
 
 // False if the scale of the largest magnitude is beyond fp16.
-bool fit_symmetric(const QuantizeCall& call, const Group& group, const SymmetricRule& rule,
-                   Vector& scale) {
+bool fit_symmetric(const Group& group, const SymmetricRule& rule, bool has_search, Vector& scale) {
   scale = to_half(group.peak() / rule.peaks[0]);
   if (!all_finite(scale)) return false;
-  if (call.has_search)
+  if (has_search)
     scale = group.importance ? search_symmetric<true>(group, rule)
                              : search_symmetric<false>(group, rule);
   return all_finite(scale);
@@ -95,18 +118,20 @@ struct AffineFit {
   Vector scale, minimum, error;
 };
 
-constexpr float kAffineHigh = 15.0f;
-constexpr double kAffineSteps[4][2] = {{15.0, 0.0}, {15.5, 0.0}, {15.5, 15.0}, {16.5, 7.5}};
+// Steps beyond the largest code, and the share of it that stays where it is.
+constexpr double kAffineSteps[4][2] = {{0.0, 0.0}, {0.5, 0.0}, {0.5, 1.0}, {1.5, 0.5}};
 
-// The best scale and minimum for the codes of one candidate; the minimum is counted from `middle`.
-AffineFit refit_affine(const Group& group, Vector middle, const double (&steps_pivot)[2]) {
-  const auto [steps, pivot] = steps_pivot;
-  const auto offset = static_cast<float>(pivot + (7.5 - pivot) * steps / 15.0);
+// The best scale and minimum for the codes 0..top of one candidate; the minimum is counted from
+// `middle`.
+AffineFit refit_affine(const Group& group, Vector middle, double top, const double (&candidate)[2]) {
+  const double steps = top + candidate[0], pivot = top * candidate[1];
+  const auto offset = static_cast<float>(pivot + (top / 2 - pivot) * steps / top);
+  const auto high = static_cast<float>(top);
   const Vector to_code = inverse((group.high - group.low) / static_cast<float>(steps));
   Vector sum_x{}, sum_q{}, sum_qx{}, sum_qq{}, total{};
   for (std::int64_t c = 0; c < group.size; ++c) {
     const Vector around = group.tile[c] - middle;
-    const Vector code = whole(around * to_code + offset, 0.0f, kAffineHigh);
+    const Vector code = whole(around * to_code + offset, 0.0f, high);
     const Vector weighed = group.weighed(around, c), weighed_code = group.weighed(code, c);
     sum_x += weighed;
     sum_q += weighed_code;
@@ -122,37 +147,39 @@ AffineFit refit_affine(const Group& group, Vector middle, const double (&steps_p
 }
 
 // From the differences: sums of squares would hide a near tie.
-Vector affine_error(const Group& group, const AffineFit& fit) {
+Vector affine_error(const Group& group, float top, const AffineFit& fit) {
   const Vector to_code = inverse(fit.scale);
   Vector error{};
   for (std::int64_t c = 0; c < group.size; ++c) {
     const Vector shifted = group.tile[c] - fit.minimum;
-    const Vector loss = whole(shifted * to_code, 0.0f, kAffineHigh) * fit.scale - shifted;
+    const Vector loss = whole(shifted * to_code, 0.0f, top) * fit.scale - shifted;
     error += group.weighed(loss * loss, c);
   }
   return error;
 }
 
 // False if scale or minimum are beyond fp16.
-bool fit_affine(const QuantizeCall& call, const Group& group, AffineFit& fit) {
-  fit = {to_half((group.high - group.low) / kAffineHigh), to_half(group.low), Vector{}};
-  if (call.has_search) {
+bool fit_affine(const Group& group, float top, bool has_search, AffineFit& fit) {
+  fit = {to_half((group.high - group.low) / top), to_half(group.low), Vector{}};
+  if (has_search) {
     const Vector middle = (group.low + group.high) / 2.0f;
-    AffineFit best = refit_affine(group, middle, kAffineSteps[0]);
+    AffineFit best = refit_affine(group, middle, top, kAffineSteps[0]);
     for (int i = 1; i < 4; ++i) {
-      const AffineFit next = refit_affine(group, middle, kAffineSteps[i]);
+      const AffineFit next = refit_affine(group, middle, top, kAffineSteps[i]);
       const Integers is_better = next.error < best.error;
       best.scale = is_better ? next.scale : best.scale;
       best.minimum = is_better ? next.minimum : best.minimum;
       best.error = is_better ? next.error : best.error;
     }
     best.minimum = to_half(best.minimum + middle);
-    const Integers is_better = affine_error(group, best) < affine_error(group, fit);
+    const Integers is_better = affine_error(group, top, best) < affine_error(group, top, fit);
     fit.scale = is_better ? best.scale : fit.scale;
     fit.minimum = is_better ? best.minimum : fit.minimum;
   }
   return all_finite(fit.scale) && all_finite(fit.minimum);
 }
+
+#include "quantize_tables.inl"
 
 // The magnitude as an e2m1 code 0..7 in units of a power of two: the lowest of the lines through the
 // codes at steps of 0.5, 1 and 2 counts; ties go to even codes.
@@ -216,36 +243,52 @@ struct Place {
   int part;
 };
 
-template <int kBits>
+template <Format kFormat>
 bool write_symmetric(const QuantizeCall& call, const Group& group, const Place& place) {
-  constexpr SymmetricRule rule = kBits == 4 ? kInt4Rule : kInt8Rule;
-  const std::int32_t offset = encoding(kBits == 4 ? Format::kInt4 : Format::kInt8).offset;
+  constexpr Encoding e = encoding(kFormat);
+  constexpr SymmetricRule rule = symmetric_rule(e.bits);
   Vector scale;
-  if (!fit_symmetric(call, group, rule, scale)) return false;
+  if (!fit_symmetric(group, rule, call.has_search, scale)) return false;
   const Vector to_code = inverse(scale);
-  write_codes<kBits>(place.data, group.size, [&](std::int64_t c) {
-    return to_integers(whole(group.tile[c] * to_code, rule.low, rule.high)) + offset;
-  });
+  const auto code_of = [&](std::int64_t c) {
+    return to_integers(whole(group.tile[c] * to_code, rule.low, rule.high)) + e.offset;
+  };
+  if constexpr (e.bits == 8) write_codes<8>(place.data, group.size, code_of);
+  else write_planes<e.bits>(place.data, group.size, code_of);
   write_halves(place.scales, place.number, place.part, scale);
   return true;
 }
 
+template <Format kFormat>
 bool write_affine(const QuantizeCall& call, const Group& group, const Place& place) {
+  constexpr Encoding e = encoding(kFormat);
+  constexpr auto top = static_cast<float>(e.largest);
   AffineFit fit;
-  if (!fit_affine(call, group, fit)) return false;
+  if (!fit_affine(group, top, call.has_search, fit)) return false;
   const Vector to_code = inverse(fit.scale);
-  write_codes<4>(place.data, group.size, [&](std::int64_t c) {
-    return to_integers(whole((group.tile[c] - fit.minimum) * to_code, 0.0f, kAffineHigh));
+  write_planes<e.bits>(place.data, group.size, [&](std::int64_t c) {
+    return to_integers(whole((group.tile[c] - fit.minimum) * to_code, 0.0f, top));
   });
   write_halves(place.scales, 2 * place.number, place.part, fit.scale);
   write_halves(place.scales, 2 * place.number + 1, place.part, fit.minimum);
   return true;
 }
 
+bool write_iq4_nl(const QuantizeCall& call, const Group& group, const Place& place) {
+  Vector scale = plain_iq4(group);
+  if (!all_finite(scale)) return false;
+  if (call.has_search) scale = search_iq4(group, scale);
+  const Vector to_code = inverse(scale);
+  write_planes<4>(place.data, group.size,
+                  [&](std::int64_t c) { return nearest_iq4(group.tile[c] * to_code).code; });
+  write_halves(place.scales, place.number, place.part, scale);
+  return all_finite(scale);
+}
+
 bool write_mxfp4(const QuantizeCall& call, const Group& group, const Place& place) {
   const Integers exponent = fit_exponent(call, group);
   const Vector to_unit = power_of_two(-exponent);
-  write_codes<4>(place.data, group.size, [&](std::int64_t c) {
+  write_planes<4>(place.data, group.size, [&](std::int64_t c) {
     const Vector x = group.tile[c];
     const Integers is_negative = x < 0.0f;
     return to_integers(e2m1_code(size_of(x) * to_unit)) | (is_negative & 8);
@@ -267,11 +310,22 @@ bool write_floats(const QuantizeCall& call, const Group& group, const Place& pla
   return !any(largest >= (is_bf16 ? 0x7F80 : 0x7C00));
 }
 
+#include "quantize_supers.inl"
+
 bool write_group(const QuantizeCall& call, const Group& group, const Place& place) {
   switch (call.format) {
-    case Format::kInt4: return write_symmetric<4>(call, group, place);
-    case Format::kInt8: return write_symmetric<8>(call, group, place);
-    case Format::kInt4Zero: return write_affine(call, group, place);
+    case Format::kInt4: return write_symmetric<Format::kInt4>(call, group, place);
+    case Format::kInt5: return write_symmetric<Format::kInt5>(call, group, place);
+    case Format::kInt8: return write_symmetric<Format::kInt8>(call, group, place);
+    case Format::kInt4Zero: return write_affine<Format::kInt4Zero>(call, group, place);
+    case Format::kInt5Zero: return write_affine<Format::kInt5Zero>(call, group, place);
+    case Format::kIq4Nl: return write_iq4_nl(call, group, place);
+    case Format::kIq4Xs: return write_super<Format::kIq4Xs>(call, group, place);
+    case Format::kQ2K: return write_super<Format::kQ2K>(call, group, place);
+    case Format::kQ3K: return write_super<Format::kQ3K>(call, group, place);
+    case Format::kQ4K: return write_super<Format::kQ4K>(call, group, place);
+    case Format::kQ5K: return write_super<Format::kQ5K>(call, group, place);
+    case Format::kQ6K: return write_super<Format::kQ6K>(call, group, place);
     case Format::kMxfp4: return write_mxfp4(call, group, place);
     default: return write_floats(call, group, place);
   }
@@ -298,7 +352,8 @@ bool round_block(const QuantizeCall& call, std::int64_t block) {
   Group parts[kParts];
   std::uint8_t* data = call.data + block * call.data_stride;
   std::uint8_t* scales = call.scales + block * call.scale_stride;
-  const std::int64_t step = call.group ? call.group : kWidest;
+  const bool is_alone = call.group && !has_supers(call.format);  // a group, from all others
+  const std::int64_t step = is_alone ? call.group : kWidest;
   const std::int64_t line_bytes = code_bytes(call.format, 8);
   for (std::int64_t col = 0; col < call.padded_cols; col += step) {
     const std::int64_t size = std::min(step, call.padded_cols - col);

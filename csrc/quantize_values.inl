@@ -2,7 +2,7 @@
 // a column of TANDEM_LANES rows. Included after vectors.inl.
 
 constexpr int kParts = kBlockRows / TANDEM_LANES;  // registers that hold a column of a block
-constexpr std::int64_t kWidest = 128;              // columns of the largest group
+constexpr std::int64_t kWidest = kSuperCols;       // columns that are rounded together at most
 constexpr float kMagic = 12582912.0f;              // 1.5 * 2^23: adding it rounds to whole numbers
 constexpr std::int32_t kInfinity = 0x7F800000;
 

@@ -207,9 +207,8 @@ void require_room(const QuantizeCall& call, const QuantizeBytes& bytes) {
   require_columns(call.format, call.group, call.padded_cols);
   const Encoding& e = encoding(call.format);
   constexpr Index kWidestGroup = 128;
-  const bool is_rounded = e.scale == ScaleKind::kNone || e.scale == ScaleKind::kFp32OfBlock ||
-                          call.format == Format::kInt8 || call.format == Format::kInt4 ||
-                          call.format == Format::kInt4Zero || call.format == Format::kMxfp4;
+  const bool has_table = e.table != nullptr && e.table != kIq4Table;
+  const bool is_rounded = call.format == Format::kMxfp4 || !has_table;
   require(is_rounded && call.group <= kWidestGroup, "the format", static_cast<Index>(call.format),
           "one that weights are rounded to");
   require(call.padded_cols >= call.cols, "padded columns", call.padded_cols,

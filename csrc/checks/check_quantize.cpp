@@ -20,13 +20,15 @@ using Index = std::int64_t;
 
 struct Case {
   Format format;
-  Index group, scale_bytes;  // bytes of scales per group of a block
+  Index group;
 };
 
 constexpr Case kCases[] = {
-    {Format::kBf16, 0, 0},      {Format::kFp16, 0, 0},       {Format::kInt8, 32, 32},
-    {Format::kInt8, 128, 32},   {Format::kFp8, 128, 4},      {Format::kInt4, 64, 32},
-    {Format::kInt4Zero, 32, 64}, {Format::kMxfp4, 32, 16},
+    {Format::kBf16, 0},      {Format::kFp16, 0},      {Format::kInt8, 32},  {Format::kInt8, 128},
+    {Format::kFp8, 128},     {Format::kInt4, 64},     {Format::kMxfp4, 32}, {Format::kInt4Zero, 32},
+    {Format::kInt5, 32},     {Format::kInt5Zero, 32}, {Format::kIq4Nl, 32}, {Format::kIq4Xs, 32},
+    {Format::kQ2K, 16},      {Format::kQ3K, 16},      {Format::kQ4K, 32},   {Format::kQ5K, 32},
+    {Format::kQ6K, 16},
 };
 
 struct Packed {
@@ -50,14 +52,15 @@ bool int8_is_near(const Packed& packed, Index group, Index rows, Index cols, Ind
 
 bool round_agrees(Random& random, const Case& which) {
   const Index rows = random.between(1, 50), cols = random.between(1, 300);
-  const Index multiple = which.group ? which.group : 8;
+  const bool is_super = tandem::has_supers(which.format);
+  const Index multiple = is_super ? tandem::kSuperCols : which.group ? which.group : 8;
   const Index width = (cols + multiple - 1) / multiple * multiple, blocks = (rows + 15) / 16;
   const std::vector<float> weights = random.normals(rows * cols);
   std::vector<float> importance = random.normals(width);
   for (float& value : importance) value *= value;
   const bool is_weighed = random.between(0, 1), has_search = random.between(0, 1);
   const Index data = tandem::code_bytes(which.format, width);
-  const Index scales = which.group ? width / which.group * which.scale_bytes : 0;
+  const Index scales = tandem::scale_bytes(which.format, width, which.group);
   std::vector<Packed> results;
   for (const std::string& isa : tandem::available_isas()) {
     Packed packed{std::vector<std::uint8_t>(blocks * data), std::vector<std::uint8_t>(blocks * scales)};

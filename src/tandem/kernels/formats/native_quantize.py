@@ -10,7 +10,10 @@ from tandem.kernels import _native, engine
 from tandem.kernels.formats.blocks import MatrixBlocks
 from tandem.kernels.formats.weight_format import WeightFormat
 
-_ROUNDED = ("bf16", "fp16", "int8", "fp8", "int4", "int4z", "mxfp4")  # kinds of formats
+_ROUNDED = (  # kinds of formats
+    "bf16", "fp16", "int8", "fp8", "int4", "int4z", "mxfp4", "int5", "int5z", "iq4_nl", "iq4_xs",
+    "q2_k", "q3_k", "q4_k", "q5_k", "q6_k",
+)  # fmt: skip
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -18,11 +18,13 @@ from tandem.kernels.formats.weight_format import WeightFormat
 # The signed peak goes to these codes; beyond the range it saturates, and the rest gets finer steps.
 INT3_RANGE, INT4_RANGE, INT5_RANGE = (-4, 3), (-8, 7), (-16, 15)
 INT6_RANGE, INT8_RANGE = (-32, 31), (-127, 127)
-INT3_PEAKS: tuple[float, ...] = (3.0, -4.0, -4.5)
+INT3_PEAKS: tuple[float, ...] = (3.0, -4.0, -4.5, -5.2)
 INT4_PEAKS: tuple[float, ...] = (7.0, -8.0, -8.4, -9.0)
 INT5_PEAKS: tuple[float, ...] = (15.0, -16.0, -16.8)
 INT6_PEAKS: tuple[float, ...] = (31.0, -32.0, -33.0)
 INT8_PEAKS: tuple[float, ...] = (127.0, 126.0, 125.0, 124.0)
+# Of tables the peak goes to these shares of either end.
+TABLE_SHARES = (0.75, 0.86, 0.97, 1.08, 1.2)
 # A group's range takes this many steps more than the largest code, with the code at this share of
 # the codes held fixed.
 AFFINE_STEPS = ((0.0, 0.0), (0.5, 0.0), (0.5, 1.0), (1.5, 0.5))
@@ -66,12 +68,13 @@ def fit_table(
 ) -> tuple[Tensor, Tensor]:
     """Return stored codes (like `x`, uint8) and fp16 scales (rows, groups) of a format's table.
 
-    Arguments as of `fit_symmetric`. The search puts the peak at either end, and refits.
+    Arguments as of `fit_symmetric`. The search puts the peak at shares of either end, and refits.
     """
     weights = torch.ones((), device="cpu") if importance is None else importance
     table = fmt.encoding.table
     scales = [(peak / max(table)).half()]
-    for end in (max(table), min(table)) if has_search else ():
+    ends = [end * share for end in (max(table), min(table)) for share in TABLE_SHARES]
+    for end in ends if has_search else ():
         q = code_values(nearest_codes(x * _inverse(peak / end)[..., None], fmt), fmt)
         weighted = q * weights
         scales.append(((weighted * x).sum(-1) * _inverse((weighted * q).sum(-1))).half())

@@ -58,7 +58,7 @@ def _two_levels(values: Tensor, fmt: WeightFormat) -> tuple[Tensor, Tensor]:
     lowest, peak = -largest, torch.maximum(high, -low)
     if encoding.scale == "nibble":
         lowest, peak = 0, torch.where(high > -low, high, low)
-    factors = (peak / largest).half()
+    factors = (peak / largest).half() + 0  # not minus zero
     inverse = factors.float().reciprocal().nan_to_num(0, 0, 0)
     steps = (supers * inverse[..., None]).round_().clamp_(lowest, largest)
     return steps.to(torch.int8).flatten(1), factors
