@@ -10,6 +10,7 @@ import torch
 
 import tandem
 import tests.threaded  # noqa: F401  makes the device known
+from tandem.core.errors import ExecutionError
 from tandem.devices.cuda import copies
 from tandem.experts.cache.host_slots import HostSlots
 from tandem.experts.execution.executor import CpuExecutor
@@ -95,7 +96,10 @@ def test_a_copy_that_is_not_held_is_noticed(
         store, streams = make_store(), LazyStreams(seed)
         put_on_disk(store, tmp_path / "experts", 0.0)
         executor = make_twin(store, streams, 6, SETTINGS[1], kernels=NativeKernels())
-        found.add(run(executor, streams, make_store()))
+        try:
+            found.add(run(executor, streams, make_store()))
+        except ExecutionError:  # its memory was another expert's before the copy was done
+            found.add(False)
     assert False in found
 
 
