@@ -11,6 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -96,6 +97,8 @@ def empty_model_of(shape: ModelShape, vocabulary: int | None = None) -> PreTrain
     where the shape does not say of what it is a part.
     """
     cut = {} if vocabulary is None else {"vocab_size": vocabulary}
+    if "unpadded_vocab_size" in vars(CONFIG_MAPPING[shape.model_type]()):
+        cut |= {"unpadded_vocab_size": value for value in cut.values()}  # Inkling's logits
     values = shape.values | cut
     if shape.whole:
         text = values | {"model_type": shape.model_type}
