@@ -96,10 +96,11 @@ def empty_model_of(shape: ModelShape, vocabulary: int | None = None) -> PreTrain
     Raises `UnsupportedModelError` for a text model that Transformers builds beside others alone,
     where the shape does not say of what it is a part.
     """
-    cut = {} if vocabulary is None else {"vocab_size": vocabulary}
-    if "unpadded_vocab_size" in vars(CONFIG_MAPPING[shape.model_type]()):
-        cut |= {"unpadded_vocab_size": value for value in cut.values()}  # Inkling's logits
-    values = shape.values | cut
+    values = dict(shape.values)
+    if vocabulary is not None:
+        values["vocab_size"] = vocabulary
+        if "unpadded_vocab_size" in vars(CONFIG_MAPPING[shape.model_type]()):
+            values["unpadded_vocab_size"] = vocabulary  # Inkling's logits
     if shape.whole:
         text = values | {"model_type": shape.model_type}
         whole = AutoConfig.for_model(shape.whole, text_config=text)
