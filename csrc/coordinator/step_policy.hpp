@@ -119,7 +119,7 @@ class StepPolicy {
     return !known_.empty() && known_.back().layer > layer;
   }
 
-  // By what a layer uses now, and what the next one is guessed to use (none: nobody knows).
+  // By what a layer uses now, and what the next one is guessed to use (none: unknown).
   StepCopies decide(std::int32_t layer, const Load& load, const Load& guess, double now);
   void copy_finished(std::int32_t layer, std::int32_t expert, double now);
   void learn(std::int32_t layer);

@@ -19,9 +19,9 @@ from tandem.experts.cache.policy_tables import (
 from tandem.hardware.profiles import load_profile, profile_names, shape_for
 from tandem.kernels import _native
 from tandem.policy.assignment import IN_GRAPH
-from tandem.policy.cost import GRAPH
+from tandem.policy.cost import GRAPH, HardwareProfile, ShapeCosts
 from tandem.policy.eviction.next_use import NextUse
-from tandem.policy.plan import Copy, LayerLoad
+from tandem.policy.plan import Copy, Geometry, LayerLoad
 from tandem.policy.planner import Planner
 from tandem.policy.prediction.regression_predictor import RegressionPredictor
 from tandem.policy.settings import PlannerSettings, make_planner_on
@@ -117,17 +117,7 @@ def replay(
         asking_rows=GRAPH_ROWS if asks else (), copies_prompts=num_known > 0,
     )  # fmt: skip
     trace = with_guesses(trace)
-    num_slots = int(share * geometry.num_layers * geometry.num_experts)
-    resident = range(0, geometry.num_layers * geometry.num_experts, 7)
-    sizes = settings.set_sizes(geometry, num_slots)
-    chosen = [k for k in resident if k % geometry.num_experts < 7 * min(sizes)]
-    planner, template = (
-        make_planner_on(profile, shape, settings, geometry, num_slots, resident=chosen, tables=t)
-        for t in (None, NATIVE_TABLES)
-    )
-    if predicts:
-        for each in (planner, template):
-            sure_of_predictions(each)
+    planner, template = planners(profile, shape, settings, geometry, share)
     foresight = native_foresight(template)
     policy = native_step_policy(template, foresight)
     assert policy is not None
@@ -163,6 +153,28 @@ def replay(
     check_same_residency(planner, policy.resident())
     check_same_predictions(planner, foresight)
     return counts
+
+
+def planners(
+    profile: HardwareProfile,
+    shape: ShapeCosts,
+    settings: PlannerSettings,
+    geometry: Geometry,
+    share: float,
+) -> list[Planner]:
+    """Return two alike, with tables in Python and native ones; a `share` of experts has slots."""
+    num_slots = int(share * geometry.num_layers * geometry.num_experts)
+    resident = range(0, geometry.num_layers * geometry.num_experts, 7)
+    sizes = settings.set_sizes(geometry, num_slots)
+    chosen = [k for k in resident if k % geometry.num_experts < 7 * min(sizes)]
+    found = [
+        make_planner_on(profile, shape, settings, geometry, num_slots, resident=chosen, tables=t)
+        for t in (None, NATIVE_TABLES)
+    ]
+    if settings.predicting_rows:
+        for each in found:
+            sure_of_predictions(each)
+    return found
 
 
 def begin_step(

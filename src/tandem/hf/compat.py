@@ -376,8 +376,7 @@ def model_of(
     kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
     """Return a model of a class; today this alone makes one in a dtype."""
-    model: PreTrainedModel = kind._from_config(config, dtype=dtype)
-    return model
+    return kind._from_config(config, dtype=dtype)
 
 
 @contextmanager

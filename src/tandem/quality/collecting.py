@@ -2,7 +2,7 @@
 
 Experts are computed in torch, one after the other, so that what comes between their projections is
 seen. Windows of one length are read together, so that each expert is unpacked for many tokens; the
-head, whose output nobody wants, computes one token's. Memory is the model's and that of so many
+head, whose output is not asked for, computes one token's. Memory is the model's and that of so many
 tokens' values.
 """
 
