@@ -9,9 +9,12 @@ from typing import NamedTuple
 import torch
 from tokenizers import pre_tokenizers
 
+from tandem.checkpoint.sources.gguf import open_gguf
+from tandem.checkpoint.sources.source import SourceTensor
 from tandem.core.errors import BuildError
 from tandem.demo.recipe import Progress, ignore_progress
-from tandem.foreign_types import PreTrainedModel, Tokenizer
+from tandem.foreign_types import PreTrainedConfig, PreTrainedModel, Tokenizer
+from tandem.text.gguf_tokenizer import load_gguf_tokenizer
 
 
 class Dense(NamedTuple):
@@ -27,24 +30,17 @@ def load_dense(gguf: Path, progress: Progress = ignore_progress) -> Dense:
     The checkpoints store bfloat16, so this is the model that `demo-equal` must reproduce. The
     rounding is free: perplexity on 4,096 tokens of WikiText-2 is 19.502 before and after.
     """
-    for package in ("gguf", "accelerate"):
-        if importlib.util.find_spec(package) is None:
-            raise BuildError(
-                f"building the demo model needs the package {package}, which is not installed; "
-                "pip install 'tandem-moe[demo]'"
-            )
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+    if importlib.util.find_spec("gguf") is None:
+        raise BuildError(
+            "building the demo model needs the package gguf, which is not installed; "
+            "pip install 'tandem-moe[demo]'"
+        )
     progress("read", 0, 2)
-    where: dict[str, object] = {
-        "pretrained_model_name_or_path": str(gguf.parent),
-        "gguf_file": gguf.name,
-    }
-    # Transformers draws a bar of its own here that has no switch.
+    # Transformers draws bars of its own here that have no switch.
     with contextlib.redirect_stderr(io.StringIO()):
-        tokenizer = AutoTokenizer.from_pretrained(**where)
+        tokenizer = load_gguf_tokenizer(gguf)
         progress("read", 1, 2)
-        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).eval()
+        model = _load_model(gguf).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -52,6 +48,20 @@ def load_dense(gguf: Path, progress: Progress = ignore_progress) -> Dense:
     tokenizer.model_max_length = model.config.max_position_embeddings
     progress("read", 2, 2)
     return Dense(model, tokenizer)
+
+
+def _load_model(gguf: Path) -> PreTrainedModel:
+    """Return the model with the file's weights; Transformers would read the file three times."""
+    from transformers import LlamaForCausalLM
+
+    def build(config: PreTrainedConfig) -> PreTrainedModel:
+        with torch.device("meta"):
+            return LlamaForCausalLM(config)
+
+    config, source = open_gguf(gguf, build)
+    config.dtype = torch.float32
+    blocks = {name: SourceTensor(weight).values() for name, weight in source.weights.items()}
+    return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=source.plain | blocks)
 
 
 def _split_digits(tokenizer: Tokenizer) -> None:
