@@ -22,7 +22,7 @@ SHAPE ?= qwen3-30b-a3b
 # the best, and one architecture of those whose results depend on the kernels with each that this
 # processor has (AVX-VNNI is AVX2 but for products); make test-all-isas has them all.
 ISA ?=
-PYTEST := $(BIN)/pytest -n 4 --dist loadgroup --no-loadscope-reorder $(if $(ISA),--isa $(ISA))
+PYTEST := $(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder $(if $(ISA),--isa $(ISA))
 
 # Which Pythons to build and check wheels with: 3.11 gives one for 3.11, one from 3.12 on gives one for all
 # that follow.
@@ -53,8 +53,10 @@ types: setup
 floors: setup
 	$(BIN)/lint-imports
 
-# Four processes for two cores, as tests of servers wait; which tests must share one is said in tests/conftest.py.
+# Three processes for two cores, as tests of servers wait; which tests must share one is said in
+# tests/conftest.py. One process collects first, and so compiles for all what they import.
 unit: setup
+	@$(PYTEST) -n 0 --collect-only -qq >/dev/null
 	$(PYTEST) -m "not slow"
 
 test-slow: setup  ## What unit leaves out for its time: architectures that are like others, benchmarks run whole, the demo's quality, more traces, all GPUs' compilers
@@ -63,7 +65,8 @@ test-slow: setup  ## What unit leaves out for its time: architectures that are l
 test-all-isas: setup  ## Every architecture with every instruction set of the CPU kernels, of which unit has some
 	$(PYTEST) --isa all -m every_isa
 
-# Formats whose planes, tables and scales others have are left out, but for make sanitize FORMATS=all.
+# Formats whose planes, tables and scales others have are left out, and AVX2's kernels where there is AVX-512,
+# but for make sanitize FORMATS=all.
 FORMATS ?=
 SANITIZED := matmul kernels layers attention recurrent quantize tensors blocks crc32c hyper
 FUZZED := experts rows
@@ -163,7 +166,7 @@ gpu-coverage: setup  ## Which lines and branches of device cuda's host code its 
 # What another Transformers changes does not depend on the kernels. To look for its tests in all files takes longer than most of them.
 SEAM = $(if $(ISA),,--isa best) $(shell grep -rl mark.seam tests)
 seam-oldest: $(VENV)/transformers-$(OLDEST_TRANSFORMERS)/installed.stamp  ## The seam's tests on the oldest supported Transformers
-	PYTHONPATH=$(VENV)/transformers-$(OLDEST_TRANSFORMERS) $(PYTEST) -n 0 -m "seam and not slow" $(SEAM)
+	PYTHONPATH=$(VENV)/transformers-$(OLDEST_TRANSFORMERS) $(PYTEST) -n 0 -m "seam and not slow and not alike" $(SEAM)
 
 # NEWEST_TORCH: as pip takes it; the index's own torch may bring gigabytes of CUDA.
 NEWEST_TORCH ?= $(TORCH)

@@ -85,10 +85,12 @@ std::vector<std::string> available_isas() {
       names.emplace_back("amx");
     names.emplace_back("avx512");
   }
+#if !defined(TANDEM_WITHOUT_AVX2)
   if (has_all(cpu.instruction_sets, {"avx2", "fma", "f16c"})) {
     if (has_all(cpu.instruction_sets, {"avx_vnni"})) names.emplace_back("avxvnni");
     names.emplace_back("avx2");
   }
+#endif
 #endif
   names.emplace_back("portable");
   return names;

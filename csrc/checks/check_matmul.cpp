@@ -105,7 +105,9 @@ std::vector<const Kernels*> kernels_here() {
   const auto has = [&](const std::string& name) {
     return std::find(names.begin(), names.end(), name) != names.end();
   };
+#if !defined(TANDEM_WITHOUT_AVX2)
   if (has("avx512vl") && has("avx512_vnni")) found.push_back(&tandem::avxvnni_kernels());
+#endif
   for (const std::string& isa : tandem::available_isas()) {
     if (isa == "amx") found.push_back(&tandem::amx_kernels());
     if (isa == "avx512") found.push_back(&tandem::avx512_kernels());

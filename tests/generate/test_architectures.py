@@ -111,11 +111,12 @@ def verified(
 @pytest.mark.seam
 @pytest.mark.parametrize(
     "name",
-    sorted(
+    by_kind(
         set(architectures())
         - NOT_TOKEN_BY_TOKEN
         - NOT_GENERATING_UPSTREAM
-        - (NO_SLOTS_ON_THE_OLDEST if IS_OLDER else set())
+        - (NO_SLOTS_ON_THE_OLDEST if IS_OLDER else set()),
+        others=pytest.mark.alike,
     ),
 )
 def test_logits_in_slots_are_the_models(name: str, tmp_path: Path) -> None:

@@ -4,10 +4,8 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
-import openai
 import pytest
 from huggingface_hub import InferenceClient
 
@@ -15,16 +13,22 @@ from tests.server.running import RunningServer
 from tests.server.test_api import SCHEMA, TOOL
 from tests.test_examples import example
 
+if TYPE_CHECKING:  # three processes collect these tests, one runs them
+    import anthropic
+    import openai
+
 ASKED: Any = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
 def client(server: RunningServer) -> Any:
+    import openai
+
     with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
-def test_openai_chats_and_streams(client: openai.OpenAI) -> None:
+def test_openai_chats_and_streams(client: "openai.OpenAI") -> None:
     whole = client.chat.completions.create(
         model="tiny", messages=ASKED, max_tokens=9, temperature=0
     )
@@ -38,13 +42,13 @@ def test_openai_chats_and_streams(client: openai.OpenAI) -> None:
     assert chunks[-1].usage == whole.usage or chunks[-1].usage.completion_tokens == 9  # type: ignore[union-attr]
 
 
-def test_openai_completes_and_lists(client: openai.OpenAI) -> None:
+def test_openai_completes_and_lists(client: "openai.OpenAI") -> None:
     done = client.completions.create(model="tiny", prompt=["a", "b"], max_tokens=3)
     assert len(done.choices) == 2
     assert [model.id for model in client.models.list()] == ["tiny"]
 
 
-def test_openai_parses_a_schema_and_a_call(client: openai.OpenAI) -> None:
+def test_openai_parses_a_schema_and_a_call(client: "openai.OpenAI") -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     answer = client.chat.completions.create(
         model="tiny", messages=ASKED, max_tokens=90, response_format=form
@@ -62,7 +66,9 @@ def test_openai_parses_a_schema_and_a_call(client: openai.OpenAI) -> None:
     assert json.loads(arguments)["n"] in (1, 22)
 
 
-def test_openai_raises_its_own_errors(client: openai.OpenAI) -> None:
+def test_openai_raises_its_own_errors(client: "openai.OpenAI") -> None:
+    import openai
+
     with pytest.raises(openai.NotFoundError, match="there is no model"):
         client.models.retrieve("other")
     with pytest.raises(openai.BadRequestError, match="the prompt is too long"):
@@ -71,7 +77,7 @@ def test_openai_raises_its_own_errors(client: openai.OpenAI) -> None:
         client.embeddings.create(model="tiny", input="x")
 
 
-def test_openai_cancels(client: openai.OpenAI, server: RunningServer) -> None:
+def test_openai_cancels(client: "openai.OpenAI", server: RunningServer) -> None:
     stream = client.chat.completions.create(
         model="tiny", messages=ASKED, max_tokens=30000, temperature=0, stream=True
     )
@@ -81,7 +87,9 @@ def test_openai_cancels(client: openai.OpenAI, server: RunningServer) -> None:
     server.wait_for("tandem_requests_running", 0)
 
 
-def test_openai_responds_streams_and_goes_on(client: openai.OpenAI) -> None:
+def test_openai_responds_streams_and_goes_on(client: "openai.OpenAI") -> None:
+    import openai
+
     fields: dict[str, Any] = {"model": "tiny", "max_output_tokens": 9, "temperature": 0}
     whole = client.responses.create(input="hello", **fields)
     with client.responses.stream(input="hello", **fields) as stream:
@@ -98,7 +106,7 @@ def test_openai_responds_streams_and_goes_on(client: openai.OpenAI) -> None:
         client.responses.create(input="go on", previous_response_id=whole.id, **fields)
 
 
-def test_openai_responds_with_a_schema_and_a_call(client: openai.OpenAI) -> None:
+def test_openai_responds_with_a_schema_and_a_call(client: "openai.OpenAI") -> None:
     form: Any = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
     answer = client.responses.create(model="tiny", input="hello", text=form)
     assert json.loads(answer.output_text)["count"] in (1, 22)
@@ -114,11 +122,13 @@ def test_openai_responds_with_a_schema_and_a_call(client: openai.OpenAI) -> None
 
 @pytest.fixture(scope="module")
 def messages(server: RunningServer) -> Any:
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.address, api_key="none", max_retries=0) as client:
         yield client
 
 
-def test_anthropic_writes_streams_and_counts(messages: anthropic.Anthropic) -> None:
+def test_anthropic_writes_streams_and_counts(messages: "anthropic.Anthropic") -> None:
     fields: dict[str, Any] = {"model": "tiny", "messages": ASKED, "max_tokens": 9}
     fields["extra_body"] = {"temperature": 0}
     whole = messages.messages.create(**fields)
@@ -133,7 +143,7 @@ def test_anthropic_writes_streams_and_counts(messages: anthropic.Anthropic) -> N
     assert [model.id for model in messages.models.list()] == ["tiny"]
 
 
-def test_anthropic_calls_a_tool_and_takes_its_result(messages: anthropic.Anthropic) -> None:
+def test_anthropic_calls_a_tool_and_takes_its_result(messages: "anthropic.Anthropic") -> None:
     tool: Any = {"name": "f", "input_schema": TOOL["function"]["parameters"]}  # type: ignore[index]
     fields: dict[str, Any] = {"model": "tiny", "max_tokens": 90, "tools": [tool]}
     with messages.messages.stream(**fields, messages=ASKED, tool_choice={"type": "any"}) as stream:
@@ -150,7 +160,9 @@ def test_anthropic_calls_a_tool_and_takes_its_result(messages: anthropic.Anthrop
     assert answer.stop_reason in ("max_tokens", "tool_use", "end_turn")
 
 
-def test_anthropic_raises_its_own_errors(messages: anthropic.Anthropic) -> None:
+def test_anthropic_raises_its_own_errors(messages: "anthropic.Anthropic") -> None:
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError, match="the prompt is too long"):
         messages.messages.create(
             model="tiny", max_tokens=5, messages=[{"role": "user", "content": "x" * 40_000}]
