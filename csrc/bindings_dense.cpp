@@ -80,7 +80,7 @@ struct Blocks {
         stride(x.stride(0) * x.element_bytes()),
         bytes(span_of(x)) {
     std::int64_t inner = 1;
-    for (int dim = x.dims() - 1; dim > 0; inner *= x.size(dim--))
+    for (int dim = x.dims() - 1; dim > 0 && inner > 0; inner *= x.size(dim--))
       if (x.size(dim) > 1 && x.stride(dim) != inner) x.refuse(name, "blocks without gaps");
     if (x.size(0) != count || x.element() == Element::kOther)
       x.refuse(name, std::to_string(count) + " blocks of codes or scales");
@@ -186,6 +186,13 @@ Rearrangement fields_work(const PackedPlace& place, const FieldRows& source) {
   bytes.field_minima = minima ? span_of(*minima) : 0;
   require_room(work, bytes);
   return work;
+}
+
+// The lines of a format's grid; none if it has no grid.
+std::vector<std::uint16_t> lines_of_grid(int format) {
+  const Grid* grid = encoding(require_format(format)).grid;
+  if (grid == nullptr) return {};
+  return {grid->lines, grid->lines + (std::size_t{1} << grid->index_bits)};
 }
 
 using BlockPlacing = std::pair<PackedPlace, BlockRows>;
@@ -403,6 +410,7 @@ void bind_dense(nb::module_& m) {
   m.def("quantize", &quantize_matrices);
   m.def("block_bytes", [](int kind) { return block_reader(static_cast<BlockKind>(kind)).bytes; });
   m.def("block_cols", [](int kind) { return block_reader(static_cast<BlockKind>(kind)).cols; });
+  m.def("grid_lines", &lines_of_grid);
   m.def("rearrange_rows", &rearrange_rows);
   nb::class_<DenseMatrix>(m, "DenseMatrix");
   m.def("make_dense_matrix", &make_matrix);

@@ -23,34 +23,34 @@ void read_fives(const std::uint8_t* fifth, const std::uint8_t* bytes, std::uint8
     codes[i] = static_cast<std::uint8_t>(codes[i] | (bits >> i & 1) << 4);
 }
 
-void read_q4_0(const std::uint8_t* block, const std::uint8_t*, Strip& out) {
+void read_q4_0(const std::uint8_t* block, Strip& out) {
   read_nibbles(block + 2, out.codes);
   out.scales[0] = half_bits(block);
 }
 
-void read_q4_1(const std::uint8_t* block, const std::uint8_t*, Strip& out) {
+void read_q4_1(const std::uint8_t* block, Strip& out) {
   read_nibbles(block + 4, out.codes);
   out.scales[0] = half_bits(block);
   out.scales[1] = half_bits(block + 2);
 }
 
-void read_q5_0(const std::uint8_t* block, const std::uint8_t*, Strip& out) {
+void read_q5_0(const std::uint8_t* block, Strip& out) {
   read_fives(block + 2, block + 6, out.codes);
   out.scales[0] = half_bits(block);
 }
 
-void read_q5_1(const std::uint8_t* block, const std::uint8_t*, Strip& out) {
+void read_q5_1(const std::uint8_t* block, Strip& out) {
   read_fives(block + 4, block + 8, out.codes);
   out.scales[0] = half_bits(block);
   out.scales[1] = half_bits(block + 2);
 }
 
-void read_q8_0(const std::uint8_t* block, const std::uint8_t*, Strip& out) {
+void read_q8_0(const std::uint8_t* block, Strip& out) {
   for (int i = 0; i < kStripCols; ++i) out.codes[i] = block[2 + i] ^ 0x80;
   out.scales[0] = half_bits(block);
 }
 
-void read_mxfp4(const std::uint8_t* block, const std::uint8_t*, Strip& out) {
+void read_mxfp4(const std::uint8_t* block, Strip& out) {
   read_nibbles(block + 1, out.codes);
   out.scales[0] = block[0];
 }
@@ -70,7 +70,7 @@ void read_scales(const std::uint8_t* block, Super& out) {
   out.factors[1] = half_bits(block + 2) ^ 0x8000;
 }
 
-void read_q4k(const std::uint8_t* block, const std::uint8_t*, Super& out) {
+void read_q4k(const std::uint8_t* block, Super& out) {
   read_scales(block, out);
   for (int part = 0; part < 4; ++part)
     for (int i = 0; i < 32; ++i) {
@@ -80,7 +80,7 @@ void read_q4k(const std::uint8_t* block, const std::uint8_t*, Super& out) {
     }
 }
 
-void read_q5k(const std::uint8_t* block, const std::uint8_t*, Super& out) {
+void read_q5k(const std::uint8_t* block, Super& out) {
   read_scales(block, out);
   for (int part = 0; part < 4; ++part)
     for (int i = 0; i < 32; ++i) {
@@ -91,7 +91,7 @@ void read_q5k(const std::uint8_t* block, const std::uint8_t*, Super& out) {
     }
 }
 
-void read_q6k(const std::uint8_t* block, const std::uint8_t*, Super& out) {
+void read_q6k(const std::uint8_t* block, Super& out) {
   for (int part = 0; part < 2; ++part)
     for (int i = 0; i < 64; ++i) {
       const std::uint8_t byte = block[64 * part + i];
@@ -104,7 +104,7 @@ void read_q6k(const std::uint8_t* block, const std::uint8_t*, Super& out) {
   out.factors[0] = half_bits(block + 208);
 }
 
-void read_q2k(const std::uint8_t* block, const std::uint8_t*, Super& out) {
+void read_q2k(const std::uint8_t* block, Super& out) {
   for (int i = 0; i < kSuperCols; ++i)
     out.codes[i] = block[16 + i / 128 * 32 + i % 32] >> 2 * (i / 32 % 4) & 3;
   for (int g = 0; g < 16; ++g) {
@@ -115,7 +115,7 @@ void read_q2k(const std::uint8_t* block, const std::uint8_t*, Super& out) {
   out.factors[1] = half_bits(block + 82) ^ 0x8000;
 }
 
-void read_q3k(const std::uint8_t* block, const std::uint8_t*, Super& out) {
+void read_q3k(const std::uint8_t* block, Super& out) {
   for (int i = 0; i < kSuperCols; ++i) {
     const int low = block[32 + i / 128 * 32 + i % 32] >> 2 * (i / 32 % 4) & 3;
     out.codes[i] = static_cast<std::uint8_t>(low | (block[i % 32] >> i / 32 & 1) << 2);
@@ -128,7 +128,7 @@ void read_q3k(const std::uint8_t* block, const std::uint8_t*, Super& out) {
   out.factors[0] = half_bits(block + 108);
 }
 
-void read_iq4xs(const std::uint8_t* block, const std::uint8_t*, Super& out) {
+void read_iq4xs(const std::uint8_t* block, Super& out) {
   for (int g = 0; g < 8; ++g) {
     for (int i = 0; i < 16; ++i) {
       const std::uint8_t byte = block[8 + 16 * g + i];
@@ -143,7 +143,7 @@ void read_iq4xs(const std::uint8_t* block, const std::uint8_t*, Super& out) {
 }
 
 // NVFP4: four e4m3 scales, then 16 nibbles for each; ggml reads a scale that is NaN as zero.
-void read_nvfp4(const std::uint8_t* block, const std::uint8_t*, Sixteens& out) {
+void read_nvfp4(const std::uint8_t* block, Sixteens& out) {
   for (int g = 0; g < 4; ++g) {
     const std::uint8_t scale = block[g] & kE4m3Nan;
     out.scales[g] = scale == kE4m3Nan ? std::uint8_t{0} : scale;
@@ -155,69 +155,21 @@ void read_nvfp4(const std::uint8_t* block, const std::uint8_t*, Sixteens& out) {
   }
 }
 
-// `Count` numbers of a line of a grid, with signs from the lowest bit on.
-template <int Count, int SignBit>
-void read_line(const std::uint8_t* line, int signs, std::uint8_t* codes) {
-  for (int i = 0; i < Count; ++i)
-    codes[i] = static_cast<std::uint8_t>(line[i] | (signs >> i & 1) << SignBit);
+// Words of a grid's lines as they are, a factor in front of them.
+template <int Words>
+void read_lines(const std::uint8_t* block, Lines& out) {
+  out.factor = half_bits(block);
+  std::memcpy(out.words, block + 2, 4 * Words);
 }
 
-// Seven signs, and an eighth that makes their number even.
-int even_signs(std::uint32_t seven) {
-  seven &= 127;
-  return static_cast<int>(seven | static_cast<std::uint32_t>(std::popcount(seven) & 1) << 7);
-}
-
-// Scales of four bits: odd multiples.
-std::int8_t odd(int steps) { return static_cast<std::int8_t>(2 * (steps & 15) + 1); }
-
-void read_iq2xxs(const std::uint8_t* block, const std::uint8_t* grid, Super& out) {
-  for (int g = 0; g < 8; ++g) {
-    const std::uint8_t* lines = block + 2 + 8 * g;
-    const std::uint32_t signs = word_at(lines + 4);
-    for (int l = 0; l < 4; ++l)
-      read_line<8, 2>(grid + 8 * lines[l], even_signs(signs >> 7 * l), out.codes + 32 * g + 8 * l);
-    out.scales[g] = odd(static_cast<int>(signs >> 28));
+// IQ1_M has its factor among the words.
+void read_iq1m(const std::uint8_t* block, Lines& out) {
+  std::memcpy(out.words, block, 4 * kIq1M.words);
+  out.factor = 0;
+  for (int part = 0; part < 4; ++part) {
+    const int at = kIq1M.factor.at(part);
+    out.factor |= static_cast<std::uint16_t>((out.words[at / 32] >> at % 32 & 15) << 4 * part);
   }
-  out.factors[0] = half_bits(block);
-}
-
-void read_iq2xs(const std::uint8_t* block, const std::uint8_t* grid, Super& out) {
-  for (int l = 0; l < 32; ++l) {
-    const std::uint16_t both = half_bits(block + 2 + 2 * l);
-    read_line<8, 2>(grid + 8 * (both & 511), even_signs(both >> 9), out.codes + 8 * l);
-  }
-  for (int g = 0; g < 16; ++g) out.scales[g] = odd(block[66 + g / 2] >> 4 * (g % 2));
-  out.factors[0] = half_bits(block);
-}
-
-void read_iq2s(const std::uint8_t* block, const std::uint8_t* grid, Super& out) {
-  for (int l = 0; l < 32; ++l) {
-    const int line = block[2 + l] | (block[66 + l / 4] >> 2 * (l % 4) & 3) << 8;
-    read_line<8, 2>(grid + 8 * line, block[34 + l], out.codes + 8 * l);
-  }
-  for (int g = 0; g < 16; ++g) out.scales[g] = odd(block[74 + g / 2] >> 4 * (g % 2));
-  out.factors[0] = half_bits(block);
-}
-
-void read_iq3xxs(const std::uint8_t* block, const std::uint8_t* grid, Super& out) {
-  for (int g = 0; g < 8; ++g) {
-    const std::uint32_t signs = word_at(block + 66 + 4 * g);
-    for (int l = 0; l < 8; ++l)
-      read_line<4, 3>(grid + 4 * block[2 + 8 * g + l],
-                      even_signs(signs >> 7 * (l / 2)) >> 4 * (l % 2), out.codes + 32 * g + 4 * l);
-    out.scales[g] = odd(static_cast<int>(signs >> 28));
-  }
-  out.factors[0] = half_bits(block);
-}
-
-void read_iq3s(const std::uint8_t* block, const std::uint8_t* grid, Super& out) {
-  for (int l = 0; l < 64; ++l) {
-    const int line = block[2 + l] | (block[66 + l / 8] >> l % 8 & 1) << 8;
-    read_line<4, 3>(grid + 4 * line, block[74 + l / 2] >> 4 * (l % 2), out.codes + 4 * l);
-  }
-  for (int g = 0; g < 8; ++g) out.scales[g] = odd(block[106 + g / 2] >> 4 * (g % 2));
-  out.factors[0] = half_bits(block);
 }
 
 }  // namespace
@@ -239,11 +191,13 @@ BlockReader block_reader(BlockKind kind) {
     case BlockKind::kQ5K: return {176, read_q5k};
     case BlockKind::kQ6K: return {210, read_q6k};
     case BlockKind::kIq4Xs: return {136, read_iq4xs};
-    case BlockKind::kIq2Xxs: return {66, read_iq2xxs};
-    case BlockKind::kIq2Xs: return {74, read_iq2xs};
-    case BlockKind::kIq2S: return {82, read_iq2s};
-    case BlockKind::kIq3Xxs: return {98, read_iq3xxs};
-    case BlockKind::kIq3S: return {110, read_iq3s};
+    case BlockKind::kIq2Xxs: return {66, read_lines<kIq2Xxs.words>};
+    case BlockKind::kIq2Xs: return {74, read_lines<kIq2Xs.words>};
+    case BlockKind::kIq2S: return {82, read_lines<kIq2S.words>};
+    case BlockKind::kIq3Xxs: return {98, read_lines<kIq3Xxs.words>};
+    case BlockKind::kIq3S: return {110, read_lines<kIq3S.words>};
+    case BlockKind::kIq1S: return {50, read_lines<kIq1S.words>};
+    case BlockKind::kIq1M: return {56, read_iq1m};
   }
   return {};
 }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 #include <variant>
 
 #include "placed_rows.hpp"
@@ -25,26 +24,27 @@ enum class BlockKind : int {
   kIq2Xxs = 16,
   kIq2Xs = 17,
   kIq3Xxs = 18,
+  kIq1S = 19,
   kIq4Nl = 20,
   kIq3S = 21,
   kIq2S = 22,
   kIq4Xs = 23,
+  kIq1M = 29,
   kMxfp4 = 39,
   kNvfp4 = 40
 };
 
-// Reads a block; `grid` has the codes of a grid's lines, without signs, where a kind has one.
 template <class Row>
-using ReadBlock = void (*)(const std::uint8_t* block, const std::uint8_t* grid, Row& out);
+using ReadBlock = void (*)(const std::uint8_t* block, Row& out);
 
 struct BlockReader {
   std::int64_t cols = 1, bytes = 0;  // of a block; no bytes: the kind is not read
-  std::variant<ReadBlock<Strip>, ReadBlock<Sixteens>, ReadBlock<Super>> read;
+  std::variant<ReadBlock<Strip>, ReadBlock<Sixteens>, ReadBlock<Super>, ReadBlock<Lines>> read;
 
   BlockReader() = default;
   template <class Row>
-  BlockReader(std::int64_t bytes, void (*read)(const std::uint8_t*, const std::uint8_t*, Row&))
-      : cols(std::extent_v<decltype(Row::codes)>), bytes(bytes), read(read) {}
+  BlockReader(std::int64_t bytes, void (*read)(const std::uint8_t*, Row&))
+      : cols(Row::kCols), bytes(bytes), read(read) {}
 };
 
 BlockReader block_reader(BlockKind kind);

@@ -1,19 +1,13 @@
 #include "blocks.hpp"
 
 #include <algorithm>
-#include <iterator>
+#include <type_traits>
 #include <variant>
 
 #include "pieces.hpp"
 
 namespace tandem {
 namespace {
-
-// A grid's codes are looked up while its blocks are read.
-bool is_of_grid(BlockKind kind) {
-  return kind == BlockKind::kIq2Xxs || kind == BlockKind::kIq2Xs || kind == BlockKind::kIq2S ||
-         kind == BlockKind::kIq3Xxs || kind == BlockKind::kIq3S;
-}
 
 std::int64_t source_row_bytes(const Rearrangement& work) {
   const BlockReader reader = block_reader(work.kind);
@@ -26,7 +20,7 @@ bool rearrange_rows(const Rearrangement& work, std::int64_t block, std::int64_t 
                     ReadBlock<Row> read) {
   const Encoding& e = encoding(work.format);
   Row rows[kBlockRows];
-  const std::int64_t cols = std::ssize(rows[0].codes), steps = work.cols / cols;
+  const std::int64_t cols = Row::kCols, steps = work.cols / cols;
   const std::int64_t group = e.group == 0 ? cols : e.group;
   std::uint8_t* data = work.data + block * work.data_stride;
   std::uint8_t* scales = work.scales + block * work.scale_stride;
@@ -37,7 +31,6 @@ bool rearrange_rows(const Rearrangement& work, std::int64_t block, std::int64_t 
     scales += kRowFactorBytes;
     step_bytes -= kRowFactorBytes;
   }
-  const std::uint8_t* codes_to = is_of_grid(work.kind) ? nullptr : work.table;
   for (std::int64_t s = 0; s < steps; ++s) {
     for (std::int64_t r = 0; r < kBlockRows; ++r) {
       const std::int64_t row = block * kBlockRows + r;
@@ -46,12 +39,13 @@ bool rearrange_rows(const Rearrangement& work, std::int64_t block, std::int64_t 
         continue;
       }
       const std::int64_t from = work.order ? work.order[row] : row;
-      read(work.source + (from * steps + s) * block_bytes, work.table, rows[r]);
-      if (codes_to != nullptr)
-        for (std::uint8_t& code : rows[r].codes) code = codes_to[code];
+      read(work.source + (from * steps + s) * block_bytes, rows[r]);
+      if constexpr (!std::is_same_v<Row, Lines>)
+        if (work.table != nullptr)
+          for (std::uint8_t& code : rows[r].codes) code = work.table[code];
       is_whole &= are_finite(rows[r], e);
     }
-    write_codes(rows, e.bits, data + s * code_bytes(work.format, cols));
+    write_codes(rows, e, data + s * code_bytes(work.format, cols));
     write_scales(rows, e, scales + s * step_bytes);
   }
   return is_whole;

@@ -41,7 +41,7 @@ struct Rearrangement {
   std::uint8_t* data;
   std::uint8_t* scales;
   std::int64_t data_stride, scale_stride;  // bytes from one block of 16 rows to the next
-  const std::uint8_t* table;  // of grids: codes of their lines; else what codes become, or null
+  const std::uint8_t* table;  // what codes become, or null
   const float* factor;        // of all rows, for formats with factors of rows; null: 1
   Fields fields;              // of kind kFields
 };

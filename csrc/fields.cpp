@@ -169,7 +169,7 @@ bool rearrange_fields(const Rearrangement& work, std::int64_t block) {
   Strip rows[kBlockRows];
   for (std::int64_t col = 0; col < cols; col += kStripCols) {
     is_whole &= read_strips(work, block * kBlockRows, col, rows);
-    write_codes(rows, e.bits, data + col * kBlockRows * e.bits / 8);
+    write_codes(rows, e, data + col * kBlockRows * e.bits / 8);
   }
   return write_field_scales(work, block, cols) && is_whole;
 }

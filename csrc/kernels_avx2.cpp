@@ -9,6 +9,7 @@
 #include <initializer_list>
 
 #include "avx2/float.hpp"
+#include "avx2/grids.hpp"
 #include "avx2/half_rows.hpp"
 #include "avx2/integer.hpp"
 
@@ -31,6 +32,8 @@ struct Maddubs {
 
 void matmul(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const Activations& x,
             std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t stride) {
+  if (is_grid(m.format))
+    return multiply_grid({look_up_avx2, matmul}, m, begin, end, x, num_tokens, num_rows, out, stride);
   const Product product{m, x, num_rows, out, stride};
   if (multiply_integers<Maddubs>(product, begin, end, num_tokens)) return;
   multiply_floats(product, begin, end, num_tokens);
@@ -242,6 +245,10 @@ std::int64_t multiply_bf16(std::int64_t count) {
 }
 
 }  // namespace
+
+void look_up_avx2(const PackedMatrix& m, std::int64_t block, std::uint8_t* codes, float* scales) {
+  look_up_block<Lookup256>(m, block, codes, scales);
+}
 
 const Kernels& avx2_kernels() {
   static const Kernels kernels{"avx2",   quantize, to_bf16, from_fp16,     to_fp16,

@@ -11,6 +11,7 @@
 
 #include "avx2/half_rows.hpp"
 #include "avx512/few_tokens.hpp"
+#include "avx512/grids.hpp"
 #include "avx512/many_tokens.hpp"
 #include "kernels.hpp"
 
@@ -48,9 +49,12 @@ void matmul_format(const PackedMatrix& m, std::int64_t begin, std::int64_t end,
 template <bool HasTiles>
 void matmul(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const Activations& x,
             std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t stride) {
+  if (is_grid(m.format))
+    return multiply_grid({look_up_block<Lookup512>, matmul<HasTiles>}, m, begin, end, x, num_tokens,
+                         num_rows, out, stride);
   if (!has_vector_kernels(m.format))
     return portable_kernels().matmul(m, begin, end, x, num_tokens, num_rows, out, stride);
-  each<kNumFormats>([&](auto number) {
+  each<kNumEncodings>([&](auto number) {
     constexpr Format F = static_cast<Format>(decltype(number)::value);
     if constexpr (has_vector_kernels(F))
       if (m.format == F)

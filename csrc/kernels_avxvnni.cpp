@@ -1,6 +1,7 @@
 // AVX-VNNI (Alder Lake onwards, without AVX-512): AVX2's kernels, with four bytes multiplied and
 // added to 32 bits in one instruction.
 #include "avx2/integer.hpp"
+#include "grid_product.hpp"
 
 namespace tandem {
 namespace {
@@ -20,6 +21,8 @@ struct Dpbusd {
 
 void matmul(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const Activations& x,
             std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t stride) {
+  if (is_grid(m.format))
+    return multiply_grid({look_up_avx2, matmul}, m, begin, end, x, num_tokens, num_rows, out, stride);
   const Product product{m, x, num_rows, out, stride};
   if (multiply_integers<Dpbusd>(product, begin, end, num_tokens)) return;
   avx2_kernels().matmul(m, begin, end, x, num_tokens, num_rows, out, stride);

@@ -59,6 +59,48 @@ void unpack(Format format, const std::uint8_t* plane, std::int64_t cols, Codes& 
         out[row][4 * four + i] = static_cast<std::int16_t>(codes[four][4 * row + i] - offset);
 }
 
+// A number in a row's words, of which 16 rows lie side by side.
+int number_at(const std::uint8_t* super, const BitField& field, int i, std::int64_t row) {
+  std::uint32_t word;
+  std::memcpy(&word, super + field.at(i) / 32 * 4 * kBlockRows + 4 * row, sizeof word);
+  return static_cast<int>(word >> field.at(i) % 32 & ((1u << field.width) - 1));
+}
+
+// The signs of eight columns, a bit each.
+int signs_at(const std::uint8_t* super, const Grid& grid, int eight, std::int64_t row) {
+  const int bits = number_at(super, grid.signs, eight, row);
+  switch (grid.sign_kind()) {
+    case Signs::kOne: return bits ? 255 : 0;
+    case Signs::kEven: return bits | (std::popcount(static_cast<unsigned>(bits)) & 1) << 7;
+    case Signs::kEight: return bits;
+  }
+  return 0;
+}
+
+// As unpack(), of a format with a grid; `block` has all columns.
+void unpack_lines(Format format, const std::uint8_t* block, std::int64_t column, Codes& out) {
+  const Encoding& e = encoding(format);
+  const Grid& grid = *e.grid;
+  const std::uint8_t* super = block + code_bytes(format, column);
+  const int bits = grid.line_bits(), sign_bit = grid.line_cols == 8 ? 2 : 3;
+  for (std::int64_t row = 0; row < kBlockRows; ++row)
+    for (int k = 0; k < kStripCols; ++k) {
+      const int own = static_cast<int>(column % kSuperCols) + k, line = own / grid.line_cols;
+      const int high = number_at(super, grid.high, line, row);
+      const int number = number_at(super, grid.low, line, row) | high << 8;
+      const int code = grid.lines[number] >> own % grid.line_cols * bits & ((1 << sign_bit) - 1);
+      const int sign = signs_at(super, grid, own / 8, row) >> own % 8 & 1;
+      out[row][k] = static_cast<std::int16_t>(e.table[code | sign << sign_bit] - e.offset);
+    }
+}
+
+// The codes of a strip from `column` on, `cols` of them.
+void unpack(const PackedMatrix& m, const std::uint8_t* block, std::int64_t column,
+            std::int64_t cols, Codes& out) {
+  if (is_grid(m.format)) return unpack_lines(m.format, block, column, out);
+  unpack(m.format, block + code_bytes(m.format, column), cols, out);
+}
+
 struct Scale {
   float scale;
   float minimum;
@@ -70,7 +112,25 @@ float half_at(const std::uint8_t* bytes) {
   return half_to_float(bits);
 }
 
+float grid_scale_at(const PackedMatrix& m, std::int64_t block, std::int64_t g, std::int64_t row) {
+  const Encoding& e = encoding(m.format);
+  const std::int64_t groups = kSuperCols / m.group, super = (block * m.cols + g * m.group) / kSuperCols;
+  const std::uint8_t* words = m.data + code_bytes(m.format, super * kSuperCols);
+  float factor;
+  if (e.grid->factor.width == 0) {
+    factor = half_at(m.scales + super * 32 + 2 * row);
+  } else {
+    int bits = 0;
+    for (int part = 0; part < 4; ++part)
+      bits |= number_at(words, e.grid->factor, part, row) << 4 * part;
+    factor = half_to_float(static_cast<std::uint16_t>(bits));
+  }
+  const int steps = number_at(words, e.grid->scales, static_cast<int>(g % groups), row);
+  return static_cast<float>(2 * steps + 1) * e.unit * factor;
+}
+
 Scale scale_at(const PackedMatrix& m, std::int64_t block, std::int64_t g, std::int64_t row) {
+  if (is_grid(m.format)) return {grid_scale_at(m, block, g, row), 0};
   const std::int64_t index = block * (m.cols / m.group) + g;
   const Encoding& e = encoding(m.format);
   if (e.scale == ScaleKind::kE8m0)  // half of 2^(e - 127): the codes are doubled
@@ -120,7 +180,7 @@ void multiply_codes(const PackedMatrix& m, std::int64_t b, const Activations& x,
     for (std::int64_t k = g * m.group; k < (g + 1) * m.group; k += step) {
       const std::int64_t begin = k % kStripCols;
       if (begin == 0)
-        unpack(m.format, block + code_bytes(m.format, k), std::min(kStripCols, m.cols - k), codes);
+        unpack(m, block, k, std::min(kStripCols, m.cols - k), codes);
       for (std::int64_t t = 0; t < num_tokens; ++t) {
         const std::int8_t* q = x.quantized + t * x.stride + k;
         step == 16 ? add_products<16>(codes, begin, q, sums[t])
@@ -333,7 +393,7 @@ void read_row(const PackedMatrix& m, std::int64_t row, std::int64_t cols, float*
   for (std::int64_t begin = 0; begin < cols; begin += kStripCols) {
     const std::uint8_t* at = codes + code_bytes(m.format, begin);
     const std::int64_t width = std::min(kStripCols, m.cols - begin);
-    if (is_integer(m.format)) unpack(m.format, at, width, strip);
+    if (is_integer(m.format)) unpack(m, codes, begin, width, strip);
     else to_floats(m.format, at, width, weights);
     Scale s{1, 0};
     for (std::int64_t k = begin; k < std::min(begin + width, cols); ++k) {

@@ -4,6 +4,8 @@
 #include <bit>
 #include <cstdint>
 
+#include "grids.hpp"
+
 namespace tandem {
 
 // The numbers are those that tandem.kernels.native passes; `kEncodings` is in their order.
@@ -28,7 +30,13 @@ enum class Format : int {
   kIq3S = 17,
   kIq2Xxs = 18,
   kIq2Xs = 19,
-  kInt5 = 20
+  kInt5 = 20,
+  kIq2S = 21,
+  kIq1S = 22,
+  kIq1M = 23,
+  // Not of experts: what lines of a grid become before they are multiplied.
+  kStrips32 = 24,
+  kStrips16 = 25
 };
 
 // How the scale of a group of columns is stored.
@@ -39,7 +47,9 @@ enum class ScaleKind {
   kFp32OfBlock,
   kInt8OfSuper,     // bytes, to be multiplied by an fp16 factor of 256 columns
   kNibblesOfSuper,  // the same, a scale and above it a minimum in one byte
-  kE4m3OfRow        // bytes, to be multiplied by an fp32 factor of the row
+  kE4m3OfRow,       // bytes, to be multiplied by an fp32 factor of the row
+  kFp32,
+  kOfGrid           // among the codes, to be multiplied by an fp16 factor of 256 columns
 };
 
 // What a format is made of; the kernels ask this, never a format's name.
@@ -52,6 +62,7 @@ struct Encoding {
   std::int64_t group = 0;            // columns that share a scale; 0: the matrix says
   const std::uint8_t* table = nullptr;  // from 16 stored codes to unsigned ones
   float unit = 1;                       // what a code of one stands for, of tables; a power of two
+  const Grid* grid = nullptr;           // `table` has its signs above the numbers' bits; no planes
 };
 
 // Twice the values of e2m1, plus 12.
@@ -60,14 +71,14 @@ constexpr std::uint8_t kE2m1Table[16] = {12, 13, 14, 15, 16, 18, 20, 24,
 // llama.cpp's kvalues_iq4nl, plus 127.
 constexpr std::uint8_t kIq4Table[16] = {0,   23,  44,  62,  78,  92,  105, 117,
                                         128, 140, 152, 165, 180, 196, 216, 240};
-// Half the numbers of IQ3_XXS's grid with their signs, plus 31; those of IQ3_S's plus 15; IQ2's
-// plus 43, of which there are eight.
+// Numbers of grids without signs, then with them. Half those of IQ3_XXS, plus 31; IQ3_S's plus 15; IQ2's
+// plus 43; eight times those of IQ1, one more without the sign and one less with it, plus 9.
 constexpr std::uint8_t kIq3XxsTable[16] = {33, 37, 41, 45, 49, 53, 57, 62,
                                            29, 25, 21, 17, 13, 9,  5,  0};
 constexpr std::uint8_t kIq3STable[16] = {16, 18, 20, 22, 24, 26, 28, 30,
                                          14, 12, 10, 8,  6,  4,  2,  0};
-constexpr std::uint8_t kIq2Table[16] = {43, 51, 68, 86, 43, 35, 18, 0,
-                                        43, 51, 68, 86, 43, 35, 18, 0};
+constexpr std::uint8_t kIq2Table[8] = {51, 68, 86, 43, 35, 18, 0, 43};
+constexpr std::uint8_t kIq1Table[8] = {2, 10, 18, 9, 0, 8, 16, 9};
 
 constexpr Encoding kEncodings[] = {
     {16},                                                    // kBf16
@@ -86,26 +97,34 @@ constexpr Encoding kEncodings[] = {
     {4, ScaleKind::kE4m3OfRow, false, 12, 24, 16, kE2m1Table, 0.5f},        // kNvfp4
     {2, ScaleKind::kNibblesOfSuper, true, 0, 3, 16},                        // kQ2K
     {3, ScaleKind::kInt8OfSuper, false, 4, 7, 16},                          // kQ3K
-    {4, ScaleKind::kInt8OfSuper, false, 31, 62, 32, kIq3XxsTable, 0.5f},    // kIq3Xxs
-    {4, ScaleKind::kInt8OfSuper, false, 15, 30, 32, kIq3STable},            // kIq3S
-    {3, ScaleKind::kInt8OfSuper, false, 43, 86, 32, kIq2Table, 0.125f},     // kIq2Xxs
-    {3, ScaleKind::kInt8OfSuper, false, 43, 86, 16, kIq2Table, 0.125f},     // kIq2Xs
+    {0, ScaleKind::kOfGrid, false, 31, 62, 32, kIq3XxsTable, 0.5f, &kIq3Xxs},
+    {0, ScaleKind::kOfGrid, false, 15, 30, 32, kIq3STable, 1, &kIq3S},
+    {0, ScaleKind::kOfGrid, false, 43, 86, 32, kIq2Table, 0.125f, &kIq2Xxs},
+    {0, ScaleKind::kOfGrid, false, 43, 86, 16, kIq2Table, 0.125f, &kIq2Xs},
     {5, ScaleKind::kFp16, false, 16, 31, 32},                               // kInt5
+    {0, ScaleKind::kOfGrid, false, 43, 86, 16, kIq2Table, 0.125f, &kIq2S},
+    {0, ScaleKind::kOfGrid, false, 9, 18, 32, kIq1Table, 0.125f, &kIq1S},
+    {0, ScaleKind::kOfGrid, false, 9, 18, 16, kIq1Table, 0.125f, &kIq1M},
+    {8, ScaleKind::kFp32, false, 0, 255, 32},                               // kStrips32
+    {8, ScaleKind::kFp32, false, 0, 255, 16},                               // kStrips16
 };
-constexpr int kNumFormats = sizeof kEncodings / sizeof kEncodings[0];
+constexpr int kNumEncodings = sizeof kEncodings / sizeof kEncodings[0];
+constexpr int kNumFormats = kNumEncodings - 2;  // that experts may have
 
 constexpr const Encoding& encoding(Format format) { return kEncodings[static_cast<int>(format)]; }
 
-// Whether AVX2's and AVX-512's kernels are compiled for a format. A build that is made to find
-// mistakes in memory leaves out those whose planes, tables and scales others have; the portable
-// kernels have them all.
-constexpr bool has_vector_kernels([[maybe_unused]] Format format) {
+constexpr bool is_grid(Format format) { return encoding(format).grid != nullptr; }
+
+// Whether AVX2's and AVX-512's products are compiled for a format: not for grids, whose lines become
+// strips of bytes first. A build that is made to find mistakes in memory leaves out formats whose planes,
+// tables and scales others have; the portable kernels have them all.
+constexpr bool has_vector_kernels(Format format) {
 #if defined(TANDEM_FORMATS_OF_EACH_KIND)
   for (const Format alike : {Format::kQ5K, Format::kQ3K, Format::kIq4Nl, Format::kIq4Xs,
-                             Format::kIq3Xxs, Format::kIq3S, Format::kIq2Xs, Format::kInt5})
+                             Format::kInt5})
     if (format == alike) return false;
 #endif
-  return true;
+  return !is_grid(format);
 }
 
 constexpr std::int64_t kBlockRows = 16;
@@ -155,8 +174,9 @@ constexpr bool is_integer(Format format) {
   return activation_form(format) == ActivationForm::kInt8;
 }
 
-// Bytes of the codes of so many columns of a block.
+// Bytes of the codes of so many columns of a block; of grids they are multiples of 256.
 constexpr std::int64_t code_bytes(Format format, std::int64_t cols) {
+  if (is_grid(format)) return cols / kSuperCols * encoding(format).grid->words * 4 * kBlockRows;
   return cols * kBlockRows * encoding(format).bits / 8;
 }
 
@@ -173,13 +193,17 @@ constexpr std::int64_t scale_bytes(Format format, std::int64_t cols, std::int64_
       return cols / kSuperCols * lines * (32 + kSuperCols / group * 16);
     case ScaleKind::kNibblesOfSuper: return cols / kSuperCols * (64 + kSuperCols / group * 16);
     case ScaleKind::kE4m3OfRow: return kRowFactorBytes + cols / group * 16;
+    case ScaleKind::kFp32: return cols / group * 64;
+    case ScaleKind::kOfGrid:
+      return encoding(format).grid->factor.width > 0 ? 0 : cols / kSuperCols * 32;
   }
   return 0;
 }
 
+// Whether columns come in super-blocks, whose scales have factors.
 constexpr bool has_supers(Format format) {
   return encoding(format).scale == ScaleKind::kInt8OfSuper ||
-         encoding(format).scale == ScaleKind::kNibblesOfSuper;
+         encoding(format).scale == ScaleKind::kNibblesOfSuper || is_grid(format);
 }
 
 // Where the factors of a group's super-block lie, and the group's own bytes after them; `index`

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <iterator>
+#include <type_traits>
 
 #include "packed.hpp"
 
@@ -12,22 +13,32 @@ namespace tandem {
 
 // 32 numbers of one row: unsigned codes, the bits of an fp16 scale, or of an e8m0 one, and a minimum.
 struct Strip {
-  std::uint8_t codes[kStripCols];
+  static constexpr std::int64_t kCols = kStripCols;
+  std::uint8_t codes[kCols];
   std::uint16_t scales[2];
 };
 
 // 64 numbers of one row with e4m3 scales of 16.
 struct Sixteens {
-  std::uint8_t codes[64];
+  static constexpr std::int64_t kCols = 64;
+  std::uint8_t codes[kCols];
   std::uint8_t scales[4];
 };
 
 // 256 numbers of one row: unsigned codes, bytes of each group's scale and minimum, fp16 factors.
 struct Super {
-  std::uint8_t codes[kSuperCols];
+  static constexpr std::int64_t kCols = kSuperCols;
+  std::uint8_t codes[kCols];
   std::int8_t scales[16];
   std::int8_t minima[16];
   std::uint16_t factors[2];
+};
+
+// 256 numbers of one row whose codes are lines of a grid: its words, and an fp16 factor.
+struct Lines {
+  static constexpr std::int64_t kCols = kSuperCols;
+  std::uint32_t words[27];
+  std::uint16_t factor;
 };
 
 // Beyond it an e8m0 scale is NaN or its numbers leave fp32.
@@ -70,8 +81,14 @@ void write_plane(const Row (&rows)[kBlockRows], std::int64_t col, int shift, std
     }
 }
 
+inline void write_codes(const Lines (&rows)[kBlockRows], const Encoding& e, std::uint8_t* out) {
+  for (int word = 0; word < e.grid->words; ++word)
+    for (int r = 0; r < kBlockRows; ++r, out += 4) std::memcpy(out, &rows[r].words[word], 4);
+}
+
 template <class Row>
-void write_codes(const Row (&rows)[kBlockRows], int bits, std::uint8_t* out) {
+void write_codes(const Row (&rows)[kBlockRows], const Encoding& e, std::uint8_t* out) {
+  const int bits = e.bits;
   for (std::int64_t col = 0; col < std::ssize(rows[0].codes); col += kStripCols) {
     for (int done = 0; done < bits;) {
       const int width = static_cast<int>(std::bit_floor(static_cast<unsigned>(bits - done)));
@@ -120,11 +137,17 @@ inline void write_scales(const Sixteens (&rows)[kBlockRows], const Encoding&, st
     for (int r = 0; r < kBlockRows; ++r) out[r] = rows[r].scales[g];
 }
 
+inline void write_scales(const Lines (&rows)[kBlockRows], const Encoding& e, std::uint8_t* out) {
+  if (e.grid->factor.width > 0) return;
+  for (int r = 0; r < kBlockRows; ++r) std::memcpy(out + 2 * r, &rows[r].factor, 2);
+}
+
 // A row of padding: zeros.
 template <class Row>
 Row padding(const Encoding& e) {
   Row zeros{};
-  std::memset(zeros.codes, e.table == nullptr ? e.offset : 0, sizeof zeros.codes);
+  if constexpr (!std::is_same_v<Row, Lines>)
+    std::memset(zeros.codes, e.table == nullptr ? e.offset : 0, sizeof zeros.codes);
   return zeros;
 }
 
@@ -136,6 +159,8 @@ inline bool are_finite(const Strip& row, const Encoding& e) {
   if (e.scale == ScaleKind::kE8m0) return row.scales[0] <= kLargestE8m0;
   return is_finite(row.scales[0]) && (!e.has_minima || is_finite(row.scales[1]));
 }
+
+inline bool are_finite(const Lines& row, const Encoding&) { return is_finite(row.factor); }
 
 inline bool are_finite(const Sixteens&, const Encoding&) { return true; }
 

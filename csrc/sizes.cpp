@@ -54,22 +54,13 @@ Index bytes_of(ScaleKind kind) {
   return kind == ScaleKind::kFp16 ? 2 : kind == ScaleKind::kFp32OfBlock ? 4 : 1;
 }
 
-// Lines of a grid that a block may name, and numbers of a line.
-Index table_bytes(const Rearrangement& work) {
-  switch (work.kind) {
-    case BlockKind::kIq2Xxs: return 256 * 8;
-    case BlockKind::kIq2Xs: return 512 * 8;
-    case BlockKind::kIq2S: return 1024 * 8;
-    case BlockKind::kIq3Xxs: return 256 * 4;
-    case BlockKind::kIq3S: return 512 * 4;
-    default: return work.table == nullptr ? 0 : 256;
-  }
-}
-
 // Whether what a kind of blocks is read as can be written in a format.
 bool can_hold(Format format, const BlockReader& reader) {
   const Encoding& e = encoding(format);
-  if (std::holds_alternative<ReadBlock<Super>>(reader.read)) return has_supers(format);
+  if (const auto* lines = std::get_if<ReadBlock<Lines>>(&reader.read); lines != nullptr)
+    return is_grid(format) && reader.bytes == 2 * (e.grid->factor.width == 0) + 4 * e.grid->words;
+  if (std::holds_alternative<ReadBlock<Super>>(reader.read))
+    return has_supers(format) && !is_grid(format);
   if (std::holds_alternative<ReadBlock<Sixteens>>(reader.read))
     return e.scale == ScaleKind::kE4m3OfRow;
   return (e.scale == ScaleKind::kFp16 || e.scale == ScaleKind::kE8m0) &&
@@ -142,7 +133,9 @@ void require_blocks(const Rearrangement& work, const RearrangementBytes& bytes) 
     rows = *most + 1;
   }
   require_part("source", 0, rows * row_bytes, bytes.source);
-  require_part("table", 0, table_bytes(work), work.table == nullptr ? 0 : bytes.table);
+  const bool has_lines = std::holds_alternative<ReadBlock<Lines>>(reader.read);
+  require(!has_lines || work.table == nullptr, "a table of lines", 1, "none");
+  if (work.table != nullptr) require_part("table", 0, 256, bytes.table);
 }
 
 }  // namespace
@@ -195,8 +188,8 @@ void require_room(const Rearrangement& work, const RearrangementBytes& bytes) {
   require_columns(work.format, group, cols);
   const Index blocks = blocks_of(work.rows);
   require_parts("data", blocks, work.data_stride, code_bytes(work.format, cols), bytes.data);
-  require_parts("scales", blocks, work.scale_stride, scale_bytes(work.format, cols, group),
-                bytes.scales);
+  const Index scales = scale_bytes(work.format, cols, group);
+  if (scales > 0) require_parts("scales", blocks, work.scale_stride, scales, bytes.scales);
   if (work.factor != nullptr) require_part("the factor", 0, 4, bytes.factor);
 }
 
@@ -207,7 +200,7 @@ void require_room(const QuantizeCall& call, const QuantizeBytes& bytes) {
   require_columns(call.format, call.group, call.padded_cols);
   const Encoding& e = encoding(call.format);
   constexpr Index kWidestGroup = 128;
-  const bool has_table = e.table != nullptr && e.table != kIq4Table;
+  const bool has_table = is_grid(call.format) || (e.table != nullptr && e.table != kIq4Table);
   const bool is_rounded = call.format == Format::kMxfp4 || !has_table;
   require(is_rounded && call.group <= kWidestGroup, "the format", static_cast<Index>(call.format),
           "one that weights are rounded to");

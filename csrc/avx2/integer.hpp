@@ -231,7 +231,7 @@ bool multiply_integers(const Product& p, std::int64_t begin, std::int64_t end,
   bool is_done = !has_vector_kernels(p.m.format);
   if (is_done)
     portable_kernels().matmul(p.m, begin, end, p.x, num_tokens, p.num_rows, p.out, p.stride);
-  each<kNumFormats>([&](auto number) TANDEM_INLINED {
+  each<kNumEncodings>([&](auto number) TANDEM_INLINED {
     constexpr Format F = static_cast<Format>(decltype(number)::value);
     if constexpr (is_integer(F) && has_vector_kernels(F))
       if (p.m.format == F) {

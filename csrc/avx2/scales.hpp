@@ -41,6 +41,7 @@ const std::uint8_t* scales_at(const PackedMatrix& m, std::int64_t block, std::in
     case ScaleKind::kInt8OfSuper:
     case ScaleKind::kNibblesOfSuper: return m.scales + super_begin(F, index) + in_super(F, index);
     case ScaleKind::kE8m0: return m.scales + index * 16;
+    case ScaleKind::kFp32: return m.scales + index * 64;
     default: return m.scales + index * (kHasMinima<F> ? 64 : 32);
   }
 }
@@ -62,6 +63,8 @@ __m256 load_scales(const PackedMatrix& m, std::int64_t block, std::int64_t index
     const __m256i halved = _mm256_max_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)),
                                             _mm256_setzero_si256());
     return _mm256_castsi256_ps(_mm256_slli_epi32(halved, 23));
+  } else if constexpr (kKind == ScaleKind::kFp32) {
+    return _mm256_loadu_ps(reinterpret_cast<const float*>(m.scales + index * 64 + 32 * half));
   } else if constexpr (kKind == ScaleKind::kE4m3OfRow) {
     const std::uint8_t* factors = m.scales + row_factors(F, block, m.cols) + 32 * half;
     return _mm256_mul_ps(in_units<F>(load_e4m3(m.scales + e4m3_begin(block, index) + 8 * half)),

@@ -161,6 +161,8 @@ TANDEM_INLINE __m512 load_scales(const PackedMatrix& m, std::int64_t block, std:
     float scale;
     std::memcpy(&scale, at, sizeof scale);
     return _mm512_set1_ps(scale);
+  } else if constexpr (kKind == ScaleKind::kFp32) {
+    return _mm512_loadu_ps(at);
   } else if constexpr (kKind == ScaleKind::kE8m0) {
     // 2^(e - 127) is the float with exponent e; one less, since the codes are doubled. e = 0 would
     // need a subnormal: 2^-128 of nothing is as good as nothing.

@@ -34,9 +34,10 @@ constexpr Case kBlocks[] = {
     {Format::kQ3K, BlockKind::kQ3K},          {Format::kQ6K, BlockKind::kQ3K, 256},
     {Format::kQ4K, BlockKind::kQ4K},          {Format::kQ5K, BlockKind::kQ4K},
     {Format::kQ5K, BlockKind::kQ5K},          {Format::kQ6K, BlockKind::kQ6K},
-    {Format::kIq4Xs, BlockKind::kIq4Xs},      {Format::kIq2Xxs, BlockKind::kIq2Xxs, 256 * 8},
-    {Format::kIq2Xs, BlockKind::kIq2Xs, 512 * 8}, {Format::kIq2Xs, BlockKind::kIq2S, 1024 * 8},
-    {Format::kIq3Xxs, BlockKind::kIq3Xxs, 256 * 4}, {Format::kIq3S, BlockKind::kIq3S, 512 * 4},
+    {Format::kIq4Xs, BlockKind::kIq4Xs},      {Format::kIq2Xxs, BlockKind::kIq2Xxs},
+    {Format::kIq2Xs, BlockKind::kIq2Xs},      {Format::kIq2S, BlockKind::kIq2S},
+    {Format::kIq3Xxs, BlockKind::kIq3Xxs},    {Format::kIq3S, BlockKind::kIq3S},
+    {Format::kIq1S, BlockKind::kIq1S},        {Format::kIq1M, BlockKind::kIq1M},
 };
 
 Bytes drawn(Random& random, Index count, Index most) {

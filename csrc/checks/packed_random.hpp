@@ -33,6 +33,12 @@ inline void fill_codes(Random& random, Format format, std::uint8_t* data, std::i
   for (std::int64_t i = 0; i < bytes; ++i) data[i] = static_cast<std::uint8_t>(random.between(0, 255));
   if (format == Format::kFp8)
     for (std::int64_t i = 0; i < bytes; ++i) data[i] = (data[i] & 0x7F) == 0x7F ? 0 : data[i];  // NaN
+  if (format == Format::kIq1M)  // whose factors are among them: the exponents' upper bits
+    for (std::int64_t super = 0; super < bytes; super += code_bytes(format, kSuperCols))
+      for (std::int64_t row = 0; row < kBlockRows; ++row) {
+        std::uint8_t& byte = data[super + kIq1M.factor.at(3) / 32 * 64 + 4 * row + 3];
+        byte = static_cast<std::uint8_t>((byte & 15) | 0x10);
+      }
   if (format != Format::kBf16 && format != Format::kFp16) return;
   const std::uint8_t exponent = format == Format::kBf16 ? 0x3C : 0x28;  // numbers of middle size
   for (std::int64_t i = 1; i < bytes; i += 2)
@@ -45,7 +51,9 @@ inline void fill_scales(Random& random, Format format, std::int64_t group, std::
   const std::int64_t super = bytes == 0 ? 0 : scale_bytes(format, kSuperCols, group);
   const std::int64_t factors = encoding(format).has_minima ? 64 : 32;
   switch (encoding(format).scale) {
-    case ScaleKind::kNone: return;
+    case ScaleKind::kNone:
+    case ScaleKind::kFp32: return;
+    case ScaleKind::kOfGrid:
     case ScaleKind::kFp16:
       for (std::int64_t i = 0; i < bytes; i += 2) put_half(random, scales + i);
       return;

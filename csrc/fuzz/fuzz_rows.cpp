@@ -29,8 +29,9 @@ constexpr Case kCases[] = {
     {Format::kQ4K, BlockKind::kQ4K},       {Format::kQ5K, BlockKind::kQ5K},
     {Format::kQ6K, BlockKind::kQ6K},       {Format::kIq4Xs, BlockKind::kIq4Xs},
     {Format::kIq2Xxs, BlockKind::kIq2Xxs}, {Format::kIq2Xs, BlockKind::kIq2Xs},
-    {Format::kIq2Xs, BlockKind::kIq2S},    {Format::kIq3Xxs, BlockKind::kIq3Xxs},
-    {Format::kIq3S, BlockKind::kIq3S},     {Format::kInt8, BlockKind::kFields},
+    {Format::kIq2S, BlockKind::kIq2S},     {Format::kIq3Xxs, BlockKind::kIq3Xxs},
+    {Format::kIq3S, BlockKind::kIq3S},     {Format::kIq1S, BlockKind::kIq1S},
+    {Format::kIq1M, BlockKind::kIq1M},     {Format::kInt8, BlockKind::kFields},
     {Format::kInt4, BlockKind::kFields},   {Format::kInt4Zero, BlockKind::kFields},
     {Format::kFp8, BlockKind::kFields},    {Format::kMxfp4, BlockKind::kFields},
     {Format::kNvfp4, BlockKind::kFields},
@@ -86,14 +87,14 @@ void place(Input& input) {
   const Index cols = is_sane ? (work.cols + unit - 1) / unit * unit : 32;
   work.data_stride = input.about(code_bytes(format, cols));
   work.scale_stride = input.about(is_sane ? scale_bytes(format, cols, group) : 64);
-  const bool has_table = input.below(2) == 0 || which.kind >= BlockKind::kIq2Xxs;
+  const bool has_table = input.below(2) == 0;
   const Index row_bytes = work.kind == BlockKind::kFields ? work.fields.row_stride
                           : is_sane ? work.cols / reader.cols * reader.bytes : 64;
   RearrangementBytes bytes{};
   bytes.source = some_bytes(input, work.rows, row_bytes);
   bytes.data = some_bytes(input, blocks_of(bounded(work.rows)), work.data_stride);
   bytes.scales = some_bytes(input, blocks_of(bounded(work.rows)), work.scale_stride);
-  bytes.table = bounded(has_table ? input.about(8192) : 0);
+  bytes.table = bounded(has_table ? input.about(256) : 0);
   bytes.factor = 4;
   bytes.field_scales = some_bytes(input, work.rows, work.fields.scales.row_stride);
   const Memory data = input.memory(bytes.data), scales = input.memory(bytes.scales);

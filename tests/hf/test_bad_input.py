@@ -191,6 +191,7 @@ def test_options_that_cannot_be(checkpoint: Path, options: dict[str, Any], sente
     [
         ({"expert_dtypes": "bf16"}, "unknown key 'expert_dtypes'"),
         ({"packed_format": 99}, "packed in format 99"),
+        ({"packed_format": 3, "expert_dtype": "iq2_xs+q2_k"}, "has iq2_xs.q2_k as format 3 had it"),
         ({"expert_formats": 5}, r"expert_formats is 5, expected list\[str\]"),
         ({"expert_formats": [5]}, r"expert_formats is \[5\], expected list\[str\]"),
         ({"dense_formats": {"a": 1}}, r"dense_formats is \{'a': 1\}, expected dict"),

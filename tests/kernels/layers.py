@@ -13,11 +13,12 @@ from torch import Tensor
 
 from tandem.kernels._native import ExpertEngine
 from tandem.kernels.activations import apply_activation
+from tandem.kernels.formats.blocks import CodedMatrix
 from tandem.kernels.formats.expert import ExpertLayout, unpack_expert
 from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.kernels.native import ActivationKind, NativeActivation, compute_experts
 from tandem.kernels.reference import expert_ffn
-from tests.kernels.formats.sources import pack_expert
+from tests.kernels.formats.sources import draw_lines, pack_expert
 
 SILU = NativeActivation(ActivationKind.SWIGLU)
 
@@ -107,11 +108,17 @@ def make_layer(
     store = torch.empty(len(rows), layout.num_bytes, dtype=torch.uint8)
     for buffer in store:
         biases = (torch.randn(up_rows), torch.randn(hidden)) if has_bias else (None, None)
-        up, down = torch.randn(up_rows, hidden), torch.randn(hidden, inner)
-        pack_expert(layout, up / hidden**0.5, down / inner**0.5, *biases, out=buffer,
-                    has_search=False)  # fmt: skip
+        up, down = _draw(up_rows, hidden, fmt), _draw(hidden, inner, layout.down_format)
+        pack_expert(layout, up, down, *biases, out=buffer, has_search=False)
     num_tokens = max((t for tokens in rows for t in tokens), default=0) + 1
     return Layer(layout, store, activation, torch.randn(num_tokens, hidden), rows)
+
+
+def _draw(rows: int, cols: int, fmt: WeightFormat) -> Tensor | CodedMatrix:
+    """Draw a matrix whose products are about as large as its inputs."""
+    if fmt.encoding.grid is not None:
+        return draw_lines(rows, cols, fmt)
+    return torch.randn(rows, cols) / cols**0.5
 
 
 def relative_error(actual: list[Tensor], expected: list[Tensor]) -> float:

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from tandem.kernels._native import ExpertEngine, available_isas
 from tandem.kernels.attention import KV_DTYPES
-from tandem.kernels.dense import CpuThreads, DenseWeight, multiply, pack_dense
+from tandem.kernels.dense import CpuThreads, DenseWeight, multiply
 from tandem.kernels.engine import start_engine
 from tandem.kernels.formats.weight_format import FORMATS, WeightFormat, find_format
+from tests.kernels.formats.sources import pack_any
 from tests.kernels.layers import Layer, make_layer
 from tests.kernels.test_attention import CAPACITY, FORMS, filled
 
@@ -29,7 +30,7 @@ NUM_ROWS = st.integers(1, MAX_ROWS)
 @functools.cache
 def weight_of(fmt: WeightFormat, rows: int, cols: int) -> DenseWeight:
     weight = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0)) / cols**0.5
-    return pack_dense(weight, None, fmt)
+    return DenseWeight(pack_any(weight, fmt), None)
 
 
 @functools.cache

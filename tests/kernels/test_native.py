@@ -26,7 +26,7 @@ from tests.kernels.layers import SILU, Layer, make_layer, relative_error
 FORMATS = ["bf16", "fp16", "fp8", "int8-g128", "int8-g32", "int4-g32", "int4-g64", "int4-g128",
            "int4z-g32", "int4z-g128", "mxfp4", "q4_k", "q5_k", "q6_k", "int5-g32", "int5z-g32",
            "iq4_nl", "iq4_xs", "nvfp4", "q2_k", "q3_k", "iq3_xxs", "iq3_s", "iq2_xxs",
-           "iq2_xs"]  # fmt: skip
+           "iq2_xs", "iq2_s", "iq1_s", "iq1_m"]  # fmt: skip
 # Relative error of an output, from the rounding of activations alone (docs/formats.md).
 TOLERANCE = {"bf16": 0.01, "fp16": 1e-5, "fp8": 0.01, "g32": 0.025, "g64": 0.03, "g128": 0.035}
 SMALL_GROUPS = 0.025  # of 16 or 32 columns
@@ -75,7 +75,7 @@ def test_every_format_on_every_instruction_set(fmt: str, isa: str) -> None:
 
 @pytest.mark.parametrize("isa", _native.available_isas())
 @pytest.mark.parametrize(
-    "fmt", ["bf16", "int4-g32", "int8-g128", "q4_k", "q6_k", "iq4_xs", "nvfp4"]
+    "fmt", ["bf16", "int4-g32", "int8-g128", "q4_k", "q6_k", "iq4_xs", "nvfp4", "iq3_s", "iq2_xs"]
 )
 def test_any_number_of_tokens(fmt: str, isa: str) -> None:
     for num_tokens in (1, 2, 3, 4, 7, 8, 9, 16, 37):
@@ -93,7 +93,7 @@ def test_every_activation(activation: str, has_bias: bool, isa: str) -> None:
     ("hidden", "inner"), [(16, 16), (40, 24), (72, 200), (576, 1536), (8, 120)]
 )
 @pytest.mark.parametrize(
-    "fmt", ["bf16", "int4-g32", "int4-g128", "mxfp4", "q5_k", "q6_k", "q2_k", "nvfp4"]
+    "fmt", ["bf16", "int4-g32", "int4-g128", "mxfp4", "q5_k", "q6_k", "q2_k", "nvfp4", "iq2_xxs"]
 )
 def test_sizes_that_are_not_whole_blocks_or_groups(fmt: str, hidden: int, inner: int) -> None:
     check(fmt, route(1, 5), hidden=hidden, inner=inner, has_bias=True)

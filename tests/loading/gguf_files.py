@@ -190,13 +190,13 @@ def _kind_of(name: str, kind: str) -> str:
 FACTORS: dict[str, tuple[int, ...]] = {
     "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
     "IQ4_NL": (0,), "IQ4_XS": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,), "IQ2_XXS": (0,),
-    "IQ2_XS": (0,), "IQ2_S": (0,),
+    "IQ2_XS": (0,), "IQ2_S": (0,), "IQ1_S": (0,),
 }  # fmt: skip
 
 
 def quantised_blocks(values: NDArray[np.float32], block: GGMLQuantizationType) -> NDArray[np.uint8]:
     """Return (..., bytes): rounded values, or random blocks whose values are of usual size."""
-    if block.name not in (*FACTORS, "NVFP4"):
+    if block.name not in (*FACTORS, "NVFP4", "IQ1_M"):
         return quantize(values, block)
     numbers, size = GGML_QUANT_SIZES[block]
     count = values.size // numbers
@@ -204,6 +204,8 @@ def quantised_blocks(values: NDArray[np.float32], block: GGMLQuantizationType) -
     drawn = random.integers(0, 256, (count, size), dtype=np.uint8)
     if block.name == "NVFP4":
         drawn[:, :4] = random.integers(0x08, 0x18, (count, 4))
+    if block.name == "IQ1_M":  # a factor in four parts, about as large as the others'
+        drawn[:, 53:56:2] = drawn[:, 53:56:2] & 15 | np.array([0x80, 0], np.uint8)
     for place in FACTORS.get(block.name, ()):
         factors = random.uniform(1e-4, 2e-4, (count, 1)).astype(np.float16)
         drawn[:, place : place + 2] = factors.view(np.uint8)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.formats.expert import ExpertLayout
+from tandem.kernels.formats.grids import BitField
 from tandem.kernels.formats.packed import PackedMatrix
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, WeightFormat
 from tandem.kernels.memory import allocate_buffers
@@ -48,12 +49,22 @@ def _draw_codes(buffer: Tensor, fmt: WeightFormat) -> None:
         buffer.random_(0, 0x7E)  # without e4m3's NaN
     else:
         buffer.view(torch.int64).random_()  # 63 bits; eight times as fast as byte by byte
+        grid = fmt.encoding.grid
+        if grid is not None and grid.factor is not None:
+            _make_finite(buffer.view(torch.int32), grid.words, grid.factor)
+
+
+def _make_finite(words: Tensor, per_super: int, factor: BitField) -> None:
+    """Make factors among words about 2^-10: the sign and the exponent's upper bits are a part."""
+    word, bit = divmod(factor.at(3), 32)  # the highest of the word
+    parts = words.view(-1, per_super, ROWS_PER_BLOCK)[:, word]
+    parts.bitwise_and_((1 << bit) - 1).bitwise_or_(1 << bit)
 
 
 def _fill_scales(scales: Tensor, fmt: WeightFormat) -> None:
     if fmt.kind == "nvfp4":
         scales.fill_(0x20)
-    elif fmt.encoding.super_cols:
+    elif fmt.encoding.super_bytes:
         blocks = scales.view(-1, fmt.scale_bytes(ROWS_PER_BLOCK, fmt.encoding.super_cols))
         factors = fmt.encoding.super_bytes * ROWS_PER_BLOCK
         blocks[:, :factors].view(torch.float16).fill_(_STD / 2 ** (fmt.bits + 5))

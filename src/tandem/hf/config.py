@@ -23,9 +23,11 @@ from tandem.kernels.formats.weight_format import (
 
 QUANT_METHOD = "tandem"
 # Of the files of a packed model: any change of where a byte goes, or of what it means, raises it.
-PACKED_FORMAT_VERSION = 3
-_READABLE_VERSIONS = (2, 3)
-"""In 2 experts lie without gaps, at any place of the file."""
+PACKED_FORMAT_VERSION = 4
+_READABLE_VERSIONS = (2, 3, 4)
+"""In 2 experts lie without gaps, at any place of the file; up to 3 each number of IQ2 and IQ3 had a
+code of its own."""
+_FIRST_WITH_GRIDS = 4
 
 _DTYPES = {
     "bf16": torch.bfloat16,
@@ -136,6 +138,20 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
                 f"formats {' and '.join(map(str, _READABLE_VERSIONS))}; pack it again with "
                 "tandem.save"
             )
+        self._require_grids()
+
+    def _require_grids(self) -> None:
+        """Refuse packed experts and layers of IQ2 and IQ3 as they were before grids."""
+        if self.packed_format is None or self.packed_format >= _FIRST_WITH_GRIDS:
+            return
+        names = [self.expert_dtype, self.dense_dtype, *(self.expert_formats or ())]
+        names += (self.dense_formats or {}).values()
+        for name in names:
+            if any(of_grid in name for of_grid in ("iq2_", "iq3_")):
+                raise ConfigError(
+                    f"the checkpoint has {name} as format {self.packed_format} had it, and this "
+                    "Tandem reads it as files of GGUF have it; pack the GGUF file again"
+                )
 
     @property
     def parsed_expert_dtype(self) -> torch.dtype | ExpertFormat | None:

@@ -86,9 +86,9 @@ def _packed_linear(
         num_chunks = fmt.padded_cols(in_features) // packed.per_chunk
         kernel, grid, constants = _launch(packed, len(x), num_blocks, x.dtype, x.device)
         kernel[grid](
-            x, out, image, table_on(packed.table, x.device), len(x), in_features, out_features,
-            num_blocks, num_chunks, num_blocks if has_bias else 0, scales, bias,
-            packed=packed, **constants,
+            x, out, image, table_on(packed.table, packed.lines_of, x.device), len(x),
+            in_features, out_features, num_blocks, num_chunks, num_blocks if has_bias else 0,
+            scales, bias, packed=packed, **constants,
         )  # fmt: skip
     return out
 
@@ -119,7 +119,7 @@ def multiply_together(x: Tensor, weights: Sequence[DeviceWeight]) -> list[Tensor
         num_programs += -(-num_blocks * ROWS_PER_BLOCK // VECTOR_LANES)
     nothing = [outs[0], first.image, 0, 0, 0, 0, 0]
     linear.few_rows_of_three[(num_programs,)](
-        x, table_on(packed.table, x.device), len(x), first.in_features,
+        x, table_on(packed.table, packed.lines_of, x.device), len(x), first.in_features,
         fmt.padded_cols(first.in_features) // packed.per_chunk,
         *layers, *nothing * (MOST_TOGETHER - len(weights)), packed=packed,
         **DEFAULT_TILINGS.vector_constants(packed, vector_tokens(len(x))),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.kernels import _native
 from tandem.kernels.formats.expert import ExpertLayout
 from tandem.kernels.native import NativeActivation
 from tandem.triton_kernels import combine, matrix, vector
@@ -82,6 +83,8 @@ class Tilings(NamedTuple):
 
 
 DEFAULT_TILINGS = Tilings()
+_MOST_VALUES = 16  # of a table
+_EIGHT_PLACES = (0, 8, 16, 24, 4, 12, 20, 28)  # of eight columns' codes in a dword
 
 
 class TritonExperts:
@@ -151,7 +154,7 @@ class TritonExperts:
             rows.addresses,
             rows.begin,
             *tensors,
-            table_on(packed.table, rows.addresses.device),
+            table_on(packed.table, packed.lines_of, rows.addresses.device),
             packed=packed,
             extent=extent,
             **({} if epilogue is None else {"epilogue": epilogue}),
@@ -176,7 +179,7 @@ class TritonExperts:
             rows.tile_expert,
             rows.tile_first,
             *tensors,
-            table_on(packed.table, rows.addresses.device),
+            table_on(packed.table, packed.lines_of, rows.addresses.device),
             packed=packed,
             extent=extent,
             **({} if epilogue is None else {"epilogue": epilogue}),
@@ -203,13 +206,27 @@ def _down(layout: ExpertLayout) -> tuple[Packed, Extent]:
 
 
 @functools.lru_cache(maxsize=64)
-def table_on(values: tuple[float, ...], device: torch.device) -> Tensor | None:
-    """Return what codes are looked up in, on a device; None if they are not."""
+def table_on(values: tuple[float, ...], lines_of: int, device: torch.device) -> Tensor | None:
+    """Return what codes are looked up in, on a device; None if they are not.
+
+    fp16: every number of a table is exact in it, and loads of it are not staged in shared memory.
+    Behind 16 of them lie the lines of the grid that format `lines_of` has, int32: codes of four
+    bits, as a dword of `iq4_xs` has them of eight columns, or those of its first four.
+    """
     if not values:
         return None
     with torch.inference_mode(False):
-        # Every number of a table is exact in fp16, and loads of it are not staged in shared memory.
-        return torch.tensor(values, dtype=torch.float16, device=device)
+        table = torch.zeros(_MOST_VALUES, dtype=torch.float16, device="cpu")
+        table[: len(values)] = torch.tensor(values, device="cpu")
+        if lines_of >= 0:
+            lines = torch.tensor(_native.grid_lines(lines_of), device="cpu")
+            is_of_eight = len(values) == 8  # two bits of a line for each
+            bits, places = (2, _EIGHT_PLACES) if is_of_eight else (4, _EIGHT_PLACES[:4])
+            words = torch.zeros_like(lines)
+            for number, place in enumerate(places):
+                words |= (lines >> bits * number & ((1 << bits) - 1)) << place
+            table = torch.cat([table.view(torch.int32), words.to(torch.int32)]).view(torch.float16)
+        return table.to(device)
 
 
 @functools.lru_cache(maxsize=64)

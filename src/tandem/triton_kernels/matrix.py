@@ -36,14 +36,16 @@ def _weights(
 ) -> tensor:
     """Return the lanes' weights of some chunks, (columns, lanes) fp32."""
     place = tl.arange(0, packed.per_chunk)[None, :, None]
-    low, high = load_words(data, block, lane, chunk, num_blocks, num_chunks, packed)
+    low, high = load_words(data, block, lane, chunk, num_blocks, num_chunks, table, packed)
     values = biased_values(low[:, None, :], high[:, None, :], place, table, packed)
     if packed.factor != 1:
         values = values * packed.factor
     if packed.offset != 0:
         values = values + packed.offset
     if packed.chunks_per_group > 0:
-        scale, minimum = load_scales(scales, block, lane, chunk, num_blocks, num_chunks, packed)
+        scale, minimum = load_scales(
+            data, scales, block, lane, chunk, num_blocks, num_chunks, packed
+        )
         values = values * scale[:, None, :]
         if packed.has_minima:
             values = values + minimum[:, None, :]

@@ -6,6 +6,7 @@ They say how weights lie and what they stand for, never a format's name; see `do
 import functools
 from dataclasses import dataclass, field
 
+from tandem.kernels.formats.grids import Grid
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, Encoding, WeightFormat
 
 
@@ -40,6 +41,10 @@ class Packed:
 
     table: tuple[float, ...] = field(repr=False, compare=False, default=())
     """What codes stand for, of tables; the kernels get it in memory."""
+    grid: Grid | None = None
+    """How words become lines, whose numbers are then codes of four bits in a dword."""
+    lines_of: int = field(repr=False, compare=False, default=-1)
+    """The number of the format whose lines the kernels get in memory; -1: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ class Extent:
 def packed_as(fmt: WeightFormat) -> Packed:
     """Return what the kernels must know of a format."""
     encoding = fmt.encoding
-    low_bits, *higher = encoding.planes
+    low_bits, *higher = encoding.planes if encoding.grid is None else (4,)
     assert len(higher) <= 1, "codes have at most two planes"
     per_chunk = 32 // low_bits
     factor, offset = _factor_and_offset(encoding)
@@ -84,6 +89,8 @@ def packed_as(fmt: WeightFormat) -> Packed:
         factor_bytes=encoding.super_bytes // encoding.lines,
         group_stride=ROWS_PER_BLOCK * lines,
         table=encoding.table,
+        grid=encoding.grid,
+        lines_of=-1 if encoding.grid is None else encoding.number,
     )
 
 

@@ -18,6 +18,7 @@ def load_words(
     chunk: tensor,
     num_blocks: tensor,
     num_chunks: tensor,
+    table: tensor,
     packed: constexpr,
 ) -> tensor:
     """Return the dwords of each chunk's codes, (chunks, lanes) int32; zeros outside the matrix.
@@ -28,7 +29,10 @@ def load_words(
     is_inside = (block < num_blocks)[None, :] & (chunk < num_chunks)[:, None]
     dwords = num_chunks * packed.bits // packed.low_bits
     of_row = (block * (dwords * 16) + lane)[None, :]
-    if packed.high_bits == 0:
+    if packed.grid is not None:
+        low = _lines(data, block, lane, chunk, is_inside, num_chunks, table, packed.grid)
+        high = low
+    elif packed.high_bits == 0:
         low = tl.load(data + of_row + chunk[:, None] * 16, mask=is_inside, other=0)
         high = low
     else:  # planes follow each other in strips of 32 columns
@@ -44,7 +48,105 @@ def load_words(
 
 
 @triton.jit
+def _words_of_supers(
+    data: tensor,
+    block: tensor,
+    lane: tensor,
+    chunk: tensor,
+    num_chunks: tensor,
+    grid: constexpr,
+) -> tensor:
+    """Return pointers to the first word of each chunk's super-block, (chunks, lanes)."""
+    super_block = block[None, :] * (num_chunks // 32) + (chunk // 32)[:, None]
+    return data + super_block * (grid.words * 16) + lane[None, :]
+
+
+@triton.jit
+def _field(words: tensor, number: tensor, is_inside: tensor, field: constexpr) -> tensor:
+    """Return a number among the words of each super-block."""
+    bit = field.base + number // 4 * field.fours + number % 4 * field.step
+    word = tl.load(words + bit // 32 * 16, mask=is_inside, other=0)
+    return (word >> (bit % 32)) & ((1 << field.width) - 1)
+
+
+@triton.jit
+def _line(
+    words: tensor, number: tensor, is_inside: tensor, table: tensor, grid: constexpr
+) -> tensor:
+    """Return the codes of a line as `table` has them."""
+    place = _field(words, number, is_inside, grid.low)
+    if grid.high is not None:
+        place |= _field(words, number, is_inside, grid.high) << 8
+    return tl.load((table + 16).to(tl.pointer_type(tl.int32)) + place, mask=is_inside, other=0)
+
+
+@triton.jit
+def _spread(bits: tensor) -> tensor:
+    """Put four bits into the lowest places of a dword's bytes."""
+    return (bits * 0x00204081) & 0x01010101
+
+
+@triton.jit
+def _lines(
+    data: tensor,
+    block: tensor,
+    lane: tensor,
+    chunk: tensor,
+    is_inside: tensor,
+    num_chunks: tensor,
+    table: tensor,
+    grid: constexpr,
+) -> tensor:
+    """Return dwords of eight columns' codes, of lines that are looked up and their signs."""
+    words = _words_of_supers(data, block, lane, chunk, num_chunks, grid)
+    number = (chunk % 32)[:, None]
+    if grid.line_cols == 8:
+        codes = _line(words, number, is_inside, table, grid)
+    else:
+        codes = _line(words, 2 * number, is_inside, table, grid)
+        codes |= _line(words, 2 * number + 1, is_inside, table, grid) << 4
+    signs = _field(words, number, is_inside, grid.signs)
+    if grid.signs.width == 1:
+        signs = signs * 255
+    elif grid.signs.width == 7:  # the eighth makes their number even
+        odd = signs ^ (signs >> 4)
+        odd = odd ^ (odd >> 2)
+        signs |= ((odd ^ (odd >> 1)) & 1) << 7
+    codes |= _spread(signs & 15) << grid.sign_bit
+    return codes | (_spread(signs >> 4) << (4 + grid.sign_bit))
+
+
+@triton.jit
+def _scales_of_lines(
+    data: tensor,
+    scales: tensor,
+    block: tensor,
+    lane: tensor,
+    chunk: tensor,
+    is_inside: tensor,
+    num_chunks: tensor,
+    packed: constexpr,
+) -> tensor:
+    """Return scales that lie among a super-block's words, times its factor."""
+    grid: constexpr = packed.grid
+    words = _words_of_supers(data, block, lane, chunk, num_chunks, grid)
+    group = (chunk % 32 // packed.chunks_per_group)[:, None]
+    steps = _field(words, group, is_inside, grid.scales)
+    if grid.factor is not None:
+        bits = _field(words, 0, is_inside, grid.factor)
+        for part in tl.static_range(1, 4):
+            bits |= _field(words, part, is_inside, grid.factor) << (4 * part)
+        factor = _half(bits)
+    else:
+        super_block = block[None, :] * (num_chunks // 32) + (chunk // 32)[:, None]
+        halves = scales.to(tl.pointer_type(tl.float16)) + super_block * 16 + lane[None, :]
+        factor = tl.load(halves, mask=is_inside, other=0).to(tl.float32)
+    return (2 * steps + 1).to(tl.float32) * factor
+
+
+@triton.jit
 def load_scales(
+    data: tensor,
     scales: tensor,
     block: tensor,
     lane: tensor,
@@ -61,7 +163,10 @@ def load_scales(
     group = (chunk // packed.chunks_per_group)[:, None]
     is_inside = (block < num_blocks)[None, :] & (chunk < num_chunks)[:, None]
     num_groups = num_chunks // packed.chunks_per_group
-    if packed.factor_bytes > 0:
+    if packed.grid is not None:
+        scale = _scales_of_lines(data, scales, block, lane, chunk, is_inside, num_chunks, packed)
+        minimum = scale
+    elif packed.factor_bytes > 0:
         scale, minimum = _scales_of_supers(
             scales, block, lane, group, is_inside, num_groups, packed
         )

@@ -80,13 +80,15 @@ def lane_products(
     sums = (tl.full((block_chunks, block_lanes), 0.0, dtype=tl.float32),) * num_tokens
     for start in range(0, num_chunks, block_chunks):
         chunk = start + tl.arange(0, block_chunks)
-        low, high = load_words(data, block, lane, chunk, num_blocks, num_chunks, packed)
+        low, high = load_words(data, block, lane, chunk, num_blocks, num_chunks, table, packed)
         parts, totals = _chunk_sums(
             low, high, x, rows, chunk, table, num_cols, packed, num_tokens, block_chunks,
             block_lanes,
         )  # fmt: skip
         if packed.chunks_per_group > 0:
-            scale, minimum = load_scales(scales, block, lane, chunk, num_blocks, num_chunks, packed)
+            scale, minimum = load_scales(
+                data, scales, block, lane, chunk, num_blocks, num_chunks, packed
+            )
         new_sums = ()
         for token in tl.static_range(num_tokens):
             part = parts[token] * packed.factor + packed.offset * totals[token][:, None]

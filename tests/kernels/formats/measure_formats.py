@@ -11,7 +11,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from tandem.kernels.formats import FORMATS, WeightFormat, pack, unpack
+from tandem.kernels.formats import WeightFormat, pack, unpack
+from tests.kernels.formats.sources import ROUNDED
 
 EXPERTS = [(layer, expert) for layer in (0, 9, 19, 29) for expert in (0, 5)]
 NUM_ROWS = 64
@@ -65,7 +66,7 @@ def main() -> None:
         "| format | bits | weights | searched | output | searched | gain | M weights/s | searched |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
-    for fmt in FORMATS:
+    for fmt in ROUNDED:
         plain, best = losses(fmt, experts, False), losses(fmt, experts, True)
         cells = [f"{100 * value:.3g} %" for value in (plain[0], best[0], plain[1], best[1])]
         gain = f"{100 * (1 - best[1] / plain[1]):.0f} %" if plain[1] else "-"

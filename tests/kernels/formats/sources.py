@@ -1,5 +1,7 @@
 """Inputs of the format tests: weights that are hard to round, and codes of checkpoints."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,11 +16,14 @@ from tandem.kernels.formats.expert import (
     write_up_bias,
     write_up_codes,
 )
-from tandem.kernels.formats.packed import PackedMatrix, write_codes, write_weights
+from tandem.kernels.formats.grid_words import read_words
+from tandem.kernels.formats.packed import PackedMatrix, pack, write_codes, write_weights
 
 # Whole blocks, one less, one more, one weight.
 SHAPES = [(16, 32), (16, 128), (15, 127), (37, 75), (1, 1), (48, 257), (130, 300)]
 
+# Formats that weights are rounded to; files bring the others.
+ROUNDED = [f for f in FORMATS if f.encoding.grid is None]
 # Formats that `pack_codes` fills; blocks of GGUF files bring the others.
 CODED = [f for f in FORMATS if f.group_size and not (f.encoding.super_cols or f.encoding.table)]
 
@@ -68,6 +73,25 @@ def pack_codes(
     return packed
 
 
+def draw_lines(rows: int, cols: int, fmt: WeightFormat) -> CodedMatrix:
+    """Draw what files have of a format with a grid: any words, and factors of usual size."""
+    words = torch.randint(-(2**31), 2**31, (rows, fmt.dwords(cols)), dtype=torch.int32)
+    codes, scales, _ = read_words(fmt, words)
+    largest = 15 * max(fmt.encoding.table) * cols**0.5
+    factors = torch.rand(rows, fmt.supers(cols)) * 2 / largest
+    return CodedMatrix(codes, scales, None, factors.half())
+
+
+def pack_any(weights: Tensor, fmt: WeightFormat, **how: Any) -> PackedMatrix:
+    """Round weights to a format, or draw others of their shape where only files have it."""
+    if fmt.encoding.grid is None:
+        return pack(weights, fmt, **how)
+    rows, cols = weights.shape
+    packed = PackedMatrix.empty(rows, cols, fmt)
+    write_codes(packed.blocks, fmt, draw_lines(rows, cols, fmt))
+    return packed
+
+
 def pack_expert(
     layout: ExpertLayout,
     up: Tensor | CodedMatrix,
@@ -81,15 +105,16 @@ def pack_expert(
 ) -> None:
     """Write an expert part by part, as a layer of the host store does when they arrive."""
     out.zero_()
+    roundings = []
     if isinstance(up, CodedMatrix):
-        assert isinstance(down, CodedMatrix)
         write_up_codes(layout, up, is_interleaved=is_interleaved, out=out)
+    else:
+        halves = halves_of(layout, up, is_interleaved=is_interleaved)
+        roundings += round_up(layout, halves, out=out, name="expert 3")
+    if isinstance(down, CodedMatrix):
         write_down_codes(layout, down, out=out)
-        return
-    assert isinstance(down, Tensor)
-    halves = halves_of(layout, up, is_interleaved=is_interleaved)
-    roundings = round_up(layout, halves, out=out, name="expert 3")
-    roundings += round_down(layout, down, out=out, name="expert 3")
+    else:
+        roundings += round_down(layout, down, out=out, name="expert 3")
     write_weights(roundings, has_search=has_search)
     if up_bias is not None:
         write_up_bias(layout, up_bias, is_interleaved=is_interleaved, out=out, name="expert 3")

@@ -14,10 +14,10 @@ from tandem.kernels.formats import PackedMatrix, WeightFormat, find_format, unpa
 from tandem.kernels.formats.file_rows import FileBlocks, Placing, write_file_rows
 from tests.loading.gguf_files import FACTORS
 
-# A code that is looked up in a grid takes more bits where each has its own.
-OF_GRIDS = ("IQ3_XXS", "IQ3_S", "IQ2_XXS", "IQ2_XS", "IQ2_S")
+# What has a grid takes as many bytes as in the file.
+OF_GRIDS = ("IQ3_XXS", "IQ3_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M")
 # Six bits of a scale become a byte, in the smallest of these.
-MOST_BYTES = dict.fromkeys(OF_BLOCKS, 1.03) | {"Q3_K": 1.04} | dict.fromkeys(OF_GRIDS, 1.61)
+MOST_BYTES = dict.fromkeys(OF_BLOCKS, 1.03) | {"Q3_K": 1.04} | dict.fromkeys(OF_GRIDS, 1)
 _OF_32 = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)}
 
 
@@ -28,6 +28,8 @@ def draw_blocks(kind: str, rows: int, supers: int) -> NDArray[np.uint8]:
     drawn = np.random.default_rng(rows).integers(0, 256, shape, dtype=np.uint8)
     for place in (FACTORS | _OF_32).get(kind, ()):
         drawn[..., place + 1] &= 0xBF  # exponents below fp16's largest
+    if kind == "IQ1_M":
+        drawn[..., 55] &= 0xBF  # the highest part of the factor
     if kind == "MXFP4":
         drawn[..., 0] %= 250
     if kind == "NVFP4":

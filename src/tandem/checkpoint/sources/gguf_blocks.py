@@ -3,7 +3,6 @@
 from collections.abc import Collection
 from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +14,7 @@ FORMATS = {
     "Q8_0": "int8-g32", "MXFP4": "mxfp4", "NVFP4": "nvfp4",
     "Q2_K": "q2_k", "Q3_K": "q3_k", "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k",
     "IQ4_NL": "iq4_nl", "IQ4_XS": "iq4_xs", "IQ3_XXS": "iq3_xxs", "IQ3_S": "iq3_s",
-    "IQ2_XXS": "iq2_xxs", "IQ2_XS": "iq2_xs", "IQ2_S": "iq2_xs",
+    "IQ2_XXS": "iq2_xxs", "IQ2_XS": "iq2_xs", "IQ2_S": "iq2_s", "IQ1_S": "iq1_s", "IQ1_M": "iq1_m",
 }  # fmt: skip
 # Other formats that hold a format's codes exactly, the smallest first: for a matrix whose parts
 # are of different types.
@@ -23,7 +22,6 @@ _WIDER = {
     "int4-g32": ("int5-g32", "int8-g32"), "int5-g32": ("int8-g32",), "iq4_nl": ("int8-g32",),
     "int4z-g32": ("int5z-g32",), "q4_k": ("q5_k",), "q3_k": ("q6_k",),
 }  # fmt: skip
-_GRIDS = ("IQ3_XXS", "IQ3_S", "IQ2_XXS", "IQ2_XS", "IQ2_S")
 
 
 def common_format(kinds: Collection[str]) -> WeightFormat | None:
@@ -37,9 +35,6 @@ def common_format(kinds: Collection[str]) -> WeightFormat | None:
 def code_table(kind: str, fmt: WeightFormat) -> Tensor | None:
     """Return what `FileBlocks.table` is for blocks of a type that a format holds; None: nothing."""
     own = find_format(FORMATS[kind])
-    if kind in _GRIDS:
-        assert own == fmt
-        return _grid(kind, own)
     if own == fmt:
         return None
     codes = torch.arange(256, device="cpu")
@@ -47,16 +42,3 @@ def code_table(kind: str, fmt: WeightFormat) -> Tensor | None:
         values = torch.tensor(own.encoding.table, device="cpu")
         codes[: len(values)] = values.long()
     return (codes + fmt.encoding.offset - own.encoding.offset).to(torch.uint8)
-
-
-def _grid(kind: str, fmt: WeightFormat) -> Tensor:
-    """Return the codes of a grid's lines without signs: (lines, numbers) uint8."""
-    from gguf import quants
-
-    blocks = vars(quants)[kind]
-    blocks.init_grid()
-    lines = np.array(blocks.grid).squeeze()  # (lines, numbers) in units of their own
-    magnitudes = np.array(fmt.encoding.table[: len(fmt.encoding.table) // 2])
-    in_units = lines * (magnitudes.max() / lines.max())
-    codes = np.abs(in_units[..., None] - magnitudes).argmin(-1)
-    return torch.from_numpy(codes.astype(np.uint8))

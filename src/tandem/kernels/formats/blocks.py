@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem.kernels.formats.grid_words import read_words, write_words
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, WeightFormat
 
 SCALE_DTYPES = {
@@ -20,6 +21,7 @@ SCALE_DTYPES = {
     "e4m3": torch.uint8,
     "int8": torch.uint8,
     "nibble": torch.uint8,
+    "grid": torch.uint8,
 }
 _BYTES = 0x01010101  # one bit of each byte of a dword
 FLOAT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -93,7 +95,9 @@ class MatrixBlocks:
         if scales is None or fmt.group_size is None or encoding.scale is None:
             return cls(words, None)
         if encoding.super_cols:
-            return cls(words, scales.view(torch.uint8).view(blocks, fmt.supers(cols), -1))
+            super_bytes = fmt.scale_bytes(ROWS_PER_BLOCK, cols) // fmt.supers(cols)
+            shape = (blocks, fmt.supers(cols), super_bytes)
+            return cls(words, scales.view(torch.uint8).view(shape))
         lanes = ROWS_PER_BLOCK // encoding.rows_per_scale
         lines = fmt.padded_cols(cols) // fmt.group_size * encoding.lines
         return cls(words, scales.view(SCALE_DTYPES[encoding.scale]).view(blocks, lines, lanes))
@@ -108,6 +112,9 @@ class MatrixBlocks:
     def write(self, fmt: WeightFormat, first_block: int, coded: CodedMatrix) -> None:
         """Place rows that fill whole blocks and whole groups, from a block on."""
         stop = first_block + coded.codes.shape[0] // ROWS_PER_BLOCK
+        if fmt.encoding.grid is not None:
+            self._write_lines(fmt, slice(first_block, stop), coded)
+            return
         self.words[first_block:stop] = _to_blocks(_to_words(fmt, coded.codes))
         if self.scales is None or coded.scales is None:
             return
@@ -122,6 +129,9 @@ class MatrixBlocks:
 
     def read(self, fmt: WeightFormat) -> CodedMatrix:
         """Return all rows in order, padding included."""
+        if fmt.encoding.grid is not None:
+            codes, own, factors = read_words(fmt, _from_blocks(self.words))
+            return CodedMatrix(codes, own, None, self._factors() if factors is None else factors)
         codes = _from_words(fmt, _from_blocks(self.words))
         if self.scales is None:
             return CodedMatrix(codes)
@@ -132,6 +142,20 @@ class MatrixBlocks:
             return CodedMatrix(codes, _from_blocks(even), _from_blocks(odd))
         of_rows = self.scales.expand(-1, -1, ROWS_PER_BLOCK)
         return CodedMatrix(codes, _from_blocks(of_rows))
+
+    def _write_lines(self, fmt: WeightFormat, chosen: slice, coded: CodedMatrix) -> None:
+        assert self.scales is not None
+        assert coded.scales is not None
+        assert coded.super_scales is not None
+        words = write_words(fmt, coded.codes, coded.scales, coded.super_scales)
+        self.words[chosen] = _to_blocks(words)
+        if fmt.encoding.super_bytes:
+            self.scales[chosen].view(torch.float16).copy_(_to_blocks(coded.super_scales))
+
+    def _factors(self) -> Tensor:
+        """Return the factors that are all of the scales, row by row."""
+        assert self.scales is not None
+        return _from_blocks(self.scales.view(torch.float16))
 
 
 @dataclass(frozen=True, slots=True)

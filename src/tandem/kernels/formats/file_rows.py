@@ -25,9 +25,9 @@ class FileBlocks:
     """Rows of blocks: (rows, bytes) uint8, contiguous, where they lie in a mapped file.
 
     `kind` is ggml's number of the blocks' type. `order` (rows,) int64 says which row of the source
-    each row is; None: the same. `table` has, of grids, the codes of their lines without signs, else
-    what each of 256 codes becomes in the format; None: the same. `factor` is an fp32 number, what
-    the values of a format with factors of rows are to be multiplied with; None: 1.
+    each row is; None: the same. `table` has what each of 256 codes becomes in the format; None: the
+    same. `factor` is an fp32 number, what the values of a format with factors of rows are to be
+    multiplied with; None: 1.
     """
 
     rows: npt.NDArray[np.uint8]

@@ -46,8 +46,14 @@ def quantize(
     The scale of each group minimises sum(importance * (weight - value)^2); `importance` is (cols,),
     None weighs all alike. Without the search, and always for fp8, the scale is the one of the
     largest magnitude.
-    Raises `ModelError` with `name` for NaN, infinity and weights too large for the format.
+    Raises `ModelError` with `name` for NaN, infinity, weights too large for the format, and formats
+    with grids.
     """
+    if fmt.encoding.grid is not None:
+        raise ModelError(
+            f"{name} is to be rounded to {fmt.name}, whose numbers lie on a grid, and only files "
+            "that have it are read into it; choose another format, such as iq4_xs, q3_k or q2_k"
+        )
     if fmt.group_size is None:
         codes = weight.to(FLOAT_DTYPES[fmt.encoding.element])
         _require_finite(codes, weight, fmt, name)

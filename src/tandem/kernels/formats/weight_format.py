@@ -5,6 +5,7 @@ from typing import Literal
 
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
+from tandem.kernels.formats.grids import GRIDS, Grid
 
 ROWS_PER_BLOCK = 16  # one 512-bit register holds one dword of each row
 SECTION_ALIGNMENT_BYTES = 64  # one cache line
@@ -13,9 +14,9 @@ FILE_ALIGNMENT_BYTES = 4096
 _STRIP_COLS = 32  # whose planes of bits follow each other
 
 Element = Literal["integer", "table", "e2m1", "e4m3", "bf16", "fp16"]
-Scale = Literal["fp16", "fp32", "e8m0", "e4m3", "int8", "nibble"]
+Scale = Literal["fp16", "fp32", "e8m0", "e4m3", "int8", "nibble", "grid"]
 _SCALE_BYTES: dict[Scale, float] = {
-    "fp16": 2, "fp32": 4, "e8m0": 1, "e4m3": 1, "int8": 1, "nibble": 0.5,
+    "fp16": 2, "fp32": 4, "e8m0": 1, "e4m3": 1, "int8": 1, "nibble": 0.5, "grid": 0,
 }  # fmt: skip
 WHOLE_ROW = -1  # columns of a super-block
 
@@ -45,6 +46,8 @@ class Encoding:
     """Columns whose scales (and minima) are to be multiplied by a factor; 0: none, or the row's."""
     table: tuple[float, ...] = ()
     """What each stored code stands for, of tables; powers of two of the formats' own units."""
+    grid: Grid | None = None
+    """Where codes are lines of numbers: codes and scales lie in the words that it says."""
 
     @property
     def scale_bytes(self) -> float:
@@ -66,7 +69,9 @@ class Encoding:
     @property
     def super_bytes(self) -> int:
         """Bytes of the factors of one row and super-block."""
-        return int(_SCALE_BYTES[self.factor]) * self.lines if self.super_cols else 0
+        if not self.super_cols or (self.grid is not None and self.grid.factor is not None):
+            return 0
+        return int(_SCALE_BYTES[self.factor]) * self.lines
 
     @property
     def has_zero(self) -> bool:
@@ -102,17 +107,29 @@ def _table(number: int, values: tuple[float, ...], *, scale: Scale = "int8") -> 
     return Encoding(number, bits, "table", scale, codes=codes, super_cols=supers, table=values)
 
 
-# llama.cpp's kvalues_iq4nl, and the numbers of its grids in units of which a group's scale is an
-# odd multiple: 1/4 of its factor for IQ3_XXS, 1/8 for IQ2.
+# llama.cpp's kvalues_iq4nl, and the magnitudes of its grids in units of which a group's scale is an
+# odd multiple: 1/4 of its factor for IQ3_XXS, 1/8 for IQ2. IQ1's numbers are moved by an eighth up,
+# or down where their sign is set.
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _IQ3_XXS = tuple(value / 4 for value in (4, 12, 20, 28, 36, 44, 52, 62))
 _IQ3_S = (1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.0)
-_IQ2 = tuple(value / 8 for value in (0, 8, 25, 43))
+_IQ2 = (1.0, 3.125, 5.375, 0.0)
+_IQ1 = (-0.875, 0.125, 1.125, 0.0, -1.125, -0.125, 0.875, 0.0)
 
 
 def _with_signs(magnitudes: tuple[float, ...]) -> tuple[float, ...]:
     """Return a table whose codes have their sign in the highest bit."""
     return (*magnitudes, *(-value for value in magnitudes))
+
+
+def _of_grid(number: int, name: str, values: tuple[float, ...]) -> Encoding:
+    """Return the encoding of codes that are lines of a grid, with `values` of codes in them."""
+    table = values if name.startswith("iq1") else _with_signs(values)
+    bits = (len(table) - 1).bit_length()
+    return Encoding(
+        number, bits, "table", "grid", codes=(0, len(table) - 1), super_cols=256, table=table,
+        grid=GRIDS[name],
+    )  # fmt: skip
 
 
 _ENCODINGS = {
@@ -132,11 +149,14 @@ _ENCODINGS = {
     "nvfp4": Encoding(13, 4, "e2m1", "e4m3", codes=(0, 15), super_cols=WHOLE_ROW),
     "q2_k": _super_blocks(14, 2, codes=(0, 3), scale="nibble", has_minima=True),
     "q3_k": _super_blocks(15, 3, codes=(-4, 3)),
-    "iq3_xxs": _table(16, _with_signs(_IQ3_XXS)),
-    "iq3_s": _table(17, _with_signs(_IQ3_S)),
-    "iq2_xxs": _table(18, _with_signs(_IQ2)),
-    "iq2_xs": _table(19, _with_signs(_IQ2)),
+    "iq3_xxs": _of_grid(16, "iq3_xxs", _IQ3_XXS),
+    "iq3_s": _of_grid(17, "iq3_s", _IQ3_S),
+    "iq2_xxs": _of_grid(18, "iq2_xxs", _IQ2),
+    "iq2_xs": _of_grid(19, "iq2_xs", _IQ2),
     "int5": Encoding(20, 5, "integer", "fp16", codes=(-16, 15), offset=16),
+    "iq2_s": _of_grid(21, "iq2_s", _IQ2),
+    "iq1_s": _of_grid(22, "iq1_s", _IQ1),
+    "iq1_m": _of_grid(23, "iq1_m", _IQ1),
 }
 
 
@@ -156,7 +176,7 @@ class WeightFormat:
 
     @property
     def bits(self) -> int:
-        """Bits of one weight's code, without scales."""
+        """Bits of one weight's code, without scales; a line of a grid has fewer."""
         return self.encoding.bits
 
     @property
@@ -168,6 +188,8 @@ class WeightFormat:
 
     def dwords(self, cols: int) -> int:
         """Return the 4-byte words of one row's codes, padding included."""
+        if self.encoding.grid is not None:
+            return self.supers(cols) * self.encoding.grid.words
         return self.padded_cols(cols) * self.bits // 32
 
     @property
@@ -179,6 +201,8 @@ class WeightFormat:
         share = encoding.scale_bytes / self.group_size
         if encoding.super_cols > 0:
             share += encoding.super_bytes / encoding.super_cols
+        if encoding.grid is not None:
+            return 32 * encoding.grid.words / encoding.super_cols + 8 * share
         return self.bits + 8 * share
 
     def supers(self, cols: int) -> int:
@@ -197,7 +221,7 @@ class WeightFormat:
 
     def data_bytes(self, rows: int, cols: int) -> int:
         """Bytes that the codes of a (rows, cols) matrix take, padding included."""
-        return self.padded_rows(rows) * self.padded_cols(cols) * self.bits // 8
+        return self.padded_rows(rows) * self.dwords(cols) * 4
 
     def scale_bytes(self, rows: int, cols: int) -> int:
         """Bytes that the scales (and minima) of a (rows, cols) matrix take, padding included."""
@@ -266,6 +290,9 @@ FORMATS: tuple[WeightFormat, ...] = (
     WeightFormat("iq3_s", "iq3_s", 32),
     WeightFormat("iq2_xxs", "iq2_xxs", 32),
     WeightFormat("iq2_xs", "iq2_xs", 16),
+    WeightFormat("iq2_s", "iq2_s", 16),
+    WeightFormat("iq1_s", "iq1_s", 32),
+    WeightFormat("iq1_m", "iq1_m", 16),
 )
 
 ALIASES = {

@@ -1,0 +1,200 @@
+// Looks lines of a grid up on 512-bit registers: of 64 lines at once, the two bytes that each is made of
+// come out of tables in registers. Included like weights.hpp.
+#pragma once
+
+#include <bit>
+#include <cstring>
+
+#include "../grid_product.hpp"
+#include "weights.hpp"
+
+namespace tandem {
+namespace {
+
+// The bytes of a grid's lines, the lower ones and the upper ones; numbers with their signs, as many times
+// as fit; what seven signs are with their eighth.
+template <Format F>
+struct GridTables {
+  static constexpr const Grid& kGrid = *encoding(F).grid;
+  static constexpr int kLines = 1 << kGrid.index_bits;
+
+  alignas(64) std::uint8_t low[kLines], high[kLines];
+  alignas(64) std::uint8_t numbers[64];
+  alignas(64) std::uint8_t even_signs[128];
+
+  GridTables() {
+    for (int i = 0; i < kLines; ++i) {
+      low[i] = static_cast<std::uint8_t>(kGrid.lines[i] & 255);
+      high[i] = static_cast<std::uint8_t>(kGrid.lines[i] >> 8);
+    }
+    for (int i = 0; i < 64; ++i) numbers[i] = encoding(F).table[i % (kGrid.line_cols == 8 ? 8 : 16)];
+    for (unsigned i = 0; i < 128; ++i)
+      even_signs[i] = static_cast<std::uint8_t>(i | (std::popcount(i) & 1u) << 7);
+  }
+};
+
+// Made when they are first used: before that nobody knows whether the processor has these registers.
+template <Format F>
+const GridTables<F>& grid_tables() {
+  static const GridTables<F> tables;
+  return tables;
+}
+
+// Where byte `i` of each row's dword begins in a pair of rows, for multishift(): `first` + i * step, and
+// from the third byte on `second` - the first of those.
+template <int First, int Step, int Second = First + 2 * Step>
+TANDEM_INLINE __m512i places() {
+  constexpr auto kAt = [](int row, int i) constexpr {
+    const int own = i < 2 ? First + i * Step : Second + (i - 2) * Step;
+    return static_cast<char>((own + 32 * row + 64) % 64);
+  };
+  return _mm512_broadcast_i32x4(_mm_setr_epi8(
+      kAt(0, 0), kAt(0, 1), kAt(0, 2), kAt(0, 3), kAt(1, 0), kAt(1, 1), kAt(1, 2), kAt(1, 3), kAt(0, 0),
+      kAt(0, 1), kAt(0, 2), kAt(0, 3), kAt(1, 0), kAt(1, 1), kAt(1, 2), kAt(1, 3)));
+}
+
+constexpr __mmask64 kUpperBytes = 0xCCCCCCCCCCCCCCCCull;  // the third and the fourth of each dword
+
+// The numbers 4 K .. 4 K + 3 of a field, a byte each in a row's dword, with other bits above them.
+template <int Base, int Fours, int Step, int Width, int K>
+TANDEM_INLINE __m512i four_numbers(const std::uint8_t* words) {
+  constexpr int kAt = Base + K * Fours, kWord = kAt / 32, kBit = kAt % 32;
+  const __m512i word = _mm512_loadu_si512(words + 64 * kWord);
+  if constexpr (kBit == 0 && Step == 8) {
+    return word;
+  } else if constexpr (kBit + 3 * Step + Width <= 32) {
+    return _mm512_multishift_epi64_epi8(places<kBit, Step>(), word);
+  } else {  // two in the next word
+    const __m512i offsets = places<kBit, Step, kBit + 2 * Step - 32>();
+    const __m512i next = _mm512_loadu_si512(words + 64 * (kWord + 1));
+    return _mm512_mask_multishift_epi64_epi8(_mm512_multishift_epi64_epi8(offsets, word), kUpperBytes,
+                                             offsets, next);
+  }
+}
+
+// Bytes of a table of 2^Bits at 64 places, whose eighth bit is in `place`, those above in `high`.
+template <int Bits>
+TANDEM_INLINE __m512i look_up(const std::uint8_t* table, __m512i place, const __mmask64* bits) {
+  if constexpr (Bits == 7) {
+    return _mm512_permutex2var_epi8(_mm512_load_si512(table), place, _mm512_load_si512(table + 64));
+  } else {
+    constexpr int kHalf = 1 << (Bits - 1);
+    return _mm512_mask_blend_epi8(bits[Bits - 8], look_up<Bits - 1>(table, place, bits),
+                                  look_up<Bits - 1>(table + kHalf, place, bits));
+  }
+}
+
+template <Format F>
+class GridLookup {
+ public:
+  TANDEM_INLINE explicit GridLookup(const std::uint8_t* words)
+      : words_(words), tables_(grid_tables<F>()) {}
+
+  // Strip S of the super-block.
+  template <int S>
+  TANDEM_INLINE void strip(std::uint8_t* codes) const {
+    const __m512i signs = signs_of<S>();
+    const __m512i numbers = _mm512_load_si512(tables_.numbers);
+    constexpr int kFoursOfLines = 8 / kGrid.line_cols;
+    each<kFoursOfLines>([&](auto part) TANDEM_INLINED {
+      __m512i line[2];
+      lines<S * kFoursOfLines + decltype(part)::value>(line);
+      each<kFoursOfStrip / kFoursOfLines>([&](auto i) TANDEM_INLINED {
+        constexpr int J = decltype(part)::value * (kFoursOfStrip / kFoursOfLines) + decltype(i)::value;
+        const __m512i magnitudes = magnitudes_of<decltype(i)::value>(line);
+        const __m512i sign = _mm512_multishift_epi64_epi8(places<4 * J - kSignBit, 1>(), signs);
+        constexpr int kChoose = 0xCA;  // a ? b : c
+        const __m512i code = _mm512_ternarylogic_epi32(
+            _mm512_set1_epi8((1 << kSignBit) - 1), magnitudes, sign, kChoose);
+        _mm512_store_si512(codes + 64 * J, _mm512_permutexvar_epi8(code, numbers));
+      });
+    });
+  }
+
+  template <int G>
+  TANDEM_INLINE __m512 scale() const {
+    constexpr int kAt = kGrid.scales.at(G);
+    const __m512i word = _mm512_loadu_si512(words_ + 64 * (kAt / 32));
+    const __m512i steps = _mm512_and_si512(_mm512_srli_epi32(word, kAt % 32),
+                                           _mm512_set1_epi32((1 << kGrid.scales.width) - 1));
+    return _mm512_cvtepi32_ps(
+        _mm512_add_epi32(_mm512_add_epi32(steps, steps), _mm512_set1_epi32(1)));
+  }
+
+  TANDEM_INLINE __m512 factors(const std::uint8_t* factors) const {
+    if constexpr (kGrid.factor.width == 0) return load_halves(factors);
+    __m512i halves = _mm512_setzero_si512();
+    each<4>([&](auto part) TANDEM_INLINED {
+      constexpr int kAt = kGrid.factor.at(decltype(part)::value);
+      const __m512i word = _mm512_srli_epi32(_mm512_loadu_si512(words_ + 64 * (kAt / 32)), kAt % 32);
+      const __m512i own = _mm512_and_si512(word, _mm512_set1_epi32(15));
+      halves = _mm512_or_si512(halves, _mm512_slli_epi32(own, 4 * decltype(part)::value));
+    });
+    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(halves));
+  }
+
+ private:
+  static constexpr const Grid& kGrid = *encoding(F).grid;
+  static constexpr int kSignBit = kGrid.line_cols == 8 ? 2 : 3;
+
+  // A byte with the signs of eight columns, four times for each row.
+  template <int S>
+  TANDEM_INLINE __m512i signs_of() const {
+    constexpr BitField f = kGrid.signs;
+    const __m512i found = four_numbers<f.base, f.fours, f.step, f.width, S>(words_);
+    if constexpr (kGrid.sign_kind() == Signs::kEight) return found;
+    if constexpr (kGrid.sign_kind() == Signs::kOne)
+      return _mm512_movm_epi8(_mm512_test_epi8_mask(found, _mm512_set1_epi8(1)));
+    return look_up<7>(tables_.even_signs, found, nullptr);
+  }
+
+  // The bytes of four lines of each row, the lower ones and the upper ones.
+  template <int K>
+  TANDEM_INLINE void lines(__m512i (&line)[2]) const {
+    constexpr BitField low = kGrid.low, high = kGrid.high;
+    const __m512i place = four_numbers<low.base, low.fours, low.step, low.width, K>(words_);
+    __mmask64 bits[1 + high.width];
+    bits[0] = _mm512_movepi8_mask(place);
+    if constexpr (high.width > 0) {
+      const __m512i above = four_numbers<high.base, high.fours, high.step, high.width, K>(words_);
+      each<high.width>([&](auto bit) TANDEM_INLINED {
+        bits[1 + bit] = _mm512_test_epi8_mask(above, _mm512_set1_epi8(1 << bit));
+      });
+    }
+    line[0] = look_up<kGrid.index_bits>(tables_.low, place, bits);
+    line[1] = look_up<kGrid.index_bits>(tables_.high, place, bits);
+  }
+
+  // Numbers of four columns, from the I-th four of these lines, with other bits above them.
+  template <int I>
+  static TANDEM_INLINE __m512i magnitudes_of(const __m512i (&line)[2]) {
+    if constexpr (kGrid.line_cols == 8)
+      return _mm512_multishift_epi64_epi8(places<8 * (I / 2), 2>(), line[I % 2]);
+    const __m512i offsets = places<8 * I, 4, 8 * I>();
+    return _mm512_mask_multishift_epi64_epi8(_mm512_multishift_epi64_epi8(offsets, line[0]),
+                                             kUpperBytes, offsets, line[1]);
+  }
+
+  const std::uint8_t* words_;
+  const GridTables<F>& tables_;
+};
+
+// For look_up_block().
+struct Lookup512 {
+  template <Format F>
+  static void super(const std::uint8_t* words, const std::uint8_t* factors, std::uint8_t* codes,
+                    float* scales) {
+    const GridLookup<F> grid(words);
+    each<kStripsOfSuper>([&](auto s) TANDEM_INLINED {
+      grid.template strip<decltype(s)::value>(codes + s * kStripCols * kBlockRows);
+    });
+    const __m512 factor = in_units<F>(grid.factors(factors));
+    each<kSuperCols / encoding(F).group>([&](auto g) TANDEM_INLINED {
+      _mm512_store_ps(scales + g * kBlockRows,
+                      _mm512_mul_ps(grid.template scale<decltype(g)::value>(), factor));
+    });
+  }
+};
+
+}  // namespace
+}  // namespace tandem

@@ -1,0 +1,72 @@
+"""Grids of llama.cpp's IQ types: where what belongs to a line lies in a row's words.
+
+A format with a grid keeps the words of the file's blocks as they are. Its codes are lines of 4 or 8
+numbers, named by their number in a grid that `csrc/grids.cpp` has.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BitField:
+    """Numbers in a row's words of 256 columns, none in two of them."""
+
+    base: int
+    fours: int
+    """Bits from the first of four numbers to the first of the next four."""
+    step: int
+    """Bits from a number to the next of its four; 0: they are one."""
+    width: int
+
+    def at(self, number: int) -> int:
+        """Return the bit that a number begins at."""
+        return self.base + number // 4 * self.fours + number % 4 * self.step
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How the words of 256 columns are made up; `Grid` in `csrc/grids.hpp` says the same."""
+
+    words: int
+    """Of 32 bits."""
+    line_cols: int
+    """Numbers of a line, each 16 / line_cols bits of it."""
+    low: BitField
+    """Eight bits of each line's number."""
+    high: BitField | None
+    """The bits above them."""
+    signs: BitField
+    """Of eight columns: one for all (IQ1: it moves them), seven and an eighth that makes their
+    number even, or eight."""
+    scales: BitField
+    """Of each group: it is twice the number plus one."""
+    factor: BitField | None = None
+    """Of IQ1_M: four parts of the fp16 factor, the lowest first; others have theirs apart."""
+
+    @property
+    def line_bits(self) -> int:
+        """Bits of one number of a line."""
+        return 16 // self.line_cols
+
+    @property
+    def sign_bit(self) -> int:
+        """The bit of a stored code that is its sign, above those of the number."""
+        return 2 if self.line_cols == 8 else 3
+
+
+_BYTES = BitField(0, 32, 8, 8)  # a line's number each
+GRIDS = {
+    "iq1_s": Grid(12, 8, _BYTES, BitField(256, 16, 3, 3), BitField(271, 16, 0, 1),
+                  BitField(268, 64, 16, 3)),
+    "iq1_m": Grid(14, 8, _BYTES, BitField(256, 16, 4, 3), BitField(259, 16, 4, 1),
+                  BitField(384, 16, 3, 3), BitField(396, 64, 16, 4)),
+    "iq2_xxs": Grid(16, 8, BitField(0, 64, 8, 8), None, BitField(32, 64, 7, 7),
+                    BitField(60, 256, 64, 4)),
+    "iq2_xs": Grid(18, 8, BitField(0, 64, 16, 8), BitField(8, 64, 16, 1), BitField(9, 64, 16, 7),
+                   BitField(512, 16, 4, 4)),
+    "iq2_s": Grid(20, 8, _BYTES, BitField(512, 8, 2, 2), BitField(256, 32, 8, 8),
+                  BitField(576, 16, 4, 4)),
+    "iq3_xxs": Grid(24, 4, _BYTES, None, BitField(512, 32, 7, 7), BitField(540, 128, 32, 4)),
+    "iq3_s": Grid(27, 4, _BYTES, BitField(512, 4, 1, 1), BitField(576, 32, 8, 8),
+                  BitField(832, 16, 4, 4)),
+}  # fmt: skip
