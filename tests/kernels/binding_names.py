@@ -34,6 +34,6 @@ WITHOUT_MEMORY = {
     "SuccessorTable.resize",
     "SuccessorTable.values", "TokenSampler", "TwinStream.join", "TwinStream.set_dense_seconds",
     "TwinStream.set_guesses", "TwinStream.set_patience", "TwinStream.times",
-    "available_isas", "block_bytes", "block_cols",
+    "available_isas", "block_bytes", "block_cols", "grid_lines",
     "decide_lone_layer", "detect_cpu_features", "join_crc32c", "slot_bytes",
 }  # fmt: skip

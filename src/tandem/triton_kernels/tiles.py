@@ -30,7 +30,8 @@ def load_words(
     dwords = num_chunks * packed.bits // packed.low_bits
     of_row = (block * (dwords * 16) + lane)[None, :]
     if packed.grid is not None:
-        low = _lines(data, block, lane, chunk, is_inside, num_chunks, table, packed.grid)
+        grid: constexpr = packed.grid
+        low = _lines(data, block, lane, chunk, is_inside, num_chunks, table, grid)
         high = low
     elif packed.high_bits == 0:
         low = tl.load(data + of_row + chunk[:, None] * 16, mask=is_inside, other=0)
@@ -74,9 +75,11 @@ def _line(
     words: tensor, number: tensor, is_inside: tensor, table: tensor, grid: constexpr
 ) -> tensor:
     """Return the codes of a line as `table` has them."""
-    place = _field(words, number, is_inside, grid.low)
+    low: constexpr = grid.low
+    place = _field(words, number, is_inside, low)
     if grid.high is not None:
-        place |= _field(words, number, is_inside, grid.high) << 8
+        high: constexpr = grid.high
+        place |= _field(words, number, is_inside, high) << 8
     return tl.load((table + 16).to(tl.pointer_type(tl.int32)) + place, mask=is_inside, other=0)
 
 
@@ -105,7 +108,8 @@ def _lines(
     else:
         codes = _line(words, 2 * number, is_inside, table, grid)
         codes |= _line(words, 2 * number + 1, is_inside, table, grid) << 4
-    signs = _field(words, number, is_inside, grid.signs)
+    sign_field: constexpr = grid.signs
+    signs = _field(words, number, is_inside, sign_field)
     if grid.signs.width == 1:
         signs = signs * 255
     elif grid.signs.width == 7:  # the eighth makes their number even
@@ -131,11 +135,13 @@ def _scales_of_lines(
     grid: constexpr = packed.grid
     words = _words_of_supers(data, block, lane, chunk, num_chunks, grid)
     group = (chunk % 32 // packed.chunks_per_group)[:, None]
-    steps = _field(words, group, is_inside, grid.scales)
+    steps_field: constexpr = grid.scales
+    steps = _field(words, group, is_inside, steps_field)
     if grid.factor is not None:
-        bits = _field(words, 0, is_inside, grid.factor)
+        parts: constexpr = grid.factor
+        bits = _field(words, 0, is_inside, parts)
         for part in tl.static_range(1, 4):
-            bits |= _field(words, part, is_inside, grid.factor) << (4 * part)
+            bits |= _field(words, part, is_inside, parts) << (4 * part)
         factor = _half(bits)
     else:
         super_block = block[None, :] * (num_chunks // 32) + (chunk // 32)[:, None]
