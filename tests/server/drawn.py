@@ -49,6 +49,13 @@ _MESSAGES: dict[str, Any] = {
     "tools": [{"name": "f", "input_schema": _SCHEMA}], "thinking": {"type": "disabled"},
     "tool_choice": {"type": "auto"}, "output_config": {"effort": "low"},
 }  # fmt: skip
+_OLLAMA = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "", "thinking": "t", "tool_calls": [
+        {"function": {"name": "f", "arguments": {"n": 1}}}]},
+    {"role": "tool", "tool_name": "f", "content": "22"},
+]  # fmt: skip
+_OPTIONS = {"num_predict": 2, "temperature": 0.5, "seed": 1, "stop": ["x"], "num_ctx": 4096}
 RIGHT: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
         **_SAMPLING, "messages": _TURNS, "tools": [{"type": "function", "function": _FUNCTION}],
@@ -61,10 +68,19 @@ RIGHT: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": _ASKED,
     "/v1/messages": {**_MESSAGES, "max_tokens": 2, "stop_sequences": ["x"], "metadata": {}},
     "/v1/messages/count_tokens": _MESSAGES,
+    "/api/chat": {
+        "model": "tiny:latest", "messages": _OLLAMA, "options": _OPTIONS, "format": _SCHEMA,
+        "tools": [{"type": "function", "function": _FUNCTION}], "stream": False, "think": False,
+        "keep_alive": "5m",
+    },
+    "/api/generate": {
+        "prompt": "x", "options": _OPTIONS, "format": "json", "stream": False, "system": "s",
+    },
+    "/api/show": {"model": "tiny", "verbose": True},
     "/tokenize": {"messages": _TURNS, "return_token_strs": True},
     "/detokenize": {"tokens": [40, 41]},
 }  # fmt: skip
-_LENGTHS = ("max_tokens", "max_output_tokens")
+_LENGTHS = ("max_tokens", "max_output_tokens", "num_predict")
 _DEEP: Any = [0]
 for _ in range(60):
     _DEEP = [_DEEP]
@@ -118,7 +134,8 @@ def _places(node: Any) -> Iterator[tuple[Any, Any]]:
     for key in list(node) if isinstance(node, dict) else range(len(node)):
         if key in _LENGTHS:  # without them an answer fills the context
             continue
-        yield node, key
+        if key != "options":  # in which a length is
+            yield node, key
         if isinstance(node[key], dict | list):
             yield from _places(node[key])
 
@@ -148,4 +165,6 @@ def _is_error(path: str, body: Any) -> bool:
     error = body.get("error", {})
     if path.startswith("/v1/messages"):
         return body.get("type") == "error" and set(error) == {"type", "message"}
+    if path.startswith("/api/"):
+        return set(body) == {"error"} and isinstance(error, str)
     return set(error) == {"message", "type", "param", "code"}

@@ -69,7 +69,7 @@ class GenerationRequests:
         self._format = ChatFormat(tokenizer)
         self._context = context
 
-    def capabilities(self, info: ModelInfo | None) -> dict[str, object]:
+    def capabilities(self, info: ModelInfo | None) -> dict[str, dict[str, bool]]:
         """Return what clients may ask of the model, in the form that Anthropic's models have."""
         found = {
             "tools": True,

@@ -61,6 +61,8 @@ class Api(Generic[B]):
     body: type[B]
     requests: Callable[[B, ModelInfo, bytes], list[GenerationRequest]]
     reply: Callable[[B, list[GenerationRequest], bytes], Reply]
+    at_once: Callable[[B], dict[str, object] | None] = lambda body: None
+    """Returns the answer to a body that asks nothing of the model; None: it does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,13 @@
 """One answer as it comes, before any API writes it: its parts, its counts and its end."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from tandem.apis.answering import GenerationRequest
+from tandem.dialects.arguments import json_value
 from tandem.dialects.coming_call import AnswerPart
-from tandem.generate.token_output import TokenOutput
+from tandem.generate.token_output import TokenLogprob, TokenOutput
 
 End = Literal["stop", "stop_string", "length", "tool_calls"]
 
@@ -71,3 +73,26 @@ class ComingAnswer:
             return bool(part.content or part.reasoning)
         self._num_calls += part.call is not None
         return self._num_calls == 1 or not self._has_one_call
+
+
+def arguments_object(arguments: str) -> object:
+    """Return the object that a call's arguments write; what is none is kept as text in one."""
+    parsed = json_value(arguments)
+    return parsed if isinstance(parsed, dict) else {"arguments": arguments}
+
+
+def logprob_entry(logprob: TokenLogprob, text_of: Callable[[int], str]) -> dict[str, object]:
+    """Return a token's log-probability, beside those of the likeliest, as chats list them."""
+    one = _token(logprob.token_id, logprob.logprob, text_of)
+    one["top_logprobs"] = [_token(token, value, text_of) for token, value in logprob.top]
+    return one
+
+
+def finite(logprob: float) -> float:
+    """Return a log-probability that JSON can carry: OpenAI's value for what is ruled out."""
+    return max(logprob, -9999.0)
+
+
+def _token(token: int, logprob: float, text_of: Callable[[int], str]) -> dict[str, object]:
+    text = text_of(token)
+    return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}

@@ -1,8 +1,9 @@
-"""Errors as clients get them: in OpenAI's form, or in Anthropic's where its API was called."""
+"""Errors as clients get them: in OpenAI's form, or in that of the API that was called."""
 
 from tandem.core.errors import TandemError
 
 ANTHROPIC_PATH = "/v1/messages"
+OLLAMA_PATH = "/api/"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -60,14 +61,24 @@ class ApiError(TandemError):
     def anthropic_body(self) -> dict[str, object]:
         """The body of the answer as Anthropic's API has it; the message names the field."""
         kind = "api_error" if self.status >= 500 else "invalid_request_error"
-        message = str(self)
-        if self.param and self.param not in message:
-            message = f"{self.param}: {message}"
-        error = {"type": _ANTHROPIC_TYPES.get(self.status, kind), "message": message}
+        error = {"type": _ANTHROPIC_TYPES.get(self.status, kind), "message": self._named_message}
         return {"type": "error", "error": error, "request_id": None}
+
+    @property
+    def ollama_body(self) -> dict[str, object]:
+        """The body of the answer as Ollama's API has it: a sentence, which names the field."""
+        return {"error": self._named_message}
+
+    @property
+    def _named_message(self) -> str:
+        message = str(self)
+        is_named = not self.param or self.param in message
+        return message if is_named else f"{self.param}: {message}"
 
     def body_for(self, path: str) -> dict[str, object]:
         """Return the body of the answer in the form of the API that a path belongs to."""
+        if path.startswith(OLLAMA_PATH):
+            return self.ollama_body
         return self.anthropic_body if path.startswith(ANTHROPIC_PATH) else self.body
 
     @property

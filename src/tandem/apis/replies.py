@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tandem.apis.answering import GenerationRequest, new_id, now_seconds
 from tandem.apis.api import Event, Reply, Surroundings
-from tandem.apis.coming_answer import ComingAnswer, Tally
+from tandem.apis.coming_answer import ComingAnswer, Tally, finite, logprob_entry
 from tandem.apis.schemas import ChatRequest, CompletionRequest, Sampling, StreamOptions
 from tandem.dialects.coming_call import AnswerPart, Call
 from tandem.generate.token_output import TokenLogprob, TokenOutput
@@ -179,16 +179,9 @@ class _ChatChoice:
     def _logprob(self, token_output: TokenOutput) -> dict[str, object] | None:
         if token_output.logprob is None:
             return None
-        one = self._token(token_output.logprob.token_id, token_output.logprob.logprob)
-        one["top_logprobs"] = [
-            self._token(token, value) for token, value in token_output.logprob.top
-        ]
+        one = logprob_entry(token_output.logprob, self.text_of)
         self._logprobs.append(one)
         return one
-
-    def _token(self, token: int, logprob: float) -> dict[str, object]:
-        text = self.text_of(token)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
 
 
 class CompletionReply(_OpenAiReply):
@@ -277,7 +270,7 @@ class _Logprobs:
     def _add(self, new: dict[str, list[object]], token: int, logprob: TokenLogprob | None) -> None:
         text = self.text_of(token)
         new["tokens"].append(text)
-        new["token_logprobs"].append(None if logprob is None else _finite(logprob.logprob))
+        new["token_logprobs"].append(None if logprob is None else finite(logprob.logprob))
         new["top_logprobs"].append(None if logprob is None else self._top(text, logprob))
         new["text_offset"].append(self._offset)
         self._offset += len(text)
@@ -286,11 +279,6 @@ class _Logprobs:
         """Return the likeliest tokens and the one that came; of those of one text, the likelier."""
         top: dict[str, float] = {}
         for token, value in logprob.top:
-            top.setdefault(self.text_of(token), _finite(value))
-        top.setdefault(text, _finite(logprob.logprob))
+            top.setdefault(self.text_of(token), finite(value))
+        top.setdefault(text, finite(logprob.logprob))
         return top
-
-
-def _finite(logprob: float) -> float:
-    """Return a log-probability that JSON can carry: OpenAI's value for what is ruled out."""
-    return max(logprob, -9999.0)

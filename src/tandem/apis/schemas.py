@@ -91,6 +91,11 @@ class Asked(Body):
     stream: bool | None = None
 
     @property
+    def is_stream(self) -> bool:
+        """Whether the answer comes piece by piece."""
+        return bool(self.stream)
+
+    @property
     def earlier_id(self) -> str | None:
         """The earlier answer that it goes on from."""
         return None

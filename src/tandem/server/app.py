@@ -10,11 +10,13 @@ from starlette.exceptions import HTTPException
 
 from tandem.apis.anthropic.schemas import CountTokensRequest, MessagesRequest
 from tandem.apis.errors import ApiError, server_error
+from tandem.apis.ollama.schemas import OllamaChatRequest, OllamaGenerateRequest, ShowRequest
 from tandem.apis.responses.schemas import CountRequest, ResponsesRequest
 from tandem.apis.schemas import ChatRequest, CompletionRequest
 from tandem.core.errors import TandemError
-from tandem.server.event_stream import DONE, event, named_event
+from tandem.server.event_stream import EVENTS, LINES, NAMED_EVENTS
 from tandem.server.gate import HEALTHY, Gate
+from tandem.server.ollama import add_ollama
 from tandem.server.openapi import describe, described_body, described_errors
 from tandem.server.page_files import add_page
 from tandem.server.refusals import refusal
@@ -28,19 +30,28 @@ _COUNT = "Count the tokens of a conversation"
 
 # What is answered by a body: path, what it does, and how.
 _ENDPOINTS = (
-    ("/v1/chat/completions", "Answer a conversation", Endpoint("chat", ChatRequest, event, DONE)),
+    ("/v1/chat/completions", "Answer a conversation", Endpoint("chat", ChatRequest, EVENTS)),
     (
         "/v1/completions", "Go on with a text",
-        Endpoint("completions", CompletionRequest, event, DONE),
+        Endpoint("completions", CompletionRequest, EVENTS),
     ),
     (
         "/v1/responses", "Answer a conversation of the Responses API",
-        Endpoint("responses", ResponsesRequest, named_event),
+        Endpoint("responses", ResponsesRequest, NAMED_EVENTS),
     ),
     (
         "/v1/messages", "Answer a conversation of Anthropic's API",
-        Endpoint("messages", MessagesRequest, named_event),
+        Endpoint("messages", MessagesRequest, NAMED_EVENTS),
     ),
+    (
+        "/api/chat", "Answer a conversation of Ollama's API",
+        Endpoint("ollama_chat", OllamaChatRequest, LINES),
+    ),
+    (
+        "/api/generate", "Answer a prompt of Ollama's API",
+        Endpoint("ollama_generate", OllamaGenerateRequest, LINES),
+    ),
+    ("/api/show", "Describe the model to Ollama's clients", Endpoint("ollama_show", ShowRequest)),
     ("/v1/responses/input_tokens", _COUNT, Endpoint("input_tokens", CountRequest)),
     ("/v1/messages/count_tokens", _COUNT, Endpoint("count_tokens", CountTokensRequest)),
     (
@@ -74,6 +85,7 @@ def create_app(
     _add_bodies(app, server)
     _add_kept_responses(app, server)
     _add_models(app, server)
+    add_ollama(app, server)
     _add_rest(app, server)
     add_page(app)
     describe(app, BODIES)

@@ -8,6 +8,7 @@ from tandem.apis.anthropic.conversation import as_chat, has_cache_marks
 from tandem.apis.anthropic.reply import MessageReply
 from tandem.apis.anthropic.schemas import CountTokensRequest, MessagesRequest
 from tandem.apis.api import Api, Question
+from tandem.apis.ollama.endpoints import chat_api, generate_api, show_question
 from tandem.apis.replies import ChatReply, CompletionReply
 from tandem.apis.responses.conversation import as_chat as responses_chat
 from tandem.apis.responses.conversation import new_messages
@@ -43,6 +44,9 @@ def endpoints(requests: GenerationRequests, tokenizer: Tokenizer, model: str) ->
             ),
         ),
         "responses": _responses(requests, model),
+        "ollama_chat": chat_api(requests, model),
+        "ollama_generate": generate_api(requests, model),
+        "ollama_show": show_question(requests, tokenizer, model),
         "count_tokens": Question(
             CountTokensRequest,
             lambda body, info, _: {"input_tokens": len(requests.chat_ids(as_chat(body), info))},

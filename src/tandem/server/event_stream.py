@@ -1,4 +1,4 @@
-"""A response of server-sent events, which ends with its client."""
+"""A response that comes piece by piece, as events or as lines, and ends with its client."""
 
 import asyncio
 import contextlib
@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -17,14 +18,28 @@ from tandem.server.refusals import log_refusal
 _log = logging.getLogger("tandem.server")
 # Clients give up on streams that say nothing for a minute or so, as before a long prompt's answer.
 _SILENT_SECONDS = 5.0
-_LIFE_SIGN = b": the prompt is being computed\n\n"
-DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class StreamForm:
+    """How the events of a stream are written."""
+
+    encode: Callable[[Event], bytes]
+    done: bytes = b""
+    """What follows the last one."""
+    media_type: str = "text/event-stream"
+    life_sign: bytes = b": the prompt is being computed\n\n"
+    """What is sent while there is nothing to say; clients skip it."""
+
+
+def json_line(data: Event) -> bytes:
+    """Return one line of JSON."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 
 def event(data: Event) -> bytes:
     """Return one server-sent event."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    return b"data: " + text.encode() + b"\n\n"
+    return b"data: " + json_line(data) + b"\n"
 
 
 def named_event(data: Event) -> bytes:
@@ -32,10 +47,14 @@ def named_event(data: Event) -> bytes:
     return f"event: {data['type']}\n".encode() + event(data)
 
 
+EVENTS = StreamForm(event, done=b"data: [DONE]\n\n")
+NAMED_EVENTS = StreamForm(named_event)
+# A line may begin with a space; it is no line by itself, which clients would read as JSON.
+LINES = StreamForm(json_line, media_type="application/x-ndjson", life_sign=b" ")
+
+
 class EventStream(Response):
     """Sends what an iterator yields; an error on the way becomes the stream's last event."""
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
@@ -43,11 +62,13 @@ class EventStream(Response):
         on_end: Callable[[], None] = lambda: None,
         headers: Mapping[str, str] | None = None,
         *,
+        form: StreamForm = EVENTS,
         write_error: Callable[[ApiError], bytes] = lambda error: event(error.body),
     ) -> None:
         """`on_end` is called whatever happens, also if nothing was ever sent."""
         own = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(headers={**own, **(headers or {})})
+        super().__init__(headers={**own, **(headers or {})}, media_type=form.media_type)
+        self._life_sign = form.life_sign
         del self.headers["content-length"]
         self._events = events
         self._on_end = on_end
@@ -68,11 +89,13 @@ class EventStream(Response):
                 await sending
 
     async def _show_life(self, send: Send) -> None:
-        """Send a comment, which clients skip, whenever nothing was sent for some seconds."""
+        """Send what clients skip, whenever nothing was sent for some seconds."""
         while True:
             silent = time.monotonic() - self._latest
             if silent >= _SILENT_SECONDS:
-                await send({"type": "http.response.body", "body": _LIFE_SIGN, "more_body": True})
+                await send(
+                    {"type": "http.response.body", "body": self._life_sign, "more_body": True}
+                )
                 self._latest, silent = time.monotonic(), 0.0
             await asyncio.sleep(_SILENT_SECONDS - silent)
 

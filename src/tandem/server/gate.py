@@ -1,7 +1,9 @@
 """What every request passes first: host, origin, key, kind and size of its body.
 
 A page of another site must not reach a server on the same machine: its script cannot send JSON
-without being asked by CORS, which is off, and a name that it made point here is not ours.
+without being asked by CORS, which is off, and a name that it made point here is not ours. What a
+page sends without saying that it is JSON carries the page's origin, and is refused; a program's
+body without a kind is read.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -15,6 +17,10 @@ from tandem.server.http_protocol import ADMIT
 from tandem.server.page_files import PAGE_FILES
 from tandem.server.refusals import refusal
 
+# What curl says of any body.
+_UNSAID = {b"", b"application/x-www-form-urlencoded"}
+# By these a browser says which page asks.
+_OF_PAGES = {b"origin", b"referer", b"sec-fetch-site"}
 _OPEN_PATHS = {*PAGE_FILES, "/health", "/ready", "/favicon.ico"}
 HEALTHY = b'{"status":"ok"}'
 """What `/health` says."""
@@ -107,7 +113,8 @@ class Gate:
 
     def _body_problem(self, headers: dict[bytes, bytes]) -> ApiError | None:
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if kind != b"application/json":
+        is_json = kind == b"application/json"
+        if not is_json and (kind not in _UNSAID or not _OF_PAGES.isdisjoint(headers)):
             return ApiError(415, "the body must be JSON, sent with Content-Type: application/json")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._max_body_bytes:

@@ -22,7 +22,8 @@ def described_body(kind: type[BaseModel]) -> dict[str, Any]:
     """Return a route's arguments that describe its body, its answers and its errors."""
     schema = {"$ref": _REF.format(model=kind.__name__)}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    stream = {"text/event-stream": {"schema": {"type": "string"}}}
+    kinds = ("text/event-stream", "application/x-ndjson")
+    stream = {kind: {"schema": {"type": "string"}} for kind in kinds}
     answer = {"description": "the answer, whole or as a stream", "content": {**_ANY_JSON, **stream}}
     return {
         "openapi_extra": {"requestBody": body},

@@ -133,12 +133,13 @@ class Preparer:
         answered.ignored = read.ignored
         if job.info is None:
             raise server_error("the model is being loaded; ask again soon", status=503)
+        if isinstance(endpoint, Api) and (answer := endpoint.at_once(body)) is not None:
+            return _as_json(answer)
         num_answers = body.num_answers if isinstance(endpoint, Api) else 0
         if num_answers > job.room or (body.earlier_id is not None and job.earlier is None):
             return Wanted(num_answers, body.earlier_id)
         if isinstance(endpoint, Question):
-            answer = endpoint.answer(body, job.info, job.earlier or NO_MESSAGES)
-            return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
+            return _as_json(endpoint.answer(body, job.info, job.earlier or NO_MESSAGES))
         return self._prepared(endpoint, body, job.info, job.earlier or NO_MESSAGES)
 
     def _prepared(self, api: Api[Any], body: Asked, info: ModelInfo, earlier: bytes) -> Prepared:
@@ -150,7 +151,7 @@ class Preparer:
             images=None if images is None else pickle.dumps(images),
             writer=None if first.grammar is None else Writer.of(first.grammar),
             reply=api.reply(body, generation_requests, earlier),
-            is_stream=bool(body.stream),
+            is_stream=body.is_stream,
             num_dropped_turns=first.num_dropped_turns,
             texts=[one.prompt_text for one in generation_requests]
             if self._options.log_prompts
@@ -163,6 +164,10 @@ class Preparer:
         if not self._options.takes_any_name:
             raise no_model(name, self._names)
         return name
+
+
+def _as_json(answer: dict[str, object]) -> bytes:
+    return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def no_model(name: str, names: Sequence[str]) -> ApiError:

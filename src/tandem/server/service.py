@@ -5,7 +5,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
 from tandem.apis.answering import GenerationRequests
-from tandem.apis.api import Event, Reply, Surroundings
+from tandem.apis.api import Reply, Surroundings
 from tandem.apis.errors import ApiError
 from tandem.apis.images import ImageReader
 from tandem.apis.reading import known_names
@@ -26,7 +26,7 @@ from tandem.engine.grammar_process import Tables
 from tandem.foreign_types import Tokenizer
 from tandem.server.api_keys import OWNER
 from tandem.server.engine_client import EngineClient
-from tandem.server.event_stream import EventStream
+from tandem.server.event_stream import EventStream, StreamForm
 from tandem.server.grammars import Grammars
 from tandem.server.metrics import Metrics
 from tandem.server.options import ServerOptions
@@ -49,10 +49,8 @@ class Endpoint:
     name: str
     """In the counts."""
     body: type[BaseModel]
-    encode: Callable[[Event], bytes] | None = None
-    """Writes one event of a stream; None: it is answered at once."""
-    done: bytes = b""
-    """What follows a stream's last event."""
+    form: StreamForm | None = None
+    """Of a stream; None: it is answered at once."""
 
 
 class Server:
@@ -103,8 +101,8 @@ class Server:
         reply, headers = found.reply, trimming_headers(found.num_dropped_turns)
         keep = self.kept_of(self.owner_of(request)).put
         reply.arrive(Surroundings(lambda token: str(self.tokenizer.decode([token])), keep))
-        if found.is_stream and endpoint.encode is not None:
-            return _stream(endpoint.encode, endpoint.done, reply, answer, headers)
+        if found.is_stream and endpoint.form is not None:
+            return _stream(endpoint.form, reply, answer, headers)
 
         async def collect() -> None:
             async for index, token_output in answer:
@@ -211,8 +209,7 @@ class Server:
         """Return the model object; 404 for another name."""
         if name not in self.names:
             raise no_model(name, self.names)
-        info = self.engine.info
-        context = self._about.limit(info) if info is not None else None
+        info, context = self.engine.info, self.context
         return {
             "id": name,
             "object": "model",
@@ -226,6 +223,12 @@ class Server:
             "created_at": datetime.fromtimestamp(self.began, UTC).isoformat(),
             "max_input_tokens": context,
         }
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that prompt and answer may have together; None: that is not known yet."""
+        info = self.engine.info
+        return None if info is None else self._about.limit(info)
 
     def live(self) -> Response:
         """Stream snapshots for the page."""
@@ -243,13 +246,10 @@ class Server:
 
 
 def _stream(
-    encode: Callable[[Event], bytes],
-    done: bytes,
-    reply: Reply,
-    answer: RunningAnswer,
-    headers: Mapping[str, str],
+    form: StreamForm, reply: Reply, answer: RunningAnswer, headers: Mapping[str, str]
 ) -> EventStream:
     """Return a stream that sends all that follows from one token at once."""
+    encode = form.encode
 
     async def events() -> AsyncIterator[bytes]:
         for event in reply.first_events():
@@ -257,13 +257,13 @@ def _stream(
         async for index, token_output in answer:
             if written := b"".join(map(encode, reply.take(index, token_output))):
                 yield written
-        if written := b"".join(map(encode, reply.last_events())) + done:
+        if written := b"".join(map(encode, reply.last_events())) + form.done:
             yield written
 
     def write_error(error: ApiError) -> bytes:
         return encode(reply.failed(error))
 
-    return EventStream(events(), answer.cancel, headers, write_error=write_error)
+    return EventStream(events(), answer.cancel, headers, form=form, write_error=write_error)
 
 
 def _deadline(request: Request) -> float | None:

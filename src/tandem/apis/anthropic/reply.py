@@ -7,9 +7,8 @@ from collections.abc import Mapping
 
 from tandem.apis.answering import GenerationRequest, new_id
 from tandem.apis.api import Event, Reply
-from tandem.apis.coming_answer import ComingAnswer
+from tandem.apis.coming_answer import ComingAnswer, arguments_object
 from tandem.apis.errors import ApiError
-from tandem.dialects.arguments import json_value
 from tandem.dialects.coming_call import AnswerPart, Call
 from tandem.generate.token_output import TokenOutput
 
@@ -138,7 +137,7 @@ class MessageReply(Reply):
             self._blocks[-1]["signature"] = _SIGNATURE
             events.append(self._block_delta({"type": "signature_delta", "signature": _SIGNATURE}))
         if self._open == "tool_use":
-            self._blocks[-1]["input"] = _object(self._input)
+            self._blocks[-1]["input"] = arguments_object(self._input)
         if self._open is not None:
             events.append({"type": "content_block_stop", "index": self._index})
         self._open = None
@@ -147,9 +146,3 @@ class MessageReply(Reply):
     @property
     def _index(self) -> int:
         return len(self._blocks) - 1
-
-
-def _object(arguments: str) -> object:
-    """Return the object that arguments write; what is none is kept as text in one."""
-    parsed = json_value(arguments)
-    return parsed if isinstance(parsed, dict) else {"arguments": arguments}

@@ -1,0 +1,1 @@
+"""Ollama's API: a translation to and from the server's own chats and completions."""

@@ -1,0 +1,145 @@
+"""A body of Ollama's API as the chat, or the completion, that it means."""
+
+import json
+from collections.abc import Iterator
+
+from tandem.apis.errors import ApiError
+from tandem.apis.ollama.schemas import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    OllamaOptions,
+    OllamaRequest,
+    OllamaTool,
+    OllamaToolCall,
+)
+from tandem.apis.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    FunctionCall,
+    ImagePart,
+    JsonSchema,
+    Message,
+    ResponseFormat,
+    Sampling,
+    TextPart,
+    Tool,
+    ToolCall,
+)
+
+
+def chat_of(body: OllamaChatRequest) -> ChatRequest:
+    """Return the chat that a body of /api/chat asks for."""
+    messages = body.messages or []
+    is_begun = bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
+    chat = ChatRequest.model_construct(
+        messages=list(_turns(messages)),
+        tools=[_tool(tool) for tool in body.tools or ()] or None,
+        continue_final_message=True if is_begun else None,
+    )
+    return _asked(chat, body)
+
+
+def generated_chat(body: OllamaGenerateRequest) -> ChatRequest:
+    """Return the chat that a body of /api/generate means."""
+    system = [OllamaMessage.model_construct(role="system", content=body.system)]
+    user = OllamaMessage.model_construct(role="user", content=body.prompt, images=body.images)
+    messages = [*(system if body.system else []), user]
+    return _asked(ChatRequest.model_construct(messages=list(_turns(messages))), body)
+
+
+def raw_completion(body: OllamaGenerateRequest) -> CompletionRequest:
+    """Return the completion that a body of /api/generate with `raw` means."""
+    if body.system or body.images or body.think:
+        raise ApiError(
+            400, "raw takes the prompt as it is, without system, images and think", param="raw"
+        )
+    num_top = (body.top_logprobs or 0) if body.logprobs else None
+    completion = CompletionRequest.model_construct(prompt=body.prompt or "", logprobs=num_top)
+    _take_options(completion, body.options or OllamaOptions.model_construct())
+    completion.response_format = _format(body)
+    return completion
+
+
+def _asked(chat: ChatRequest, body: OllamaRequest) -> ChatRequest:
+    """Give a chat what all bodies have."""
+    _take_options(chat, body.options or OllamaOptions.model_construct())
+    chat.response_format = _format(body)
+    chat.logprobs, chat.top_logprobs = body.logprobs, body.top_logprobs
+    if body.think is not None:
+        chat.enable_thinking = body.think is not False
+    if isinstance(body.think, str):
+        chat.reasoning_effort = "xhigh" if body.think == "max" else body.think
+    return chat
+
+
+def _take_options(asked: Sampling, options: OllamaOptions) -> None:
+    asked.max_tokens = options.num_predict if (options.num_predict or 0) > 0 else None
+    asked.seed = options.seed if (options.seed or 0) >= 0 else None
+    asked.temperature, asked.stop = options.temperature, options.stop or None
+    asked.top_k, asked.top_p, asked.min_p = options.top_k, options.top_p, options.min_p
+    asked.repeat_penalty = options.repeat_penalty
+    asked.presence_penalty = options.presence_penalty
+    asked.frequency_penalty = options.frequency_penalty
+
+
+def _format(body: OllamaRequest) -> ResponseFormat | None:
+    if not body.format:
+        return None
+    if isinstance(body.format, str):
+        return ResponseFormat.model_construct(type="json_object")
+    schema = JsonSchema.model_construct(json_schema=body.format)
+    return ResponseFormat.model_construct(type="json_schema", json_schema=schema)
+
+
+def _turns(messages: list[OllamaMessage]) -> Iterator[Message]:
+    """Yield messages; calls that came without ids get some, by which results are found."""
+    waiting: list[ToolCall] = []  # calls without a result
+    num_calls = 0
+    for message in messages:
+        calls = []
+        for call in message.tool_calls or ():
+            num_calls += 1
+            calls.append(_call(call, num_calls))
+        waiting += calls
+        name = message.tool_name or message.name
+        yield Message.model_construct(
+            role=message.role,
+            content=_content(message),
+            tool_calls=calls or None,
+            reasoning_content=message.thinking or None,
+            name=name,
+            tool_call_id=(message.tool_call_id or _taken(waiting, name))
+            if message.role == "tool"
+            else None,
+        )
+
+
+def _taken(waiting: list[ToolCall], name: str | None) -> str | None:
+    """Take the call that a result belongs to: the first of its tool, or the first of all."""
+    for call in waiting:
+        if name in (None, call.function.name):
+            waiting.remove(call)
+            return call.id
+    return None
+
+
+def _content(message: OllamaMessage) -> str | list[TextPart | ImagePart]:
+    text = message.content or ""
+    if not message.images:
+        return text
+    images = [
+        ImagePart.model_construct(type="image_url", image_url=f"data:image;base64,{data}")
+        for data in message.images
+    ]
+    return [*images, TextPart.model_construct(type="text", text=text)]
+
+
+def _call(call: OllamaToolCall, number: int) -> ToolCall:
+    arguments = json.dumps(call.function.arguments, ensure_ascii=False)
+    function = FunctionCall.model_construct(name=call.function.name, arguments=arguments)
+    return ToolCall.model_construct(id=call.id or f"call_{number}", function=function)
+
+
+def _tool(tool: OllamaTool) -> Tool:
+    return Tool.model_construct(type="function", function=tool.function)
