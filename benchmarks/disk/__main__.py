@@ -41,10 +41,10 @@ from typing import Any
 from benchmarks.disk.job import Job
 from benchmarks.disk.memory_group import drop_from_page_cache, limited
 from benchmarks.disk.report import lines
-from benchmarks.generation.systems.llama_bench import parse_rival
 from benchmarks.loading.large_model import write
 
 from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape, find_shape
+from tandem.bench.peers.llama_bench import parse_rival
 from tandem.kernels.cpu import detect_cpu
 
 SYSTEMS = ("slots", "mapped", "own-slots", "llama.cpp", "fit")

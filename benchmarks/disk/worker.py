@@ -28,9 +28,10 @@ from benchmarks.disk.measuring import (
 )
 from benchmarks.disk.model import RunningModel, load_first_layers, load_model
 from benchmarks.disk.routing import forced_trace
-from benchmarks.generation.systems import LlamaCpp, Setting
-from benchmarks.generation.systems.llama_bench import LlamaBench
 
+from tandem.bench.peers.llama_bench import LlamaBench
+from tandem.bench.peers.llama_cpp import LlamaCpp
+from tandem.bench.peers.setting import Setting
 from tandem.checkpoint.packed import DENSE_FILE
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.hf.runtime import require_runtime
@@ -164,9 +165,7 @@ def measure_rival(job: Job) -> dict[str, Any]:
     """Measure another program on a GGUF file by mmap, as the file has its blocks."""
     assert job.gguf is not None
     setting = Setting(
-        shape="", layers=job.num_layers, vocabulary=0, threads=job.threads, prompt=job.prompt,
-        steps=job.steps, expert_dtype="", dense_dtype="", kv_dtype="auto", gguf=job.gguf,
-        has_flash_attention=False, may_repack=False,
+        gguf=job.gguf, threads=job.threads, prompt=job.prompt, steps=job.steps, may_repack=False,
     )  # fmt: skip
     device = DeviceBytes(job.gguf)
     begin, before = time.perf_counter(), device.read()

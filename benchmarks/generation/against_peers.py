@@ -22,30 +22,25 @@ has the one that its library was compiled for, which the table then names; a lib
 import argparse
 import json
 import os
-import statistics
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 
 from benchmarks.generation.gguf_file import SHAPES, write_random_gguf
-from benchmarks.generation.systems import SYSTEMS, Setting, Speeds
-from benchmarks.generation.systems.llama_bench import LlamaBench, parse_rival
-from benchmarks.generation.systems.llama_cpp import llama_cpp_isa
-from benchmarks.generation.turns import Maker, measure_rounds, median
+from benchmarks.generation.systems import SYSTEMS, ShapeSetting
 
 from tandem.bench.generation import measure_machine
 from tandem.bench.kernels import KernelBench
 from tandem.bench.model_shapes import find_shape
+from tandem.bench.peers.llama_bench import LlamaBench, parse_rival
+from tandem.bench.peers.llama_cpp import llama_cpp_isa
+from tandem.bench.peers.turns import Maker, measure_rounds, median, ratios, table
 from tandem.kernels.cpu import detect_cpu
 from tandem.kernels.engine import choose_isa
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
 BEGIN, END = "<!-- against_peers: begin -->\n", "<!-- against_peers: end -->\n"
-
-# A system's speeds by depth, one of each round.
-Rounds = Mapping[int, list[Speeds]]
 
 
 def rival(text: str) -> tuple[str, Maker]:
@@ -84,7 +79,7 @@ def read_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def setting_of(options: argparse.Namespace) -> Setting:
+def setting_of(options: argparse.Namespace) -> ShapeSetting:
     """Return what is compared; writes a file of random weights where none is named."""
     shape = find_shape(options.shape)
     vocabulary = options.vocabulary or shape.values["vocab_size"]
@@ -99,7 +94,7 @@ def setting_of(options: argparse.Namespace) -> Setting:
                 partial_file, shape.sample(options.layers), vocabulary, options.quantisation
             )
             partial_file.replace(file)
-    return Setting(
+    return ShapeSetting(
         shape=options.shape, layers=options.layers, vocabulary=vocabulary, threads=options.threads,
         prompt=options.prompt, steps=options.steps, expert_dtype=options.expert_dtype,
         dense_dtype=options.dense_dtype, kv_dtype=options.kv_dtype, gguf=file,
@@ -116,43 +111,12 @@ def limit_torch(isa: str) -> None:
         os.environ |= {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
 
 
-def named(system: str, setting: Setting) -> str:
+def named(system: str, setting: ShapeSetting) -> str:
     """Return what stands for a system in the table: of llama.cpp, with what it computes by."""
     if system != "llama.cpp":
         return system
     layout = "its layouts" if setting.may_repack else "the file's blocks"
     return f"{system} ({llama_cpp_isa()}, {layout})"
-
-
-def ratios(ours: list[Speeds], theirs: list[Speeds]) -> tuple[float, float]:
-    """Return prefill and decode over another's: medians over the rounds."""
-    pairs = list(zip(ours, theirs, strict=True))
-    return (
-        statistics.median(a.prefill / b.prefill for a, b in pairs),
-        statistics.median(a.decode / b.decode for a, b in pairs),
-    )
-
-
-def table(found: Mapping[str, Rounds], depths: list[int]) -> list[str]:
-    """Return the medians as rows of Markdown; ratios are the first system's over the row's."""
-    first = next(iter(found))
-    rows = [
-        f"| system | depth | prefill, decode tok/s | {first}'s over it | shares of the ceilings |",
-        "|---|---|---|---|---|",
-    ]
-    for depth in depths:
-        for name, rounds in found.items():
-            speeds = median(rounds[depth])
-            prefill, decode = ratios(found[first][depth], rounds[depth])
-            shares = "" if not speeds.decode_ceiling else (
-                f"{speeds.prefill / speeds.prefill_ceiling:.0%}, "
-                f"{speeds.decode / speeds.decode_ceiling:.0%}"
-            )  # fmt: skip
-            rows.append(
-                f"| {name} | {depth} | {speeds.prefill:.1f}, {speeds.decode:.1f} "
-                f"| {prefill:.2f}, {decode:.2f} | {shares} |"
-            )
-    return rows
 
 
 def write_into(document: Path, text: str) -> None:

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from benchmarks.generation.released_shapes import RELEASED, Released, num_experts, with_experts
 from benchmarks.generation.shares import ratios, shares, weight_bytes
-from benchmarks.generation.systems import Setting
+from benchmarks.generation.systems import ShapeSetting
 from benchmarks.generation.systems.tandem_model import PackedTandem
-from benchmarks.generation.turns import measure_rounds, median
 
 from tandem.bench.model_shapes import ModelShape, find_shape
+from tandem.bench.peers.turns import measure_rounds, median
 from tandem.core.units import format_bytes, parse_bytes
 from tandem.kernels.cpu import detect_cpu
 from tandem.kernels.engine import choose_isa
@@ -58,7 +58,9 @@ def read_options() -> argparse.Namespace:
     return options
 
 
-def fitting(shape: ModelShape, num_bytes: int, setting: Setting) -> tuple[ModelShape, int] | None:
+def fitting(
+    shape: ModelShape, num_bytes: int, setting: ShapeSetting
+) -> tuple[ModelShape, int] | None:
     """Return a shape with as many of its layers, or experts, as bytes hold, and how many layers.
 
     None where not even two layers of a quarter of the experts fit.
@@ -71,7 +73,7 @@ def fitting(shape: ModelShape, num_bytes: int, setting: Setting) -> tuple[ModelS
     return None
 
 
-def of_shape(shape: ModelShape, layers: int, setting: Setting) -> PackedTandem:
+def of_shape(shape: ModelShape, layers: int, setting: ShapeSetting) -> PackedTandem:
     """Put a shape into memory; called in a process of its own."""
     sampled = shape.sample(layers)
     return PackedTandem(setting, sampled)
@@ -79,7 +81,7 @@ def of_shape(shape: ModelShape, layers: int, setting: Setting) -> PackedTandem:
 
 def measured(released: Released, options: argparse.Namespace) -> str:
     """Return the cells of a row: what of a shape was tried, and how it did."""
-    setting = Setting(
+    setting = ShapeSetting(
         shape=_OVER, layers=_OVER_LAYERS, vocabulary=options.vocabulary, threads=options.threads,
         prompt=options.prompt, steps=options.steps, expert_dtype=options.expert_dtype,
         dense_dtype=options.dense_dtype, kv_dtype="auto", gguf=Path(), has_flash_attention=False,

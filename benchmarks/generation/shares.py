@@ -18,11 +18,12 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.generation.systems import Setting, Speeds
+from benchmarks.generation.systems import ShapeSetting
 from benchmarks.generation.systems.tandem_model import PackedTandem
-from benchmarks.generation.turns import measure_rounds, median
 
 from tandem.bench.model_shapes import ModelShape, find_shape
+from tandem.bench.peers.setting import Speeds
+from tandem.bench.peers.turns import measure_rounds, median
 from tandem.bench.random_model import empty_model_of
 from tandem.core.units import format_bytes, parse_bytes
 from tandem.forecast.sizes import config_sizes
@@ -55,7 +56,7 @@ def read_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def weight_bytes(setting: Setting, shape: ModelShape, layers: int) -> int:
+def weight_bytes(setting: ShapeSetting, shape: ModelShape, layers: int) -> int:
     """Return the bytes of so many layers of a shape, with embeddings and head."""
     model = empty_model_of(shape.sample(layers), setting.vocabulary)
     offload = OffloadConfig(expert_dtype=setting.expert_dtype, dense_dtype=setting.dense_dtype)
@@ -79,7 +80,7 @@ def layers_within(num_bytes: int, most: int, bytes_of: Callable[[int], int]) -> 
     return layers
 
 
-def of_shape(shape: str, layers: int, setting: Setting) -> PackedTandem:
+def of_shape(shape: str, layers: int, setting: ShapeSetting) -> PackedTandem:
     """Put a shape into memory."""
     return PackedTandem(replace(setting, shape=shape, layers=layers))
 
@@ -99,7 +100,7 @@ def ratios(ours: Sequence[Speeds], theirs: Sequence[Speeds]) -> tuple[float, flo
 def main() -> None:
     """Measure, print, and end with one line of JSON."""
     options = read_options()
-    setting = Setting(
+    setting = ShapeSetting(
         shape=options.over, layers=options.over_layers, vocabulary=options.vocabulary,
         threads=options.threads, prompt=options.prompt, steps=options.steps,
         expert_dtype=options.expert_dtype, dense_dtype=options.dense_dtype,

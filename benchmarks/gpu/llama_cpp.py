@@ -18,10 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.generation.systems.llama_bench import LlamaBench, parse_rival
-from benchmarks.generation.systems.setting import Setting, Speeds
-
 from tandem.bench.model_shapes import MODEL_SHAPES, find_shape
+from tandem.bench.peers.llama_bench import LlamaBench, parse_rival
+from tandem.bench.peers.setting import Setting, Speeds
 from tandem.kernels.cpu import detect_cpu
 
 QUANTISATION = "Q4_0"
@@ -79,14 +78,14 @@ def _measure(options: argparse.Namespace) -> list[dict[str, str | float]]:
         file = Path(folder) / "random.gguf"
         write_random_gguf(file, shape.sample(layers), options.vocabulary, QUANTISATION)
         setting = Setting(
-            shape=options.shape, layers=layers, vocabulary=options.vocabulary,
-            threads=options.threads, prompt=options.prompt_tokens, steps=options.steps,
-            expert_dtype="", dense_dtype="", kv_dtype="", gguf=file, has_flash_attention=True,
+            gguf=file, threads=options.threads, prompt=options.prompt_tokens, steps=options.steps,
+            has_flash_attention=True,
         )  # fmt: skip
         for share in options.shares:
             for name, command in options.rival or [_OWN]:
                 try:
-                    speeds = _speeds(setting, share, command, without_gpu=options.without_gpu)
+                    on_gpu = 0 if options.without_gpu else round(share * layers)
+                    speeds = _speeds(setting, on_gpu, layers, command)
                 except OSError as error:
                     print(f"{name:20} {share:4.0%}: failed: {error}", flush=True)
                     continue
@@ -105,16 +104,14 @@ def _measure(options: argparse.Namespace) -> list[dict[str, str | float]]:
     return rows
 
 
-def _speeds(setting: Setting, share: float, command: Sequence[str], *, without_gpu: bool) -> Speeds:
-    """Time a program with the experts of some layers on the CPU, or the package."""
+def _speeds(setting: Setting, on_gpu: int, layers: int, command: Sequence[str]) -> Speeds:
+    """Time a program with the experts of some layers on the GPU, or the package; 0: without one."""
     if command:
-        on_cpu = setting.layers - round(share * setting.layers)
-        options = ["-ngl", "0" if without_gpu else "99", "-ncmoe", str(on_cpu)]
+        options = ["-ngl", "99" if on_gpu else "0", "-ncmoe", str(layers - on_gpu)]
         return LlamaBench([*command, *options], setting).measure(0)
-    from benchmarks.generation.systems import LlamaCpp
+    from tandem.bench.peers.llama_cpp import LlamaCpp
 
-    on_gpu = setting.layers + 1 if share == 1 else int(share * setting.layers)
-    return LlamaCpp(setting, 0 if without_gpu else on_gpu).measure(0)
+    return LlamaCpp(setting, on_gpu + (on_gpu == layers)).measure(0)  # with the head
 
 
 if __name__ == "__main__":

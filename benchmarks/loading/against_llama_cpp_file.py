@@ -21,7 +21,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from benchmarks.generation.perplexity import TEXT
-from benchmarks.generation.systems import LlamaCpp, Setting
 from benchmarks.loading.ggml import Ggml, kinds_of
 from benchmarks.loading.padded_demo import write_padded
 from torch import Tensor
@@ -30,6 +29,8 @@ from transformers import AutoTokenizer
 import tandem
 from tandem.bench.generation import Workload, measure
 from tandem.bench.kernels import KernelBench
+from tandem.bench.peers.llama_cpp import LlamaCpp
+from tandem.bench.peers.setting import Setting
 from tandem.checkpoint.sources.gguf_header import read_header
 from tandem.cli.model_choice import ModelChoice, find_model
 from tandem.generate.generator import Generator
@@ -130,9 +131,8 @@ def compare(name: str, arguments: argparse.Namespace, scratch: Path) -> dict[str
         "divergence": {},
     }
     setting = Setting(
-        shape="", layers=0, vocabulary=model.config.vocab_size, threads=threads, prompt=_PROMPT,
-        steps=_STEPS, expert_dtype="auto", dense_dtype="auto", kv_dtype="auto", gguf=file,
-        has_flash_attention=True, may_repack=not arguments.no_repacking,
+        gguf=file, threads=threads, prompt=_PROMPT, steps=_STEPS, has_flash_attention=True,
+        may_repack=not arguments.no_repacking,
     )  # fmt: skip
     theirs = LlamaCpp(setting)
     for system, found in (

@@ -9,19 +9,17 @@ from benchmarks.generation.against_peers import (
     BEGIN,
     DOCUMENT,
     END,
-    ratios,
     rival,
-    table,
     write_into,
 )
-from benchmarks.generation.systems.llama_bench import LlamaBench
-from benchmarks.generation.systems.llama_cpp import widest_isa
-from benchmarks.generation.systems.setting import Setting, Speeds
+
+from tandem.bench.peers.llama_bench import LlamaBench
+from tandem.bench.peers.llama_cpp import widest_isa
+from tandem.bench.peers.setting import Setting, Speeds
+from tandem.bench.peers.turns import ratios, table
 
 SETTING = Setting(
-    shape="qwen3-30b-a3b", layers=1, vocabulary=300, threads=2, prompt=512, steps=32,
-    expert_dtype="int4", dense_dtype="int4", kv_dtype="auto", gguf=Path("model.gguf"),
-    has_flash_attention=False,
+    gguf=Path("model.gguf"), threads=2, prompt=512, steps=32
 )  # fmt: skip
 
 

@@ -7,15 +7,16 @@ import pytest
 from benchmarks.generation import released
 from benchmarks.generation.released_shapes import NOT_MEASURED, RELEASED, num_experts, with_experts
 from benchmarks.generation.shares import weight_bytes
-from benchmarks.generation.systems.setting import Setting, Speeds
+from benchmarks.generation.systems.setting import ShapeSetting
 
 from tandem.bench.model_shapes import ModelShape
+from tandem.bench.peers.setting import Speeds
 from tandem.bench.random_model import build_random_model
 from tandem.core.errors import ConfigError
 from tandem.hf.config import OffloadConfig
 from tests.architectures import architectures, build_tiny_model
 
-SETTING = Setting(
+SETTING = ShapeSetting(
     shape="", layers=1, vocabulary=32_000, threads=1, prompt=8, steps=2, expert_dtype="mxfp4",
     dense_dtype="int8", kv_dtype="auto", gguf=Path(), has_flash_attention=False,
 )  # fmt: skip

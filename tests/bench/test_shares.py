@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 from benchmarks.generation.shares import layers_within, ratios, shares, weight_bytes
-from benchmarks.generation.systems.setting import Setting, Speeds
+from benchmarks.generation.systems.setting import ShapeSetting
 
 from tandem.bench.model_shapes import find_shape
+from tandem.bench.peers.setting import Speeds
 from tests.conftest import REPOSITORY
 
-SETTING = Setting(
+SETTING = ShapeSetting(
     shape="qwen3-30b-a3b", layers=1, vocabulary=32_000, threads=2, prompt=8, steps=2,
     expert_dtype="mxfp4", dense_dtype="int8", kv_dtype="auto", gguf=Path(),
     has_flash_attention=False,

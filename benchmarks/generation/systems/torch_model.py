@@ -5,9 +5,10 @@ import time
 from typing import Any
 
 import torch
-from benchmarks.generation.systems.setting import Setting, Speeds
+from benchmarks.generation.systems.setting import ShapeSetting
 
 from tandem.bench.model_shapes import find_shape
+from tandem.bench.peers.setting import Speeds
 from tandem.bench.random_model import empty_model_of
 from tandem.hf.compat import cache_argument
 
@@ -17,7 +18,7 @@ _PART = 512  # tokens of a prompt that are computed at once
 class TorchModel:
     """The model's own code, with the grouped products that Transformers has for experts."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: ShapeSetting) -> None:
         """Build the model: two bytes for each weight."""
         torch.set_num_threads(setting.threads)
         shape = find_shape(setting.shape).sample(setting.layers)

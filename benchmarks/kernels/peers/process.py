@@ -4,9 +4,8 @@ import os
 import time
 from collections.abc import Callable
 
-from benchmarks.still_process import StillProcess
-
 from tandem.bench.kernels import Work
+from tandem.bench.peers.still_process import StillProcess
 
 _START_SECONDS = 120.0
 _CALL_SECONDS = 60.0

@@ -19,6 +19,7 @@ COMMANDS = {
     "doctor": "what this machine has, what is slow or broken, and what to do",
     "pack": "write a model as a packed checkpoint, which loads at the disk's speed",
     "models": "list the models on this machine, or remove some",
+    "compare": "Tandem and llama.cpp on one GGUF file, in turns, and whether they agree",
     "bench": "measure the expert kernels against this machine's ceilings",
     "quality": "what a model's answers lose against a reference: divergence, perplexity, by domain",
     "importance": "collect what the inputs of a model's matrices count when these are rounded",

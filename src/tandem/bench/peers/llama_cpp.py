@@ -3,12 +3,14 @@
 import ctypes
 import statistics
 import time
+from collections.abc import Sequence
 from ctypes import c_int, c_size_t, c_void_p
 from typing import Any
 
 import numpy as np
-from benchmarks.generation.systems.setting import Setting, Speeds
 from numpy.typing import NDArray
+
+from tandem.bench.peers.setting import Choice, Setting, Speeds
 
 
 class _SignalStack(ctypes.Structure):
@@ -81,6 +83,13 @@ class LlamaCpp:
             if batch is not None:
                 lib.llama_batch_free(batch)
             lib.llama_free(context)
+
+    def choices(self, ids: Sequence[int]) -> list[Choice]:
+        """Return the first choice after each token of a text, whatever comes next in it."""
+        logits = self.answers(list(ids))
+        first = logits.argmax(-1)
+        best = np.partition(logits, -2, axis=-1)[:, -2:]
+        return [*map(Choice, first.tolist(), (best[:, 1] - best[:, 0]).tolist())]
 
     def measure(self, depth: int) -> Speeds:
         """Measure in a fresh context."""

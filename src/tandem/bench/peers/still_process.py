@@ -11,6 +11,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+_LAST_SECONDS = 2.0
+
 # Returns what is said once all is in place, and what answers a question.
 Prepare = Callable[..., tuple[object, Callable[[Any], object]]]
 
@@ -43,8 +45,11 @@ class StillProcess:
         return answer
 
     def close(self) -> None:
-        """End it."""
+        """End it: by itself, so that it leaves nothing behind, unless that takes too long."""
         self._connection.close()
+        if self._process.is_alive():
+            os.kill(self.pid, signal.SIGCONT)
+        self._process.join(_LAST_SECONDS)
         self._process.kill()
         self._process.join()
 

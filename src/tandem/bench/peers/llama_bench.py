@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.generation.systems.setting import Setting, Speeds
+from tandem.bench.peers.setting import Setting, Speeds
 
 
 def parse_rival(text: str) -> tuple[str, list[str]]:

@@ -1,0 +1,81 @@
+"""Finds llama.cpp on this machine: its programs, and the library that llama-cpp-python brings."""
+
+import os
+import shlex
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from tandem.core.errors import ConfigError
+
+LLAMA_CPP = "llama.cpp"
+INSTALL = "pip install llama-cpp-python"
+_BENCH, _PACKAGE = "llama-bench", "llama-cpp-python"
+# Programs of llama.cpp beside which llama-bench lies.
+_BESIDE = (_BENCH, "llama-cli", "llama-server", "llama-completion")
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """What Tandem is compared with."""
+
+    name: str
+    command: tuple[str, ...]
+    """What times it, with llama-bench's options; empty: the library does."""
+    has_library: bool
+    """Whether the library can say what it would choose."""
+
+
+def find_peer(wanted: str = LLAMA_CPP, path: str | None = None) -> Peer:
+    """Return llama.cpp as it is found here, or a program that is named.
+
+    The program may have options of its own behind it. `path` is searched in place of PATH. Raises
+    `ConfigError`, which says what installs it.
+    """
+    library = _library_version()
+    if wanted != LLAMA_CPP:
+        words = shlex.split(wanted)
+        return Peer(Path(words[0]).name, _command(words, path), library is not None)
+    program = next(filter(None, (_bench_beside(name, path) for name in _BESIDE)), None)
+    if program is not None:
+        return Peer(LLAMA_CPP, (program,), library is not None)
+    if library is None:
+        raise ConfigError(
+            f"llama.cpp is not here: neither {_BENCH} in PATH nor the package {_PACKAGE}; "
+            f"{INSTALL} (it compiles for this processor), or name {_BENCH} in --with"
+        )
+    return Peer(f"{LLAMA_CPP} ({_PACKAGE} {library})", (), has_library=True)
+
+
+def _command(words: Sequence[str], path: str | None) -> tuple[str, ...]:
+    """Return a command whose program is there: a file, a directory with llama-bench, or in PATH."""
+    given = Path(words[0]).expanduser()
+    program = shutil.which(str(given / _BENCH if given.is_dir() else given), path=path)
+    if program is None:
+        raise ConfigError(
+            f"there is no program {words[0]!r}; name {LLAMA_CPP}, or a program with {_BENCH}'s "
+            "options"
+        )
+    if Path(program).name != _BENCH and (bench := _bench_beside(program, path)) is not None:
+        program = bench
+    return (program, *words[1:])
+
+
+def _bench_beside(name: str, path: str | None) -> str | None:
+    """Return llama-bench beside a program of llama.cpp; None: there is none, or no such program."""
+    program = shutil.which(name, path=path)
+    if program is None or Path(program).name not in _BESIDE:
+        return None
+    return shutil.which(str(Path(os.path.realpath(program)).parent / _BENCH))
+
+
+def _library_version() -> str | None:
+    if find_spec("llama_cpp") is None:
+        return None
+    try:
+        return version("llama-cpp-python")
+    except PackageNotFoundError:
+        return "?"

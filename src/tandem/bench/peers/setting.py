@@ -1,0 +1,57 @@
+"""What systems are asked, and what they answer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One file and what is done with it, the same for each system."""
+
+    gguf: Path
+    threads: int
+    prompt: int
+    """Tokens that are prefilled at once."""
+    steps: int
+    """Tokens that are decoded after them."""
+    kv_dtype: str = "auto"
+    has_flash_attention: bool = False
+    """Of llama.cpp; on CPUs it is slower."""
+    isa: str = ""
+    """Tandem's instruction set; "" is the best of this processor."""
+    may_repack: bool = True
+    """Whether llama.cpp may keep weights in layouts of its own, which not always pay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Tokens per second at one depth; shares are of a ceiling measured beside it."""
+
+    prefill: float
+    decode: float
+    decode_ceiling: float
+    prefill_ceiling: float
+
+
+class Choice(NamedTuple):
+    """What a model would say after one more token of a text."""
+
+    token: int
+    margin: float
+    """The best logit less the second best."""
+
+
+class System(Protocol):
+    """One system with its model in memory."""
+
+    def measure(self, depth: int) -> Speeds:
+        """Prefill a prompt behind `depth` tokens and decode some steps; ceilings 0 if not known."""
+
+
+class Chooser(System, Protocol):
+    """A system that also says what it would choose."""
+
+    def choices(self, ids: Sequence[int]) -> list[Choice]:
+        """Return the first choice after each token of a text, whatever comes next in it."""

@@ -1,0 +1,139 @@
+"""Systems that take turns: each is a process that stands still while another is timed."""
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
+from operator import methodcaller
+from typing import Any
+
+from tandem.bench.peers.setting import Choice, Setting, Speeds
+from tandem.bench.peers.still_process import StillProcess
+
+_SECONDS = 1800  # until it is ready, and for a measurement
+
+# Puts a system's model into memory; of its module, as it is sent to another process. A setting may
+# be of a shape, whose systems take no other.
+Maker = Callable[[Any], Any]
+# A system's speeds by depth, one of each round.
+Rounds = Mapping[int, list[Speeds]]
+# Hears of each measurement: the system, the depth, the speeds.
+Tell = Callable[[str, int, Speeds], None]
+
+
+def _prepared(make: Maker, setting: Setting) -> tuple[bool, Callable[[Any], object]]:
+    system = make(setting)
+    return True, lambda asked: asked(system)
+
+
+class Turns:
+    """Systems of which one runs at a time."""
+
+    def __init__(self, processes: Mapping[str, StillProcess]) -> None:
+        """Take the processes that stand still."""
+        self._processes = processes
+
+    def measure(self, name: str, depth: int) -> Speeds:
+        """Let one system measure."""
+        found: Speeds = self._processes[name].ask(methodcaller("measure", depth), _SECONDS)
+        return found
+
+    def choices(self, name: str, ids: Sequence[int]) -> list[Choice]:
+        """Let one system, a `Chooser`, read a text."""
+        asked = methodcaller("choices", list(ids))
+        found: list[Choice] = self._processes[name].ask(asked, _SECONDS)
+        return found
+
+
+@contextmanager
+def standing_still(makers: Mapping[str, Maker], setting: Setting) -> Iterator[Turns]:
+    """Start systems, each in a process of its own; `OSError` says which one cannot."""
+    with ExitStack() as running:
+        processes = {}
+        for name, make in makers.items():
+            try:
+                process = StillProcess(_prepared, make, setting, seconds=_SECONDS)
+            except OSError as error:
+                raise OSError(f"{name}: {error}") from error
+            processes[name] = running.enter_context(closing(process))
+        yield Turns(processes)
+
+
+def measure_rounds(
+    groups: Sequence[Mapping[str, Maker]],
+    setting: Setting,
+    depths: list[int],
+    rounds: int,
+) -> dict[str, dict[int, list[Speeds]]]:
+    """Measure the systems of each group in turn, depth by depth, and print."""
+    found: dict[str, dict[int, list[Speeds]]] = {}
+    for makers in groups:
+        with standing_still(makers, setting) as turns:
+            found |= measured(turns, list(makers), depths, rounds, _print)
+    return found
+
+
+def measured(
+    turns: Turns, names: Sequence[str], depths: Sequence[int], rounds: int, tell: Tell
+) -> dict[str, dict[int, list[Speeds]]]:
+    """Measure systems that have been started, in turn, depth by depth."""
+    found: dict[str, dict[int, list[Speeds]]] = {
+        name: {depth: [] for depth in depths} for name in names
+    }
+    for depth, _, name in itertools.product(depths, range(rounds), names):
+        found[name][depth].append(turns.measure(name, depth))
+        tell(name, depth, found[name][depth][-1])
+    return found
+
+
+def ratios(ours: list[Speeds], theirs: list[Speeds]) -> tuple[float, float]:
+    """Return prefill and decode over another's: medians over rounds of turns next to each other."""
+    pairs = list(zip(ours, theirs, strict=True))
+    return (
+        statistics.median(a.prefill / b.prefill for a, b in pairs),
+        statistics.median(a.decode / b.decode for a, b in pairs),
+    )
+
+
+def table(found: Mapping[str, Rounds], depths: Sequence[int]) -> list[str]:
+    """Return the medians as rows of Markdown; ratios are the first system's over the row's."""
+    first = next(iter(found))
+    rows = [
+        f"| system | depth | prefill, decode tok/s | {first}'s over it | shares of the ceilings |",
+        "|---|---|---|---|---|",
+    ]
+    for depth in depths:
+        for name, rounds in found.items():
+            speeds = median(rounds[depth])
+            prefill, decode = ratios(found[first][depth], rounds[depth])
+            shares = "" if not speeds.decode_ceiling else (
+                f"{speeds.prefill / speeds.prefill_ceiling:.0%}, "
+                f"{speeds.decode / speeds.decode_ceiling:.0%}"
+            )  # fmt: skip
+            rows.append(
+                f"| {name} | {depth} | {speeds.prefill:.1f}, {speeds.decode:.1f} "
+                f"| {prefill:.2f}, {decode:.2f} | {shares} |"
+            )
+    return rows
+
+
+def line(speeds: Speeds) -> str:
+    """Return speeds for people."""
+    text = f"prefill {speeds.prefill:7.1f} tok/s, decode {speeds.decode:6.1f} tok/s"
+    if speeds.decode_ceiling:
+        text += (
+            f"  ({speeds.prefill / speeds.prefill_ceiling:.0%} and "
+            f"{speeds.decode / speeds.decode_ceiling:.0%} of the ceilings)"
+        )
+    return text
+
+
+def median(speeds: list[Speeds]) -> Speeds:
+    """Return the median of each speed."""
+    columns = zip(*(tuple(asdict(s).values()) for s in speeds), strict=True)
+    return Speeds(*(statistics.median(column) for column in columns))
+
+
+def _print(name: str, depth: int, speeds: Speeds) -> None:
+    print(f"{name:12} depth {depth:6}: {line(speeds)}", flush=True)

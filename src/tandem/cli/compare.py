@@ -1,0 +1,199 @@
+"""`tandem compare`: Tandem and llama.cpp on one GGUF file, in turns, and whether they agree."""
+
+import argparse
+import functools
+import json
+import os
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tandem.cli.model_choice import ModelChoice, add_model, find_model, load_tokenizer
+from tandem.cli.progress import waiting
+from tandem.core.config import add_flags, from_flags, option, require_range
+from tandem.core.errors import ConfigError, TandemError
+from tandem.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from tandem.bench.peers.comparison import Comparison
+    from tandem.bench.peers.finding import Peer
+    from tandem.bench.peers.setting import Choice, Setting, Speeds
+    from tandem.bench.peers.turns import Maker, Rounds
+
+# Each system has the weights in layouts of its own, and what it works with.
+_MEMORY_OVER_FILE = 2.3
+_LIBRARY = "llama.cpp's library"
+_NO_LIBRARY = (
+    "First choices were not compared: that takes the package llama-cpp-python "
+    "(pip install llama-cpp-python)."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions:
+    """Options of `tandem compare`."""
+
+    peer: str = "llama.cpp"
+    """What Tandem is compared with; its flag is --with."""
+    threads: int | None = option(
+        None, help="threads of both; default: one for each fast core", metavar="N"
+    )
+    prompt: int = option(512, help="tokens of the prompt that is timed", metavar="N")
+    gen: int = option(32, help="tokens generated after it", metavar="N")
+    depth: int = option(0, help="tokens in the KV cache before the prompt", metavar="N")
+    rounds: int = option(3, help="rounds in turns, of which the medians count", metavar="N")
+    tokens: int = option(
+        256, help="tokens of text after which first choices are compared; 0: of none", metavar="N"
+    )
+    repacking: bool = option(True, help="let llama.cpp keep weights in layouts of its own")
+    json: bool = option(False, help="last line of standard output: one JSON object")
+    quiet: bool = option(False, help="only the result, warnings and errors", short="-q")
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        given = asdict(self)
+        for name in ("prompt", "rounds"):
+            require_range(name, given[name], 1, what="a number")
+        require_range("gen", self.gen, 4, what="a number of tokens")  # two warm up
+        for name in ("depth", "tokens"):
+            require_range(name, given[name], 0, what="a number of tokens")
+        if self.threads is not None:
+            require_range("threads", self.threads, 1, what="a number")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `tandem compare`."""
+    add_model(parser, is_required=True, help="GGUF file, or hub id of one (OWNER/NAME:Q4_K_M)")
+    parser.add_argument(
+        "--with", dest="peer", metavar="llama.cpp|PROGRAM",
+        help="what Tandem is compared with: llama.cpp (found in PATH, or as llama-cpp-python), or "
+        "a program with llama-bench's options and its arguments (default: llama.cpp)",
+    )  # fmt: skip
+    add_flags(parser, CompareOptions)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Compare and print; returns the exit code."""
+    from tandem.bench.peers.finding import find_peer
+    from tandem.bench.peers.setting import Setting
+    from tandem.kernels.cpu import detect_cpu
+    from tandem.kernels.engine import choose_isa
+
+    options = from_flags(CompareOptions, flags)
+    peer = find_peer(options.peer)
+    found = find_model(from_flags(ModelChoice, flags), quiet=options.quiet)
+    file = Path(found.model)
+    if file.suffix != ".gguf":
+        raise ConfigError(f"{file.name} is no GGUF file, which llama.cpp and Tandem both read")
+    cpu = detect_cpu()
+    setting = Setting(
+        gguf=file, threads=options.threads or cpu.num_threads, prompt=options.prompt,
+        steps=options.gen, may_repack=options.repacking,
+        isa=choose_isa(os.environ.get("TANDEM_ISA", "")),
+    )  # fmt: skip
+    machine = f"{cpu.model_name}, {setting.threads} threads, {setting.isa}"
+    ids = _text_ids(found, options.tokens)
+    os.environ.setdefault("TQDM_DISABLE", "1")  # of the systems' processes
+    comparison = _compare(setting, peer, options, machine, ids)
+    print("\n".join([*comparison.rows, "", comparison.paragraph]))
+    if options.json:
+        print(json.dumps(comparison.json()))
+    return 0
+
+
+def _text_ids(found: ModelChoice, count: int) -> list[int]:
+    """Return tokens of a text that comes with Tandem, by the file's own tokenizer."""
+    from tandem.quality.texts import held_out_texts
+
+    if count == 0:
+        return []
+    try:
+        tokenizer = load_tokenizer(found)
+    except TandemError:  # tokens that are numbers alone do, too
+        return list(range(300, 300 + count))
+    text = "\n".join(held_out_texts().values())
+    ids: list[int] = tokenizer(text[: 20 * count])["input_ids"]
+    return ids[:count]
+
+
+def _compare(
+    setting: "Setting", peer: "Peer", options: CompareOptions, machine: str, ids: list[int]
+) -> "Comparison":
+    from tandem.bench.peers.comparison import TANDEM, Comparison, agreement
+    from tandem.bench.peers.llama_bench import LlamaBench
+    from tandem.bench.peers.turns import measured, standing_still
+    from tandem.cli.version import version_lines
+
+    ours, library = _makers()
+    theirs: Maker = functools.partial(LlamaBench, [*peer.command, "-ngl", "0"])
+    theirs = theirs if peer.command else library
+    groups: list[dict[str, Maker]] = [{TANDEM: ours, peer.name: theirs}]
+    if not peer.command and _is_narrow(setting, quiet=options.quiet):
+        groups = [{TANDEM: ours}, {peer.name: theirs}]
+    if peer.command and peer.has_library and ids:
+        groups.append({_LIBRARY: library})  # says what it would choose, and is not timed
+    choosers = {TANDEM, _LIBRARY if peer.command else peer.name} if peer.has_library else set()
+    tell = _silent if options.quiet else _Told(options.rounds)
+    speeds: dict[str, Rounds] = {}
+    chosen: list[list[Choice]] = []
+    try:
+        for group in groups:
+            with ExitStack() as stack:
+                with waiting(f"loading {' and '.join(group)}", quiet=options.quiet):
+                    turns = stack.enter_context(standing_still(group, setting))
+                names = [name for name in group if name != _LIBRARY]
+                chosen += [turns.choices(name, ids) for name in group if ids and name in choosers]
+                speeds |= measured(turns, names, [options.depth], options.rounds, tell)
+    except OSError as error:
+        raise ConfigError(f"the comparison stopped: {error}") from error
+    return Comparison(
+        file=setting.gguf.name, machine=machine,
+        versions={TANDEM: version_lines(is_verbose=False)[0], peer.name: peer.name},
+        prompt=options.prompt, steps=options.gen, rounds=options.rounds, speeds=speeds,
+        agreement=agreement(*chosen) if chosen else None,
+        why_not_agreed=_NO_LIBRARY if ids else "",
+    )  # fmt: skip
+
+
+def _makers() -> "tuple[Maker, Maker]":
+    """Return what makes Tandem, and llama.cpp by its library: on the CPU alone, both."""
+    from tandem.bench.peers.llama_cpp import LlamaCpp
+    from tandem.bench.peers.tandem_model import Tandem
+
+    return Tandem, functools.partial(LlamaCpp, gpu_layers=0)
+
+
+def _is_narrow(setting: "Setting", *, quiet: bool) -> bool:
+    """Tell whether the memory does not hold both at once; they are measured one after the other."""
+    from tandem.experts.store.host_memory import available_bytes
+
+    needed = int(_MEMORY_OVER_FILE * setting.gguf.stat().st_size)
+    if needed <= available_bytes():
+        return False
+    if not quiet:
+        _say(f"one after the other: both together take some {format_bytes(needed)}")
+    return True
+
+
+class _Told:
+    """Says each measurement on standard error as it comes."""
+
+    def __init__(self, rounds: int) -> None:
+        self._rounds = rounds
+        self._done: dict[str, int] = {}
+
+    def __call__(self, name: str, depth: int, speeds: "Speeds") -> None:
+        from tandem.bench.peers.turns import line
+
+        self._done[name] = self._done.get(name, 0) + 1
+        _say(f"round {self._done[name]} of {self._rounds}, {name}: {line(speeds)}")
+
+
+def _silent(name: str, depth: int, speeds: "Speeds") -> None:
+    """Say nothing."""
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
