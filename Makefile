@@ -28,7 +28,7 @@ PYTEST := $(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder $(if $(ISA)
 # that follow.
 WHEEL_PYTHONS ?= $(PYTHON)
 
-.PHONY: release release-files lock test-fast test-slow test-all-isas fuzz-files wheel check-wheel check-clang check-commits check-format check-threads check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
+.PHONY: release release-files lock test-fast test-slow test-all-isas fuzz-files wheel check-wheel check-clang check-commits check-format check-threads check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs-models docs-modules docs-datapoints docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
@@ -180,6 +180,9 @@ docs-models: setup  ## Write docs/models.md anew
 
 docs-modules: setup  ## Write the table of modules in docs/architecture.md again
 	$(BIN)/pytest tests/test_documents.py -k table_of_modules --write-docs
+
+docs-datapoints: setup  ## Write the table of docs/datapoints/README.md again
+	$(BIN)/python -m benchmarks.datapoints
 
 docs-forecast: setup  ## Write docs/gpu-forecast.md: what tandem plan says of common PCs (minutes)
 	$(BIN)/python -m benchmarks.policy.gpu_forecast

@@ -17,13 +17,9 @@ from tandem.bench.model_shapes import ModelShape
 from tandem.cli.main import main
 from tandem.core.errors import ConfigError
 from tandem.forecast.report import speed_stages
-from tandem.forecast.report.document import (
-    FIRST_LINE,
-    require_writable,
-    without_private_data,
-    write_report,
-)
+from tandem.forecast.report.document import FIRST_LINE, write_report
 from tandem.forecast.report.gpu_stages import small_model
+from tandem.forecast.report.record import Record, require_writable, without_private_data
 from tandem.forecast.report.speed_stages import on_cpu, on_gpu
 from tandem.forecast.report.stages import Outcome, Said, Stage, run_stages
 from tandem.forecast.windows_check import Finding
@@ -93,7 +89,10 @@ def test_nothing_private_is_in_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     finding = Finding("disk", "slow", private, f"see {private}")
     outcome = Outcome("raises", "failed", Said(private), 0.1, private)
     path = tmp_path / "report.md"
-    write_report(path, [f"tandem 1 on {host}"], [finding], [outcome], [outcome])
+    record = Record(
+        versions=[f"tandem 1 on {host}"], findings=[finding], speeds=[outcome], smoke=[outcome]
+    )
+    write_report(path, record)
     text = path.read_text()
     for secret in (str(Path.home()), host, gettempdir(), str(Path.cwd()), "of sarah"):
         assert secret not in text
@@ -102,7 +101,7 @@ def test_nothing_private_is_in_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     data = json.loads(text.partition("```json\n")[2].partition("\n```")[0])
     assert data["speeds"][0]["said"]["text"] == without_private_data(private)
     assert os.listdir(tmp_path) == ["report.md"]
-    require_writable(path)  # a report may be written again
+    require_writable(path, FIRST_LINE, "report")  # a report may be written again
 
 
 @pytest.mark.parametrize("kind", ["other file", "directory", "no directory"])
@@ -117,7 +116,7 @@ def test_a_file_that_must_not_be_written_is_refused_first(
     else:
         path = path / "report.md"
     with pytest.raises(ConfigError, match=r"notes\.md"):
-        require_writable(path)
+        require_writable(path, FIRST_LINE, "report")
     assert main(["doctor", "--report", str(path)]) == 2
     assert not capsys.readouterr().out
 

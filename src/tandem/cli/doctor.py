@@ -7,7 +7,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ from tandem.devices import kind_of
 from tandem.forecast.windows_check import Finding
 
 if TYPE_CHECKING:
-    from tandem.forecast.report.stages import Outcome
+    from tandem.forecast.report.stages import Outcome, Stage
     from tandem.hf.checkpoint import AnyCheckpoint
 
 EXIT_BROKEN = 1
@@ -61,18 +61,12 @@ def run(flags: argparse.Namespace) -> int:
     options = from_flags(DoctorOptions, flags)
     import_transformers(quiet=False, has_bars=False)
     if options.report is not None:
-        from tandem.forecast.report.document import require_writable
+        from tandem.forecast.report.document import FIRST_LINE
+        from tandem.forecast.report.record import require_writable
 
-        require_writable(Path(options.report))
+        require_writable(Path(options.report), FIRST_LINE, "report")
 
-    from tandem.forecast.machine_check import check_machine
-
-    findings: list[Finding] = []
-    for finding in check_machine(
-        cache_dir(), num_threads=options.threads, isa=os.environ.get("TANDEM_ISA", "")
-    ):
-        findings.append(finding)
-        _print(finding)
+    findings = list(looked_at(options.threads))
     more = (
         _check_disk_of_copies()
         if flags.model is None
@@ -81,12 +75,12 @@ def run(flags: argparse.Namespace) -> int:
     for finding in more:
         findings.append(finding)
         _print(finding)
-    tried = [] if options.report is None else _report(Path(options.report), findings)
+    outcomes = [] if options.report is None else _report(Path(options.report), findings)
     if options.json:
         found = {"findings": [asdict(finding) for finding in findings]}
-        print(json.dumps(found | {"tried": [asdict(outcome) for outcome in tried]}))
+        print(json.dumps(found | {"tried": [asdict(outcome) for outcome in outcomes]}))
     is_broken = any(finding.state == "broken" for finding in findings)
-    return EXIT_BROKEN if is_broken or any(one.state == "failed" for one in tried) else 0
+    return EXIT_BROKEN if is_broken or any(one.state == "failed" for one in outcomes) else 0
 
 
 def _report(path: Path, findings: list[Finding]) -> "list[Outcome]":
@@ -95,32 +89,49 @@ def _report(path: Path, findings: list[Finding]) -> "list[Outcome]":
     from tandem.forecast.report.cpu_stages import CPU_STAGES
     from tandem.forecast.report.document import write_report
     from tandem.forecast.report.gpu_stages import GPU_STAGES
+    from tandem.forecast.report.record import Record
     from tandem.forecast.report.speed_stages import CPU_SPEED_STAGES, GPU_SPEED_STAGES
-    from tandem.forecast.report.stages import Outcome, Stage, run_stages
 
-    def begin(stage: Stage) -> None:
-        print(f"     {stage.name} ...", file=sys.stderr, flush=True)
-
-    has_gpu = _has_gpu()
-    smoke_stages = (*CPU_STAGES, *GPU_STAGES) if has_gpu else CPU_STAGES
-    speed_stages = GPU_SPEED_STAGES if has_gpu else CPU_SPEED_STAGES
-    smoke: list[Outcome] = []
-    speeds: list[Outcome] = []
-    for stages, outcomes in ((smoke_stages, smoke), (speed_stages, speeds)):
-        for outcome in run_stages(stages, begin):
-            outcomes.append(outcome)
-            print(f"{_OUTCOME_MARKS[outcome.state]} {outcome.name:<18} {outcome.said.text}")
-    write_report(path, version_lines(), findings, smoke, speeds)
+    gpu = has_gpu()
+    smoke = tried((*CPU_STAGES, *GPU_STAGES) if gpu else CPU_STAGES)
+    speeds = tried(GPU_SPEED_STAGES if gpu else CPU_SPEED_STAGES)
+    record = Record(versions=version_lines(), findings=findings, speeds=speeds, smoke=smoke)
+    write_report(path, record)
     print(f"wrote {path}: attach it to an issue, after you have read it")
     return [*smoke, *speeds]
 
 
-def _has_gpu() -> bool:
+def tried(stages: "Sequence[Stage]") -> "list[Outcome]":
+    """Run stages and print what becomes of each."""
+    from tandem.forecast.report.stages import Stage, run_stages
+
+    def begin(stage: Stage) -> None:
+        print(f"     {stage.name} ...", file=sys.stderr, flush=True)
+
+    outcomes = []
+    for outcome in run_stages(stages, begin):
+        outcomes.append(outcome)
+        print(f"{_OUTCOME_MARKS[outcome.state]} {outcome.name:<18} {outcome.said.text}")
+    return outcomes
+
+
+def has_gpu() -> bool:
+    """Tell whether CUDA can be used here."""
     try:
         kind_of("cuda").require()
     except CapacityError:
         return False
     return True
+
+
+def looked_at(num_threads: int | None = None) -> "Iterator[Finding]":
+    """Look at this machine; print each finding as it comes."""
+    from tandem.forecast.machine_check import check_machine
+
+    isa = os.environ.get("TANDEM_ISA", "")
+    for finding in check_machine(cache_dir(), num_threads=num_threads, isa=isa):
+        _print(finding)
+        yield finding
 
 
 def _print(finding: Finding) -> None:

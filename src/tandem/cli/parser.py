@@ -17,6 +17,7 @@ COMMANDS = {
     "serve": "an OpenAI-compatible server, and a page that shows where experts run",
     "plan": "what a model will take and how fast it will be, before it is loaded",
     "doctor": "what this machine has, what is slow or broken, and what to do",
+    "datapoint": "write what this machine is and does into one anonymous file; nothing is sent",
     "pack": "write a model as a packed checkpoint, which loads at the disk's speed",
     "models": "list the models on this machine, or remove some",
     "compare": "Tandem and llama.cpp on one GGUF file, in turns, and whether they agree",

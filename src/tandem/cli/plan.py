@@ -21,10 +21,8 @@ from tandem.devices.options import OffloadOptions, offload_options
 
 if TYPE_CHECKING:
     from tandem.forecast.disk_forecast import DiskForecast, SlotsOverDisk
-    from tandem.forecast.gpu_forecast import GpuForecast
-    from tandem.forecast.model_plan import Plan
+    from tandem.forecast.model_plan import AnyForecast, Plan
     from tandem.forecast.sizes import ModelSizes
-    from tandem.forecast.speed_forecast import SpeedForecast
     from tandem.hf.config import OffloadConfig
 
 # What advice is given about, largest first.
@@ -69,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(flags: argparse.Namespace) -> int:
     """Forecast and print; returns the exit code: 0 also for a model that does not fit."""
     options = from_flags(PlanOptions, flags)
-    offload = offload_options(flags)
+    offload = offload_options(flags, also_of_cpu=("profile",))
     source = from_flags(ModelChoice, flags)
     if options.shape is None:
         source = find_model(source, quiet=True)
@@ -210,14 +208,18 @@ def _sizes_with(
 
 def _speed(
     sizes: "ModelSizes", offload: "OffloadConfig", num_slots: int, options: PlanOptions
-) -> "SpeedForecast | GpuForecast | str":
+) -> "AnyForecast | str":
     """Return the forecast that was asked for, or why there is none."""
+    from tandem.forecast.cpu_forecast import forecast_from_profile
     from tandem.forecast.gpu_forecast import forecast_on_gpu, machine_for
     from tandem.forecast.speed_forecast import forecast_speed, why_not_measured
+    from tandem.hardware.profiles import load_profile
     from tandem.policy.step_path import run_path, step_path
 
     if not options.measure:
         return "not forecast (--no-measure)"
+    if offload.device == "cpu" and offload.profile is not None:
+        return forecast_from_profile(sizes, load_profile(offload.profile))
     if offload.device == "cpu":
         return forecast_speed(sizes, offload, cache_dir=cache_dir(), refresh=options.refresh)
     if sizes.is_dense:
@@ -317,6 +319,7 @@ def _device_line(plan: "Plan") -> str:
 
 
 def _speed_lines(plan: "Plan") -> list[str]:
+    from tandem.forecast.cpu_forecast import ProfileForecast
     from tandem.forecast.gpu_forecast import GpuForecast
     from tandem.forecast.speed_forecast import FIRST_TOKENS
 
@@ -336,6 +339,8 @@ def _speed_lines(plan: "Plan") -> list[str]:
             f"decode steps by {speed.rules}; these forecasts have not been compared with a "
             "GPU)"
         ]
+    if isinstance(speed, ProfileForecast):
+        return [f"{line} (by bytes, from the times of {speed.costs_of} on {speed.profile})"]
     layers = plan.sizes.num_layers
     how = "whole" if speed.measured_layers >= layers else f"on {speed.measured_layers}"
     return [

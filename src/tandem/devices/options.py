@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 from tandem.core.config import from_flags, option, require_range
@@ -225,16 +225,20 @@ class OffloadOptions:
         return self.planner_settings().why_planned()
 
 
-def offload_options(flags: argparse.Namespace) -> OffloadOptions:
-    """Return the options of parsed flags; raises `ConfigError` also for flags that say nothing."""
+def offload_options(flags: argparse.Namespace, also_of_cpu: Collection[str] = ()) -> OffloadOptions:
+    """Return the options of parsed flags; raises `ConfigError` also for flags that say nothing.
+
+    A command may know what to do with some of a device's options on the CPU, too.
+    """
     options = from_flags(OffloadOptions, flags)
     of_a_device = ("gpu_memory", *OffloadOptions.rare)
     given = [name for name in of_a_device if vars(flags).get(name) is not None]
     if options.expert_memory_bytes is not None and "eviction" in given:
         given.remove("eviction")  # host slots follow it, too
-    if options.device == "cpu" and given:
+    given_of_device = [name for name in given if name not in also_of_cpu]
+    if options.device == "cpu" and given_of_device:
         raise ConfigError(
-            f"{_flags(given)}: that is of a device beside the CPU, and there is none "
+            f"{_flags(given_of_device)}: that is of a device beside the CPU, and there is none "
             "(--device cpu); leave it out, or give --device cuda or emulated"
         )
     of_others = [

@@ -92,7 +92,8 @@ def host_bytes_elsewhere(offload: OffloadConfig) -> int | None:
 
     What its system and its desktop take is left out.
     """
-    if offload.profile is None or not kind_of(offload.device).holds_dense_parts:
+    is_elsewhere = offload.device == "cpu" or kind_of(offload.device).holds_dense_parts
+    if offload.profile is None or not is_elsewhere:
         return None
     return max(0, load_profile(offload.profile).host_memory_bytes - _SYSTEM_BYTES)
 

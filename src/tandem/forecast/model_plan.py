@@ -11,6 +11,7 @@ from types import MappingProxyType
 from tandem.core.units import format_bytes
 from tandem.devices import kind_of
 from tandem.experts.cache.sizing import DeviceMemory, count_slots, parse_gpu_memory
+from tandem.forecast.cpu_forecast import ProfileForecast
 from tandem.forecast.disk_forecast import DiskForecast, SlotsOverDisk
 from tandem.forecast.gpu_forecast import GpuForecast
 from tandem.forecast.sizes import ModelSizes
@@ -19,6 +20,9 @@ from tandem.forecast.state_bytes import checkpoint_bytes
 from tandem.hf.whole_model import prompt_bytes, require_room
 
 _CONTEXTS = (2048, 8192, 32768, 131072)
+
+
+AnyForecast = SpeedForecast | GpuForecast | ProfileForecast
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class Plan:
     gpu_available_bytes: int
     """Of the device, before the model is there; 0 without one."""
     expert_slots: int
-    speed: SpeedForecast | GpuForecast | str
+    speed: AnyForecast | str
     """Measured on this CPU, simulated with a GPU, or why there is none."""
     can_be_packed: bool
     """Whether it is not packed yet."""
@@ -270,7 +274,7 @@ def _disk_json(slots: SlotsOverDisk, found: DiskForecast | None) -> dict[str, ob
     }
 
 
-def _more_of_speed(speed: SpeedForecast | GpuForecast | str) -> dict[str, object]:
+def _more_of_speed(speed: AnyForecast | str) -> dict[str, object]:
     """Return what one kind of forecast has beside the others."""
     if isinstance(speed, str):
         return {"speed_unknown": speed}
@@ -279,6 +283,8 @@ def _more_of_speed(speed: SpeedForecast | GpuForecast | str) -> dict[str, object
             "profile": speed.profile, "hit_rate": speed.hit_rate, "host_path": speed.host_path,
             "assignment": speed.assignment, "decode_rules": speed.rules,
         }  # fmt: skip
+    if isinstance(speed, ProfileForecast):
+        return {"profile": speed.profile, "costs_of": speed.costs_of}
     return {
         "first_time_to_first_token_seconds": speed.first_prefill_seconds,
         "first_tokens_per_second": speed.first_tokens_per_second,

@@ -40,7 +40,7 @@ _FEW_LAYERS = 2
 _LEAST_MORE, _MOST_MORE = 7, 10
 _WHOLE_BYTES = 2 << 30  # models up to this are built whole
 _SHARE_OF_MEMORY = 0.5  # of what is free, for the layers that are built
-_ROUNDS = 7
+ROUNDS = 7
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,9 +81,14 @@ class SpeedForecast(Forecast):
 
 
 def forecast_speed(
-    sizes: ModelSizes, offload: OffloadConfig, *, cache_dir: Path, refresh: bool = False
+    sizes: ModelSizes,
+    offload: OffloadConfig,
+    *,
+    cache_dir: Path,
+    refresh: bool = False,
+    rounds: int = ROUNDS,
 ) -> SpeedForecast | str:
-    """Return the speed on the CPU, kept or measured; else a sentence why not."""
+    """Return the speed on the CPU, kept or measured in rounds; else a sentence why not."""
     reason = why_not_measured(sizes)
     if reason:
         return reason
@@ -93,7 +98,7 @@ def forecast_speed(
             return SpeedForecast(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             pass  # damaged: measured again
-    forecast = _measure(sizes, offload)
+    forecast = _measure(sizes, offload, rounds)
     keep_file(path, json.dumps(dataclasses.asdict(forecast)))
     return forecast
 
@@ -129,10 +134,10 @@ class Times(NamedTuple):
     first_tokens_seconds: float
 
 
-def _measure(sizes: ModelSizes, offload: OffloadConfig) -> SpeedForecast:
+def _measure(sizes: ModelSizes, offload: OffloadConfig, num_rounds: int) -> SpeedForecast:
     counts = _layers_to_time(sizes)
     models = [_build(sizes, offload, count) for count in counts]
-    rounds = [[time_model(model) for model in models] for _ in range(_ROUNDS)]
+    rounds = [[time_model(model) for model in models] for _ in range(num_rounds)]
     for model in models:
         require_runtime(model).executor.close()
     usual = _median([_extrapolate(counts, times, sizes.num_layers) for times in rounds])

@@ -26,6 +26,8 @@ from tandem.kernels.cpu import detect_cpu
 from tandem.policy.cost import HardwareProfile, ShapeCosts, interpolate
 from tandem.policy.plan import Geometry
 
+EMULATED = "emulated"
+"""The GPU of a profile that was measured without one: all its times are the CPU's."""
 TOKEN_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 EXPERTS_AT_ONCE = 8
 REPETITIONS = 7
@@ -97,7 +99,7 @@ def measure_profile(
         name="this machine",
         source="measured by tandem profile; the GPU is emulated",
         cpu=features.model_name,
-        gpu="emulated",
+        gpu=EMULATED,
         cpu_threads=experts.kernels.threads.num_threads,
         gpu_memory_bytes=total_bytes(),
         host_memory_bytes=total_bytes(),
@@ -128,16 +130,20 @@ def with_timed_steps(
     shape = profile.shapes[0]
 
     def rest(tokens: int, seconds: float) -> float:
-        active = min(shape.num_experts, tokens * shape.top_k)
-        each = interpolate(shape.tokens, shape.cpu_seconds, tokens * shape.top_k // active)
-        experts = shape.cpu_first_expert_seconds + active * each
-        return max(0.0, seconds / shape.num_moe_layers - experts)
+        return max(0.0, seconds / shape.num_moe_layers - experts_seconds(shape, tokens))
 
     counts, times = (1, prompt_tokens), (rest(1, step_seconds), rest(prompt_tokens, prompt_seconds))
     dense = tuple(interpolate(counts, times, count) for count in shape.tokens)
     return dataclasses.replace(
         profile, shapes=(dataclasses.replace(shape, dense_seconds=dense), *profile.shapes[1:])
     )
+
+
+def experts_seconds(shape: ShapeCosts, tokens: int) -> float:
+    """Return what the CPU takes for the experts of a layer that so many tokens reach evenly."""
+    active = min(shape.num_experts, tokens * shape.top_k)
+    each = interpolate(shape.tokens, shape.cpu_seconds, tokens * shape.top_k // active)
+    return shape.cpu_first_expert_seconds + active * each
 
 
 def with_link(profile: HardwareProfile, bytes_per_second: float) -> HardwareProfile:

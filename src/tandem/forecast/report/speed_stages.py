@@ -13,13 +13,16 @@ from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape
 from tandem.bench.random_model import build_random_model
 from tandem.core.errors import ExecutionError
 from tandem.experts.execution.forced_routing import ForcedRouting
+from tandem.experts.measuring.profiler import with_timed_steps
 from tandem.experts.store.host_memory import available_bytes
 from tandem.forecast.gpu_forecast import forecast_on_gpu, geometry_of, shape_sizes
 from tandem.forecast.report.stages import NotHereError, Said, Stage
-from tandem.forecast.speed_forecast import PROMPT_TOKENS, forecast_speed
+from tandem.forecast.speed_forecast import PROMPT_TOKENS, ROUNDS, forecast_speed
 from tandem.generate.generator import Generator
+from tandem.hf.assembly import profile_of
 from tandem.hf.config import OffloadConfig
 from tandem.hf.runtime import require_runtime
+from tandem.policy.cost import HardwareProfile
 from tandem.policy.step_path import run_path
 from tandem.sim.typical_routing import typical_routing
 
@@ -39,7 +42,9 @@ class Speeds(NamedTuple):
     decode: float
 
 
-def compare(what: str, forecast: Speeds, measured: Speeds) -> Said:
+def compare(
+    what: str, forecast: Speeds, measured: Speeds, profile: HardwareProfile | None = None
+) -> Said:
     """Put a forecast beside what was measured."""
     parts = [
         f"{name} {found:.1f} tok/s, forecast {said:.1f} ({said / found - 1:+.0%})"
@@ -47,24 +52,31 @@ def compare(what: str, forecast: Speeds, measured: Speeds) -> Said:
     ]
     numbers = {f"forecast_{name}": value for name, value in forecast._asdict().items()}
     numbers |= {f"measured_{name}": value for name, value in measured._asdict().items()}
-    return Said(f"{what}: {', '.join(parts)}", numbers)
+    return Said(f"{what}: {', '.join(parts)}", numbers, profile)
 
 
-def on_cpu(shape: ModelShape, expert_dtype: str) -> Said:
-    """Forecast a shape's layers from fewer of them, then measure them all."""
-    offload = OffloadConfig(expert_dtype=expert_dtype)
-    shape = _cut_to_memory(shape, offload)
-    num_layers = shape.values["num_hidden_layers"]
+def on_cpu(shape: ModelShape, expert_dtype: str, *, rounds: int = ROUNDS) -> Said:
+    """Forecast a shape's layers from fewer of them, in so many rounds, then measure them all."""
     with TemporaryDirectory() as folder:
-        forecast = forecast_speed(shape_sizes(shape, offload), offload, cache_dir=Path(folder))
-    if isinstance(forecast, str):
-        raise NotHereError(forecast)
-    gc.collect()  # the forecast's models
-    model = build_random_model(shape, offload)
-    measured = _measured(model)
-    require_runtime(model).executor.close()
+        offload = OffloadConfig(expert_dtype=expert_dtype, cache_dir=folder)
+        shape = _cut_to_memory(shape, offload)
+        num_layers = shape.values["num_hidden_layers"]
+        forecast = forecast_speed(
+            shape_sizes(shape, offload), offload, cache_dir=Path(folder), rounds=rounds
+        )
+        if isinstance(forecast, str):
+            raise NotHereError(forecast)
+        gc.collect()  # the forecast's models
+        model = build_random_model(shape, offload)
+        profile = profile_of(model)
+        measured = _measured(model)
+        require_runtime(model).executor.close()
+    times = PROMPT_TOKENS / measured.prompt, 1 / measured.decode
     said = Speeds(forecast.prefill_tokens_per_second, forecast.decode_tokens_per_second)
-    return compare(f"{num_layers} layers, forecast from {forecast.measured_layers}", said, measured)
+    return compare(
+        f"{num_layers} layers, forecast from {forecast.measured_layers}", said, measured,
+        with_timed_steps(profile, PROMPT_TOKENS, *times),
+    )  # fmt: skip
 
 
 def _cut_to_memory(shape: ModelShape, offload: OffloadConfig) -> ModelShape:
@@ -103,7 +115,7 @@ def on_gpu(shape: ModelShape, share: float, device: str = "cuda") -> Said:
         measured = _measured(model)
         executor.close()
     said = Speeds(forecast.prefill_tokens_per_second, forecast.decode_tokens_per_second)
-    return compare(f"{share:.0%} of the experts on the GPU", said, measured)
+    return compare(f"{share:.0%} of the experts on the GPU", said, measured, profile)
 
 
 def _measured(model: object) -> Speeds:
@@ -134,3 +146,12 @@ GPU_SPEED_STAGES = tuple(
     )
     for share in (0.25, 0.5, 1.0)
 )
+# What a datapoint has: one, within a minute.
+CPU_DATAPOINT_STAGES = (
+    Stage(
+        "olmoe int4",
+        partial(on_cpu, _shape("olmoe"), "int4", rounds=2),
+        _LIMIT_SECONDS,
+    ),
+)
+GPU_DATAPOINT_STAGES = GPU_SPEED_STAGES[1:2]

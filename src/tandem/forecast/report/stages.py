@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 from tandem.core.errors import TandemError
+from tandem.policy.cost import HardwareProfile
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _MOST_DETAILS = 4000  # characters of a traceback: its end says most
@@ -36,6 +37,8 @@ class Said:
 
     text: str
     numbers: Mapping[str, float] = field(default_factory=dict)
+    profile: HardwareProfile | None = None
+    """The times that were measured by the way."""
 
 
 @dataclass(frozen=True, slots=True)

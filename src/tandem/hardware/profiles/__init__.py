@@ -1,6 +1,7 @@
 """Hardware profiles that come with Tandem, and files of what was measured here."""
 
 import contextlib
+import json
 import warnings
 from importlib import resources
 from pathlib import Path
@@ -10,6 +11,9 @@ from tandem.core.registry import nearest_names
 from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.policy.plan import Geometry
 
+DATAPOINT, DATAPOINT_FORMAT = "datapoint", 1
+"""The key that a file of `tandem datapoint` has, which holds a profile, and its value."""
+
 
 def profile_names() -> list[str]:
     """Return the names of the built-in profiles."""
@@ -18,12 +22,12 @@ def profile_names() -> list[str]:
 
 
 def load_profile(name_or_path: str) -> HardwareProfile:
-    """Load a built-in profile by name or any profile by path (a name with a slash or .json)."""
+    """Load a built-in profile by name, or by path (with a slash or .json) one or a datapoint's."""
     if "/" in name_or_path or name_or_path.endswith(".json"):
         path = Path(name_or_path)
         if not path.is_file():
             raise ConfigError(f"{path}: found no such file; expected a hardware profile (JSON)")
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = _profile_in(path.read_text(encoding="utf-8", errors="replace"))
         return HardwareProfile.from_json(text, where=str(path))
     names = profile_names()
     if name_or_path not in names:
@@ -31,6 +35,23 @@ def load_profile(name_or_path: str) -> HardwareProfile:
         raise ConfigError(f"unknown hardware {name_or_path!r}; {hint}; or give a profile's path")
     text = resources.files(__name__).joinpath(f"{name_or_path}.json").read_text(encoding="utf-8")
     return HardwareProfile.from_json(text, where=name_or_path)
+
+
+def _profile_in(text: str) -> str:
+    """Return the profile that the text of a datapoint holds, or the text: it may be a profile."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return text
+    if not isinstance(values, dict) or DATAPOINT not in values:
+        return text
+    if values[DATAPOINT] != DATAPOINT_FORMAT:
+        raise ConfigError(
+            f"the datapoint's format is {values[DATAPOINT]!r}; expected {DATAPOINT_FORMAT}"
+        )
+    if values.get("profile") is None:
+        raise ConfigError("the datapoint holds no profile: nothing was measured there")
+    return json.dumps(values["profile"])
 
 
 def save_profile(profile: HardwareProfile, path: str | Path) -> None:
