@@ -15,10 +15,11 @@ def test_what_is_collected_is_found_by_auto(
     (tmp_path / "text.txt").write_text("The quick brown fox. " * 20)
     words = [model, "--text", str(tmp_path / "text.txt"), "-q", "--json"]
     plain = ["--expert-dtype", "int4", "--dense-dtype", "none", "--threads", "1"]
+    no_probes = ["--probe-tokens", "0"]
     auto = [*plain, "--importance", "auto"]
     assert main(["quality", *words, "--tokens", "40", *auto]) == 2
     assert "collect it first: tandem importance" in capsys.readouterr().err
-    assert main(["importance", *words, "--tokens", "200", "--threads", "1"]) == 0
+    assert main(["importance", *words, "--tokens", "200", "--threads", "1", *no_probes]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["tokens"] == 200
     assert Path(found["file"]).parent == tmp_path / "cache" / "importance"

@@ -4,7 +4,7 @@ Of each input its mean square over the tokens of a text, as `tandem importance` 
 of llama.cpp (imatrix) are read too. A wrong weight costs the square of its input.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,21 @@ from tandem.checkpoint.sources.imatrix import Find, read_dat, read_gguf
 from tandem.core.errors import ConfigError, FileFormatError
 
 _FORMAT = "tandem-importance-1"
-_SQUARES, _TOKENS = ".mean_square", ".tokens"
+_SQUARES, _TOKENS, _DIVERGENCE = ".mean_square", ".tokens", ".divergence"
 _MANY_TOKENS = 1 << 20  # so many that no prior matters
 
 
 class Importance:
     """The importance of a model's inputs, by the names of its parameters."""
 
-    def __init__(self, path: Path, find: Find) -> None:
+    def __init__(
+        self, path: Path, find: Find, divergence: Callable[[str], float | None] = lambda _: None
+    ) -> None:
         """Ask `find` for what the file has of a parameter."""
         self._path, self._find = path, find
+        self.divergence_of = divergence
+        """Returns what rounding a parameter coarsely does to the answers, in nats; None: unknown.
+        """
         self._latest: tuple[str, Tensor | None] = ("", None)
 
     def of(self, parameter: str, shape: tuple[int, int]) -> Tensor | None:
@@ -63,9 +68,17 @@ class Importance:
         return with_prior(InputSquares(squares, tokens), are_inner=are_inner)
 
 
-def save_importance(path: Path, found: Mapping[str, InputSquares]) -> None:
-    """Write what was collected by parameter; the file appears when it is whole."""
-    tensors = {}
+def save_importance(
+    path: Path, found: Mapping[str, InputSquares], divergence: Mapping[str, float] | None = None
+) -> None:
+    """Write what was collected by parameter; the file appears when it is whole.
+
+    `divergence` is what `Importance.divergence_of` returns then.
+    """
+    tensors = {
+        name + _DIVERGENCE: torch.tensor(value, dtype=torch.float64, device="cpu")
+        for name, value in (divergence or {}).items()
+    }
     for name, (squares, tokens) in found.items():
         tensors[name + _SQUARES] = squares.float().contiguous()
         tensors[name + _TOKENS] = tokens.to(torch.int64).clone()  # shared memory is refused
@@ -90,10 +103,10 @@ def open_importance(path: Path) -> Importance:
         return Importance(path, read_gguf(path))
     if not begin.endswith(b"{"):
         return Importance(path, read_dat(path))
-    return Importance(path, _open_own(path))
+    return _open_own(path)
 
 
-def _open_own(path: Path) -> Find:
+def _open_own(path: Path) -> Importance:
     try:
         file: Any = safe_open(path, framework="pt")
         if (file.metadata() or {}).get("format") != _FORMAT:
@@ -110,4 +123,8 @@ def _open_own(path: Path) -> Find:
             return None
         return InputSquares(*(file.get_tensor(parameter + end) for end in (_SQUARES, _TOKENS)))
 
-    return find
+    def divergence(parameter: str) -> float | None:
+        name = parameter + _DIVERGENCE
+        return float(file.get_tensor(name)) if name in names else None
+
+    return Importance(path, find, divergence)

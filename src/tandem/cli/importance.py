@@ -1,6 +1,7 @@
 """`tandem importance`: collect what the inputs of a model's matrices count in rounding them."""
 
 import argparse
+import functools
 import json
 import time
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from tandem.core.units import format_bytes
 from tandem.devices.options import OffloadOptions
 
 _LEAST_TOKENS = 16
+_PROBE_WINDOW = 64  # tokens of context are enough to see what an error does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,10 @@ class ImportanceOptions:
         None, help="where to write it (default: where --importance auto finds it)", metavar="FILE"
     )
     tokens: int = option(16384, help="tokens to read, as many of each text", metavar="N")
+    probe_tokens: int = option(
+        704, help="tokens to find on how much each part of the model matters, which tandem pack "
+        "--size asks; 0 leaves it out", metavar="N",
+    )  # fmt: skip
     threads: int | None = option(None, help="CPU threads (default: one for each fast core)")
     expert_memory: str = option(
         "auto", help="host memory for experts of a packed model, as in tandem run", metavar="SIZE"
@@ -41,7 +47,8 @@ class ImportanceOptions:
     quiet: bool = option(False, help="no progress", short="-q")
 
     def __post_init__(self) -> None:
-        """Check the range."""
+        """Check the ranges."""
+        require_range("probe_tokens", self.probe_tokens, 0, what="a number of tokens")
         require_range("tokens", self.tokens, _LEAST_TOKENS, what="a number of tokens")
 
 
@@ -85,19 +92,25 @@ def collect(
     keeper = Keeper(KeepOptions(keep=False, pack_to_disk=options.pack_to_disk), quiet=options.quiet)
     model, tokenizer = load_model_and_tokenizer(found, offload, quiet=options.quiet, keeper=keeper)
 
-    from tandem.checkpoint.importance import save_importance
+    from tandem.checkpoint.importance import Importance, save_importance
     from tandem.hf.checkpoint import open_model
     from tandem.hf.importance import kept_importance
     from tandem.quality.collecting import collect_importance
+    from tandem.quality.probing import probe
 
     windows = cut_windows(texts, tokenizer, options.tokens)
     bar = None if options.quiet else progress_bar()
-    progress = None if bar is None else lambda done, total: bar("tokens", done, total)
-    squares = collect_importance(model, windows, progress)
+    shown = functools.partial(functools.partial, bar) if bar is not None else lambda _: None
+    squares = collect_importance(model, windows, shown("tokens"))
+    divergence = {}
+    if options.probe_tokens:
+        probes = cut_windows(texts, tokenizer, options.probe_tokens, _PROBE_WINDOW)
+        importance = Importance(Path(found.model), squares.get)
+        divergence = probe(model, probes, importance, shown("parts"))
     model.close()
     checkpoint = open_model(Path(found.model), may_run_code=found.trust_remote_code)
     path = Path(options.output or kept_importance(checkpoint, cache_dir()))
     if not options.output:
         path.parent.mkdir(parents=True, exist_ok=True)
-    save_importance(path, squares)
+    save_importance(path, squares, divergence)
     return path, sum(len(window.ids) for window in windows)

@@ -6,14 +6,16 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tandem.checkpoint.packed import require_new
 from tandem.cli.keeping import cache_dir
 from tandem.cli.model_choice import ModelChoice, add_model, find_model, import_transformers
 from tandem.cli.progress import PackingBar
 from tandem.cli.streams import require_text
-from tandem.core.config import add_flags, from_flags, helps, option
-from tandem.core.units import format_bytes
+from tandem.core.config import add_flags, from_flags, helps, option, require_range
+from tandem.core.errors import ConfigError
+from tandem.core.units import format_bytes, parse_bytes
 from tandem.devices.options import OffloadOptions
 
 
@@ -32,8 +34,33 @@ class PackOptions:
         "none", help="format of linear layers: none (as they are), int8, int4, ...", metavar="DTYPE"
     )
     importance: str | None = option(None, help=helps(OffloadOptions)["importance"], metavar="FILE")
+    size: str | None = option(
+        None, help="choose a format for each part, so that the packed model takes so many bytes "
+        "(16GB) and loses least; --importance is auto then", metavar="SIZE",
+    )  # fmt: skip
+    bits: float | None = option(
+        None, help="the same by bits a weight, all weights of the model together", metavar="N"
+    )
     quiet: bool = option(False, help="no progress", short="-q")
     json: bool = option(False, help="last line of standard output: one JSON object")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant together."""
+        if self.bits is not None:
+            require_range("bits", self.bits, 1, 16, what="a number of bits")
+        if self.size is not None:
+            parse_bytes(self.size)
+        if self.size is not None and self.bits is not None:
+            raise ConfigError("--size and --bits say the same; give one of them")
+        if self.has_budget and (self.expert_dtype, self.dense_dtype) != ("auto", "none"):
+            raise ConfigError(
+                "--size and --bits choose the formats; leave --expert-dtype and --dense-dtype out"
+            )
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether formats are chosen for a size."""
+        return self.size is not None or self.bits is not None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +74,8 @@ def run(flags: argparse.Namespace) -> int:
     """Pack; returns the exit code."""
     options = from_flags(PackOptions, flags)
     choice = from_flags(ModelChoice, flags)
-    own_name = f"{Path(choice.model).name}-{options.expert_dtype}-tandem"
+    chosen = options.size or (f"{options.bits}bits" if options.bits else options.expert_dtype)
+    own_name = f"{Path(choice.model).name}-{chosen}-tandem"
     target = Path(require_text(options.output or own_name, "--output"))
     require_new(target)  # before a model is downloaded or built, and torch is imported
     import_transformers(quiet=options.quiet, has_bars=False)
@@ -55,18 +83,23 @@ def run(flags: argparse.Namespace) -> int:
     from tandem.hf.pack import pack
 
     found = find_model(choice, quiet=options.quiet)
-    progress = None if options.quiet else PackingBar()
     begin = time.perf_counter()
+    formats: dict[str, Any] = {
+        "expert_dtype": options.expert_dtype,
+        "dense_dtype": options.dense_dtype,
+        "importance": options.importance,
+    }
+    if options.has_budget:
+        formats = choose_formats(options, found)
+    progress = None if options.quiet else PackingBar()
     try:
         packed = pack(
             found.model,
             target,
             trust_remote_code=found.trust_remote_code,
             on_progress=progress,
-            expert_dtype=options.expert_dtype,
-            dense_dtype=options.dense_dtype,
-            importance=options.importance,
             cache_dir=str(cache_dir()),
+            **formats,
         )
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on where it stopped", file=sys.stderr)
@@ -87,5 +120,33 @@ def run(flags: argparse.Namespace) -> int:
             "seconds": seconds,
             "resumed_layers": packed.resumed_layers,
         }
+        for name in ("expert_formats", "dense_formats"):
+            report |= {name: formats[name]} if name in formats else {}
         print(json.dumps(report))
     return 0
+
+
+def choose_formats(options: PackOptions, found: ModelChoice) -> dict[str, object]:
+    """Measure a model's parts and choose their formats; print these, return what `pack` takes."""
+    from tandem.hf.checkpoint import open_model
+    from tandem.hf.config import OffloadConfig
+    from tandem.quality.recipe import measure_parts
+
+    checkpoint = open_model(Path(found.model), may_run_code=found.trust_remote_code)
+    importance = options.importance or "auto"
+    offload = OffloadConfig(importance=importance, cache_dir=str(cache_dir()))
+    progress = None if options.quiet else PackingBar("measuring experts")
+    try:
+        measured = measure_parts(checkpoint, offload, progress)
+    finally:
+        if progress is not None:
+            progress.close()
+    if options.size is not None:
+        num_bytes = parse_bytes(options.size)
+    else:
+        num_bytes = int((options.bits or 0) * measured.num_weights / 8)
+    recipe = measured.recipe(num_bytes)
+    print("\n".join(recipe.lines()))
+    bits = 8 * recipe.num_bytes / recipe.num_weights
+    print(f"{format_bytes(recipe.num_bytes)}, {bits:.2f} bits a weight")
+    return recipe.options() | {"importance": importance}

@@ -107,14 +107,14 @@ def waiting(what: str, *, quiet: bool = False) -> Iterator[None]:
 class PackingBar:
     """Draws bytes, rate and time left on standard error."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "packing experts") -> None:
         """Begin with nothing."""
         from tqdm import tqdm
 
-        self._bar = tqdm(desc="packing experts", unit="B", unit_scale=True, file=sys.stderr)
+        self._bar = tqdm(desc=what, unit="B", unit_scale=True, file=sys.stderr)
 
     def __call__(self, done: int, total: int) -> None:
-        """Show that `done` of `total` bytes are written."""
+        """Show that `done` of `total` bytes are done."""
         self._bar.total = total
         self._bar.update(done - self._bar.n)
 

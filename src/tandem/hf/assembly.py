@@ -25,6 +25,7 @@ from tandem.hf.dense import (
     give_fp32_logits,
     has_kernels,
     is_quantised,
+    pack_by_path,
     pack_dense_layers,
     pack_for_device,
     place_on,
@@ -52,8 +53,9 @@ def assemble(
     """
     runtime.end_executor()
     runtime.choose(options)
-    take_stored_layers(model, place_on(runtime.device, runtime.threads))
+    take_stored_layers(model, place_on(runtime.device, runtime.threads), runtime.threads)
     if runtime.device.type == "cpu":
+        pack_by_path(model, options.dense_formats or {}, runtime.threads)
         pack_dense_layers(model, options.dense_dtype, runtime.threads)
     else:
         _bring_dense_parts(model, runtime, options)

@@ -121,9 +121,10 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
     packed_format: int | None = None
     """Version of the packed files; only set in checkpoints that `tandem.save` wrote."""
     expert_formats: list[str] | None = None
-    """The format of each MoE layer; only in packed checkpoints whose layers differ."""
+    """The format of each MoE layer in place of `expert_dtype`: of packed checkpoints whose layers
+    differ, and of recipes for `tandem.pack`."""
     dense_formats: dict[str, str] | None = None
-    """Linear layers in another format than `dense_dtype`, or "none"; only in packed checkpoints."""
+    """By path, linear layers in another format than `dense_dtype`, or "none", and embeddings."""
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, the value and what is expected."""

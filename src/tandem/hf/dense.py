@@ -5,7 +5,8 @@ whose few bytes decide everything, nor embeddings.
 """
 
 import importlib.util
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import cast
 
 import torch
@@ -19,7 +20,12 @@ from tandem.experts.store.packed_layer import PackedLayer
 from tandem.foreign_types import ModelPart, PreTrainedModel
 from tandem.hf.config import parse_dense_dtype, plain_name, stored_format
 from tandem.hf.experts import is_experts_module
-from tandem.hf.packed_layers import PackedLinear, PackedModule
+from tandem.hf.packed_layers import (
+    PackedEmbedding,
+    PackedLinear,
+    PackedModule,
+    is_packable_embedding,
+)
 from tandem.hf.router_layers import router_layers
 from tandem.hf.runtime import importance_of, runtime_of
 from tandem.kernels.dense import CpuThreads, DenseWeight, pack_dense
@@ -45,6 +51,34 @@ def pack_dense_layers(model: PreTrainedModel, dense_dtype: str, threads: CpuThre
     """
     fmt = format_on_cpu(model, dense_dtype)
     return 0 if fmt is None else _pack_here(model, lambda dtype: fmt, threads)
+
+
+def pack_by_path(model: PreTrainedModel, formats: Mapping[str, str], threads: CpuThreads) -> None:
+    """Pack, on the CPU, the linear layers and embeddings that a recipe names, each in its format.
+
+    Raises `ConfigError` for a path where there is none.
+    """
+    wanted = {path: fmt for path, name in formats.items() if (fmt := parse_dense_dtype(name))}
+    packed = {path for path, m in model.named_modules() if isinstance(m, PackedModule)}
+    linear = {at[0]: at for at in packable_layers(model) if at[0] in wanted}
+    modules = dict(model.named_modules())
+    for path, fmt in wanted.items():
+        module = modules.get(path)
+        if path in linear:
+            _replace(model, [linear[path]], partial(_always, fmt), on_cpu(threads))
+        elif isinstance(module, nn.Embedding) and is_packable_embedding(module):
+            weight = module.weight.detach()
+            embedding = PackedEmbedding(pack_dense(weight, None, fmt, name=path), threads, module)
+            model.set_submodule(path, embedding)
+        elif path not in packed:
+            raise ConfigError(
+                f"dense_formats names {path!r}, where the model has no linear layer that can be "
+                "packed; use the recipe of this model"
+            )
+
+
+def _always(fmt: WeightFormat, dtype: torch.dtype) -> WeightFormat:
+    return fmt
 
 
 def format_on_cpu(model: PreTrainedModel, dense_dtype: str) -> WeightFormat | None:

@@ -1,5 +1,6 @@
-"""Packed linear layers in packed checkpoints: one tensor of bytes for each, as the kernels read it.
+"""Packed linear layers and embeddings in packed checkpoints: one tensor of bytes for each.
 
+It is as the kernels read it.
 Its name is none of Transformers' own, so that nothing but Tandem takes it for a weight.
 """
 
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 from tandem.devices.cuda.linear import DeviceLinear
 from tandem.hf.config import DEFAULT_DENSE_FORMAT, parse_dense_dtype
 from tandem.hf.dense import Place, format_of, packable_layers, untie
-from tandem.hf.packed_layers import PackedLinear
-from tandem.kernels.dense import DenseWeight, pack_dense
+from tandem.hf.packed_layers import PackedEmbedding, PackedLinear
+from tandem.kernels.dense import CpuThreads, DenseWeight, pack_dense
 from tandem.kernels.formats.packed import PackedMatrix
 from tandem.kernels.formats.weight_format import WeightFormat, find_format
 from tandem.kernels.grouped import cut_like, num_groups_of
@@ -22,24 +23,30 @@ TENSOR_NAME = "tandem_dense"
 
 
 class StoredLinear(nn.Module):
-    """Stands in a model for a packed linear layer while the checkpoint is read."""
+    """Stands in a model for a packed linear layer, or embeddings, while the checkpoint is read."""
 
-    def __init__(self, linear: nn.Linear, fmt: WeightFormat) -> None:
+    def __init__(self, linear: nn.Linear | nn.Embedding, fmt: WeightFormat) -> None:
         """Expect the layer's bytes; `linear` is the one that the model was built with."""
         super().__init__()
-        self.shape = (linear.out_features, linear.in_features)
+        rows, cols = linear.weight.shape
+        self.shape = (rows, cols)
         self.format = fmt
-        self.has_bias = linear.bias is not None
-        self.n_groups = num_groups_of(linear)
+        self.has_bias = getattr(linear, "bias", None) is not None
+        self.n_groups = num_groups_of(linear) if isinstance(linear, nn.Linear) else 1
+        # No child, which would be read.
+        self._embeddings = (linear,) if isinstance(linear, nn.Embedding) else ()
         self.dtype = linear.weight.dtype
         size = fmt.matrix_bytes(*self.shape)
         if self.has_bias:
-            size += fmt.padded_rows(linear.out_features) * torch.float32.itemsize
+            size += fmt.padded_rows(rows) * torch.float32.itemsize
         place = torch.empty(size, dtype=torch.uint8, device=linear.weight.device)
         setattr(self, TENSOR_NAME, nn.Parameter(place, requires_grad=False))
 
-    def packed(self, place: Place) -> nn.Module:
-        """Return the layer, with memory of its own, once the bytes are there."""
+    def packed(self, place: Place, threads: CpuThreads) -> nn.Module:
+        """Return the layer, with memory of its own, once the bytes are there.
+
+        Embeddings stay on the host, where `threads` read them.
+        """
         stored = self.get_parameter(TENSOR_NAME)
         matrix = PackedMatrix.empty(*self.shape, self.format)
         bias = (
@@ -50,7 +57,10 @@ class StoredLinear(nn.Module):
         parts = [part.view(torch.uint8) for part in _parts(matrix, bias)]
         for part, piece in zip(parts, stored.split([len(part) for part in parts]), strict=True):
             part.copy_(piece)
-        return cut_like(self, place(DenseWeight(matrix, bias), self.dtype, None))
+        weight = DenseWeight(matrix, bias)
+        for embeddings in self._embeddings:
+            return PackedEmbedding(weight, threads, embeddings)
+        return cut_like(self, place(weight, self.dtype, None))
 
 
 def expect_stored_layers(
@@ -65,20 +75,20 @@ def expect_stored_layers(
     held = {name.removesuffix(end) for name in tensors if name.endswith(end)}
     formats = {path: parse_dense_dtype(name) for path, name in others.items()}
     if not tensors:
-        paths = (path for path, *_ in packable_layers(model))
+        paths = {path for path, *_ in packable_layers(model)} | set(formats)
         held = {path for path in paths if formats.get(path, fmt) is not None}
     for path, linear in list(model.named_modules()):
-        if path in held and isinstance(linear, nn.Linear):
+        if path in held and isinstance(linear, nn.Linear | nn.Embedding):
             model.set_submodule(path, StoredLinear(linear, formats.get(path) or fmt))
     untie(model, StoredLinear)
 
 
-def take_stored_layers(model: nn.Module, place: Place) -> None:
+def take_stored_layers(model: nn.Module, place: Place, threads: CpuThreads) -> None:
     """Replace every `StoredLinear`, whose bytes have been read, by its packed layer."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, StoredLinear):
-                setattr(parent, name, child.packed(place))
+                setattr(parent, name, child.packed(place, threads))
 
 
 def stored_tensors(model: nn.Module) -> dict[str, list[Tensor]]:
@@ -92,8 +102,13 @@ def stored_tensors(model: nn.Module) -> dict[str, list[Tensor]]:
     }
 
 
-def _stored(layer: PackedLinear | DeviceLinear) -> DenseWeight:
+_AnyPacked = PackedLinear | PackedEmbedding | DeviceLinear
+
+
+def _stored(layer: _AnyPacked) -> DenseWeight:
     """Return a layer as files have it: packed again if its inputs are in another order."""
+    if isinstance(layer, PackedEmbedding):
+        return layer.packed
     weight = layer.on_host() if isinstance(layer, DeviceLinear) else layer.packed
     if layer.input_order is None:
         return weight
@@ -102,20 +117,22 @@ def _stored(layer: PackedLinear | DeviceLinear) -> DenseWeight:
     return pack_dense(in_order, bias, _stored_format(layer))
 
 
-def _stored_format(layer: PackedLinear | DeviceLinear) -> WeightFormat:
+def _stored_format(layer: _AnyPacked) -> WeightFormat:
+    if isinstance(layer, PackedEmbedding):
+        return layer.packed.matrix.format
     if layer.input_order is not None:
         return find_format(DEFAULT_DENSE_FORMAT)
     return format_of(layer)
 
 
-def _packed_anywhere(model: nn.Module) -> Iterator[tuple[str, PackedLinear | DeviceLinear]]:
-    """Yield (path, layer) of the linear layers that are packed, on the CPU or on a GPU."""
-    kinds = (PackedLinear, DeviceLinear)
+def _packed_anywhere(model: nn.Module) -> Iterator[tuple[str, _AnyPacked]]:
+    """Yield (path, layer) of linear layers and embeddings that are packed, here or on a GPU."""
+    kinds = (PackedLinear, PackedEmbedding, DeviceLinear)
     return ((path, m) for path, m in model.named_modules() if isinstance(m, kinds))
 
 
 def packed_formats(model: nn.Module) -> dict[str, str]:
-    """Return the formats of a model's packed linear layers by path, as files have them."""
+    """Return the formats of a model's packed layers and embeddings by path, as files have them."""
     return {path: _stored_format(layer).name for path, layer in _packed_anywhere(model)}
 
 

@@ -32,7 +32,7 @@ from tandem.hf.dense_place import dense_device
 from tandem.hf.importance import with_importance_file
 from tandem.hf.load_job import LoadJob
 from tandem.hf.packed_reading import read_packed, verify_files
-from tandem.hf.packed_writer import FileSink
+from tandem.hf.packed_writer import LayerSink
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.formats.weight_format import formats_of
 
@@ -82,7 +82,7 @@ def load_checkpoint(
     dtype: str | torch.dtype = "auto",
     device_map: object = None,
     num_layers: int | None = None,
-    sink: FileSink | None = None,
+    sink: LayerSink | None = None,
 ) -> PreTrainedModel:
     """Load a checkpoint whose files have been checked; arguments as of `load`.
 

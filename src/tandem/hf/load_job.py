@@ -20,7 +20,7 @@ from tandem.experts.store.host_store import HostLayer
 from tandem.hf.config import OffloadConfig
 from tandem.hf.dense_codes import DenseCodes
 from tandem.hf.importance import given_importance
-from tandem.hf.packed_writer import FileSink
+from tandem.hf.packed_writer import LayerSink
 
 Loaded = Tensor | SourceTensor
 
@@ -28,7 +28,7 @@ Loaded = Tensor | SourceTensor
 class StoreWriter:
     """Finds the host layer of a parameter name and keeps the first error of a load."""
 
-    def __init__(self, sink: FileSink | None) -> None:
+    def __init__(self, sink: LayerSink | None) -> None:
         """Hand complete layers to a sink, if there is one."""
         self.layers: dict[str, HostLayer] = {}
         """By the names of the experts modules."""
@@ -84,7 +84,7 @@ class LoadJob:
     options: OffloadConfig
     source: Source | None = None
     """The quantised checkpoint that is read; None: Transformers reads the weights by itself."""
-    sink: FileSink | None = None
+    sink: LayerSink | None = None
     """Where `tandem.pack` puts the experts."""
     entries: Mapping[str, TensorEntry] | None = None
     """The tensors of the checkpoint's safetensors files; None: as Transformers finds them."""

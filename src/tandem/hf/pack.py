@@ -27,6 +27,7 @@ from tandem.text.gguf_tokenizer import save_gguf_tokenizer
 _LOCK_FILE = "lock"
 # Beside the weights and config.json: tokenizer, chat template, generation config.
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+_SAYS_WHAT_IS_PACKED = ("expert_dtype", "dense_dtype", "expert_formats", "dense_formats")
 _NOT_COPIED = ("config.json", "quantize_config.json", "quant_config.json")
 
 
@@ -53,8 +54,9 @@ def pack(
     """Write a checkpoint (directory, GGUF file or hub id) as a packed one to a new directory.
 
     `trust_remote_code` and `options` are those of `tandem.load`: `expert_dtype`, `dense_dtype`
-    and `importance` say what is packed. Raises `ModelError` and `CapacityError`; a full disk leaves
-    nothing behind, an interruption leaves what the next call goes on with.
+    and `importance` say what is packed, or a recipe's `expert_formats` and `dense_formats`. Raises
+    `ModelError` and `CapacityError`; a full disk leaves nothing behind, an interruption leaves what
+    the next call goes on with.
     """
     target = Path(directory)
     require_new(target)
@@ -104,7 +106,7 @@ def _identity(source: AnyCheckpoint, options: dict[str, object], importance: str
     """Hash what the packed files depend on: the source's files and what is made of them."""
     stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in source.weight_files]
     config = source.config if isinstance(source, Checkpoint) else None
-    chosen = {k: str(v) for k, v in options.items() if k in ("expert_dtype", "dense_dtype")}
+    chosen = {k: str(v) for k, v in options.items() if k in _SAYS_WHAT_IS_PACKED}
     if importance is not None and (file := Path(importance)).is_file():
         chosen["importance"] = f"{file.resolve()} of {file.stat().st_mtime_ns}"
     path, version = str(source.path.resolve()), PACKED_FORMAT_VERSION

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -21,8 +22,7 @@ from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
 from tandem.hf.config import PACKED_FORMAT_VERSION, OffloadConfig, plain_name
-from tandem.hf.dense import packed_layers
-from tandem.hf.dense_files import dense_formats_of, stored_tensors
+from tandem.hf.dense_files import dense_formats_of, packed_formats, stored_tensors
 from tandem.hf.row_tables import stored_tables
 from tandem.hf.runtime import require_runtime
 
@@ -73,6 +73,19 @@ class PackedWriter:
         _packed_config(model).save_pretrained(self.directory)
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(self.directory)
+
+
+class LayerSink(Protocol):
+    """What takes layers that a load has completed, in place of memory."""
+
+    def begin(self, expected_bytes: int, table_bytes: int) -> None:
+        """Hear how many bytes of experts come, and of tables of rows."""
+
+    def resume(self, layer: HostLayer) -> None:
+        """Complete a layer, before any is read, that was taken earlier."""
+
+    def take(self, layer: HostLayer) -> None:
+        """Take a layer that is complete; its memory may be given back."""
 
 
 class FileSink:
@@ -191,7 +204,7 @@ def _dense_tensors(model: PreTrainedModel, tables: Collection[str]) -> dict[str,
     """
     tensors: dict[str, Parts] = {}
     seen: set[tuple[int, torch.Size]] = set()
-    packed = [path for path, _ in packed_layers(model)]
+    packed = packed_formats(model)
     experts = {
         f"{name}.{x}"
         for name, layer in require_runtime(model).layers.items()

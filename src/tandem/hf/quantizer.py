@@ -56,7 +56,7 @@ from tandem.hf.importance import weigh_by
 from tandem.hf.load_job import LoadJob
 from tandem.hf.offloaded_model import as_offloaded
 from tandem.hf.packed_reading import map_packed
-from tandem.hf.packed_writer import FileSink
+from tandem.hf.packed_writer import LayerSink
 from tandem.hf.row_tables import entries_of, leave_on_disk, row_tables, warn_of_tables
 from tandem.hf.runtime import Runtime
 from tandem.hf.steps import announce_steps
@@ -166,7 +166,9 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         }
         return model
 
-    def _begin(self, sink: FileSink, model: PreTrainedModel, experts: dict[str, ModelPart]) -> None:
+    def _begin(
+        self, sink: LayerSink, model: PreTrainedModel, experts: dict[str, ModelPart]
+    ) -> None:
         """Begin a packed file, or go on behind the layers that it has."""
         store = self.runtime.store
         tables = sum(table.weight.nbytes for table in row_tables(model).values())
@@ -228,18 +230,20 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
     ) -> dict[str, torch.dtype | ExpertFormat | None]:
         """Return what each experts module is to be kept in; None: the dtype of the source."""
         config = self.quantization_config
-        if config.expert_formats is not None:
-            if len(config.expert_formats) != len(names):
-                raise ConfigError(
-                    f"config.json names {len(config.expert_formats)} expert_formats for "
-                    f"{len(names)} MoE layers; use the config.json that belongs to these weights"
-                )
-            stored = map(parse_expert_dtype, config.expert_formats)
-            return dict(zip(names, stored, strict=True))
         source = self._job.source
         if source is not None:
             self._targets = target_names(model, source.weights)
             self._from_source = set(self._targets.values())
+        if config.expert_formats is not None:
+            if len(config.expert_formats) != len(names):
+                where = "config.json names" if self.pre_quantized else "the options name"
+                raise ConfigError(
+                    f"{where} {len(config.expert_formats)} expert_formats for {len(names)} MoE "
+                    "layers; use those that belong to these weights"
+                )
+            stored = map(parse_expert_dtype, config.expert_formats)
+            return dict(zip(names, stored, strict=True))
+        if source is not None:
             targets = self._targets
             if config.parsed_expert_dtype is None:
                 found = {name: source.expert_format(targets, name) for name in names}

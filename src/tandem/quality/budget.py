@@ -1,0 +1,75 @@
+"""Which option each part of a model takes, so that all together lose least in a number of bytes.
+
+Pure: parts are lists of options, and an option is what it takes and what it loses. The choice is
+the same for the same input.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Option(NamedTuple):
+    """One way to keep a part of a model."""
+
+    name: str
+    num_bytes: int
+    loss: float
+    """What it adds to the model's divergence, in nats."""
+
+
+def choose_within(parts: Sequence[Sequence[Option]], num_bytes: int) -> list[Option] | None:
+    """Return an option for each part, of little loss in all, in at most so many bytes.
+
+    Every part starts with what is smallest, and steps that save most loss for a byte are taken
+    first (the Lagrangian's choice, along each part's convex hull), as long as they fit; then what
+    is left goes to the steps that save most. None: the smallest options do not fit.
+    """
+    hulls = [_hull(part) for part in parts]
+    at = [0] * len(hulls)
+    left = num_bytes - sum(hull[0].num_bytes for hull in hulls)
+    if left < 0:
+        return None
+    steps = sorted(
+        (-_gain_of_a_byte(hull[step], hull[step + 1]), part, step)
+        for part, hull in enumerate(hulls)
+        for step in range(len(hull) - 1)
+    )
+    for _, part, step in steps:
+        more = hulls[part][step + 1].num_bytes - hulls[part][step].num_bytes
+        if at[part] == step and more <= left:
+            at[part], left = step + 1, left - more
+    chosen = [hull[step] for hull, step in zip(hulls, at, strict=True)]
+    return _filled(parts, chosen, left)
+
+
+def _gain_of_a_byte(small: Option, large: Option) -> float:
+    return (small.loss - large.loss) / (large.num_bytes - small.num_bytes)
+
+
+def _hull(options: Sequence[Option]) -> list[Option]:
+    """Return the options that some price of a byte chooses, smallest first."""
+    hull: list[Option] = []
+    for option in sorted(options, key=lambda o: (o.num_bytes, o.loss, o.name)):
+        if hull and option.loss >= hull[-1].loss:
+            continue
+        while len(hull) > 1 and _gain_of_a_byte(hull[-1], option) >= _gain_of_a_byte(*hull[-2:]):
+            hull.pop()
+        hull.append(option)
+    return hull
+
+
+def _filled(parts: Sequence[Sequence[Option]], chosen: list[Option], left: int) -> list[Option]:
+    """Spend what is left on the largest savings that fit, one after the other."""
+    while True:
+        found = [
+            (chosen[number].loss - option.loss, -number, option)
+            for number, options in enumerate(parts)
+            for option in options
+            if option.loss < chosen[number].loss
+            and option.num_bytes - chosen[number].num_bytes <= left
+        ]
+        if not found:
+            return chosen
+        _, number, option = max(found)
+        left -= option.num_bytes - chosen[-number].num_bytes
+        chosen[-number] = option

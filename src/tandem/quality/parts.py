@@ -1,0 +1,115 @@
+"""The parts of a model that may have formats of their own, and the errors that formats leave them.
+
+Parts are the experts' projections of each layer, linear layers that read the same input, and the
+embeddings. Errors are squared, weighed by importance, and measured on a sample: evenly spaced
+experts and rows.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tandem.checkpoint.importance import Importance
+from tandem.experts.store.host_store import HostLayer
+from tandem.foreign_types import PreTrainedModel
+from tandem.hf.dense import packable_layers
+from tandem.hf.packed_layers import is_packable_embedding
+from tandem.kernels.formats.packed import pack, unpack
+from tandem.kernels.formats.weight_format import WeightFormat, find_format
+from tandem.kernels.reference import ExpertWeights
+
+# By which a part's sensitivity is measured: coarse, so that its loss stands out from noise.
+PROBE = find_format("q3_k")
+# Of one size each the best that is written; a choice between more would not be worth the time.
+CHOICES = tuple(
+    find_format(name)
+    for name in (
+        "q2_k", "q3_k", "iq4_xs", "iq4_nl", "q4_k", "int4z", "int5", "q5_k", "q6_k", "int8",
+        "int8-g32", "bf16",
+    )
+)  # fmt: skip
+_MOST_EXPERTS, _MOST_ROWS = 8, 256  # of a sample
+
+
+def linear_groups(
+    model: PreTrainedModel, importance: Importance | None
+) -> Iterator[dict[str, nn.Linear]]:
+    """Yield linear layers by path, those of one parent that read the same input together.
+
+    They are multiplied at once if they have one format.
+    """
+    groups: dict[tuple[int, int, float], dict[str, nn.Linear]] = {}
+    for path, parent, _, linear in packable_layers(model):
+        cols = linear.weight.shape[1]
+        weighed = None if importance is None else importance.of(f"{path}.weight", (1, cols))
+        mark = -1.0 if weighed is None else float(weighed.square().sum())
+        groups.setdefault((id(parent), cols, mark), {})[path] = linear
+    yield from groups.values()
+
+
+def embeddings_of(model: PreTrainedModel) -> dict[str, nn.Embedding]:
+    """Return the embeddings by path, if they can be packed."""
+    module = model.get_input_embeddings()
+    if not is_packable_embedding(module):
+        return {}
+    path = next(path for path, own in model.named_modules() if own is module)
+    return {path: module}
+
+
+def sampled_losses(
+    weight: Tensor, importance: Tensor | None, formats: Sequence[WeightFormat]
+) -> Tensor:
+    """Return the weighed squared error of a sample of (rows, cols) by format, and of zeros last."""
+    step = max(1, len(weight) // _MOST_ROWS)
+    sample = weight[::step][:_MOST_ROWS].float()
+    counts = torch.ones(sample.shape[1], device="cpu") if importance is None else importance
+    errors = [
+        ((unpack(pack(sample, fmt, importance=importance)) - sample).square() * counts).sum()
+        for fmt in formats
+    ]
+    return torch.stack([*errors, (sample.square() * counts).sum()]).double()
+
+
+def sampled_experts(layer: HostLayer) -> list[int]:
+    """Return evenly spaced experts."""
+    count = layer.arrivals.num_experts
+    return list(range(0, count, max(1, count // _MOST_EXPERTS)))[:_MOST_EXPERTS]
+
+
+def expert_losses(
+    layer: HostLayer, importance: Importance | None, formats: Sequence[WeightFormat]
+) -> list[Tensor]:
+    """Return the same of the first and of the second projection of a layer's experts."""
+    experts = [(expert, layer.weights(expert)) for expert in sampled_experts(layer)]
+    found = []
+    for name in projections(layer):
+        total = torch.zeros(len(formats) + 1, dtype=torch.float64, device="cpu")
+        for expert, weights in experts:
+            weight = projection(weights, name)
+            own = expert_importance(importance, layer, name, expert, weight)
+            total += sampled_losses(weight, own, formats)
+        found.append(total)
+    return found
+
+
+def projections(layer: HostLayer) -> tuple[str, str]:
+    """Return the parameters of a layer's first and second projection."""
+    arrivals = layer.arrivals
+    return f"{arrivals.name}.{arrivals.up_name}", f"{arrivals.name}.down_proj"
+
+
+def projection(weights: ExpertWeights, parameter: str) -> Tensor:
+    """Return an expert's weight of a projection, (outputs, inputs)."""
+    weight = weights.down if parameter.endswith(".down_proj") else weights.up
+    return weight.T if weights.is_transposed else weight
+
+
+def expert_importance(
+    importance: Importance | None, layer: HostLayer, parameter: str, expert: int, weight: Tensor
+) -> Tensor | None:
+    """Return what the inputs of an expert's projection count; None: all alike."""
+    if importance is None:
+        return None
+    found = importance.of(parameter, (layer.arrivals.num_experts, weight.shape[1]))
+    return None if found is None else found[expert]

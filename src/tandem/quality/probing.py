@@ -1,0 +1,143 @@
+"""How much each part of a model matters: its answers' divergence when that part alone is rounded.
+
+To a coarse format (`parts.PROBE`), on some hundred tokens. What a finer format loses follows from
+its squared error: divergence grows with the square of what is wrong.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from tandem.checkpoint.importance import Importance
+from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
+from tandem.experts.execution.executor import Executor
+from tandem.experts.execution.reference_executor import ReferenceExecutor
+from tandem.experts.store.host_store import HostLayer
+from tandem.foreign_types import PreTrainedModel
+from tandem.hf.runtime import require_runtime
+from tandem.kernels.formats.packed import pack, unpack
+from tandem.kernels.formats.weight_format import WeightFormat, find_format
+from tandem.kernels.reference import ExpertWeights
+from tandem.quality.parts import (
+    PROBE,
+    embeddings_of,
+    expert_importance,
+    linear_groups,
+    projection,
+    projections,
+)
+from tandem.quality.texts import Window
+
+# Next to no error: what a model in bf16 answers otherwise after it is the rounding of its values.
+_NEXT_TO_NOTHING = find_format("int8-g32")
+
+Progress = Callable[[int, int], None]  # parts done, parts in all
+
+
+class ProbingExecutor(ReferenceExecutor):
+    """Computes one layer's experts with a projection rounded, all others as another executor."""
+
+    def __init__(self, others: Executor, importance: Importance) -> None:
+        """Round nothing yet."""
+        super().__init__(others.store)
+        self.parameter = ""
+        """The projection that is rounded, by its whole name."""
+        self._others, self._importance = others, importance
+        self._rounded: dict[int, ExpertWeights] = {}
+
+    @contextmanager
+    def rounding(self, parameter: str) -> Iterator[None]:
+        """Round a projection, inside."""
+        self.parameter = parameter
+        yield
+        self.parameter = ""
+        self._rounded.clear()
+
+    def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
+        """Compute a call, expert by expert where it is to be rounded."""
+        if self.parameter in projections(self.store[call.layer]):
+            return super().compute(call, functions)
+        return self._others.compute(call, functions)
+
+    def weights(self, host: HostLayer, expert: int) -> ExpertWeights:
+        """Return one expert's values, rounded once."""
+        if expert not in self._rounded:
+            weights = host.weights(expert)
+            weight = projection(weights, self.parameter)
+            own = expert_importance(self._importance, host, self.parameter, expert, weight)
+            weight.copy_(_rounded(weight, own, PROBE))  # a view of what was unpacked for us
+            self._rounded[expert] = weights
+        return self._rounded[expert]
+
+
+def probe(
+    model: PreTrainedModel,
+    windows: Sequence[Window],
+    importance: Importance,
+    progress: Progress | None = None,
+) -> dict[str, float]:
+    """Return by parameter the mean divergence, in nats, when its part alone is rounded.
+
+    Windows of the length of the first are read. The model is on the CPU; parts that are packed
+    already are left out. Linear layers of one input are one part, and have its divergence each.
+    """
+    runtime = require_runtime(model)
+    length = len(windows[0].ids)
+    ids = torch.tensor([w.ids for w in windows if len(w.ids) == length], device="cpu")
+    executor = ProbingExecutor(runtime.executor, importance)
+    embeddings: list[Mapping[str, nn.Module]] = [embeddings_of(model)]
+    groups = [*linear_groups(model, importance), *embeddings]
+    experts = [name for layer in runtime.store for name in projections(layer)]
+    found: dict[str, float] = {}
+    with runtime.using(executor), torch.inference_mode():
+        true = _log_chances(model, ids)
+        with _rounded_group(groups[0], importance, _NEXT_TO_NOTHING):
+            floor = _divergence(true, _log_chances(model, ids))
+        for number, group in enumerate(groups):
+            with _rounded_group(group, importance, PROBE):
+                lost = _divergence(true, _log_chances(model, ids)) - floor
+            found |= dict.fromkeys((f"{path}.weight" for path in group), lost)
+            if progress is not None:
+                progress(number + 1, len(groups) + len(experts))
+        for number, name in enumerate(experts):
+            with executor.rounding(name):
+                found[name] = _divergence(true, _log_chances(model, ids)) - floor
+            if progress is not None:
+                progress(len(groups) + number + 1, len(groups) + len(experts))
+    return found
+
+
+def _log_chances(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits.float().log_softmax(-1)
+
+
+def _divergence(true: Tensor, found: Tensor) -> float:
+    return float((true.exp() * (true - found)).nan_to_num().sum(-1).double().mean())
+
+
+def _rounded(weight: Tensor, importance: Tensor | None, fmt: WeightFormat) -> Tensor:
+    return unpack(pack(weight, fmt, importance=importance))
+
+
+@contextmanager
+def _rounded_group(
+    group: Mapping[str, nn.Module], importance: Importance, fmt: WeightFormat
+) -> Iterator[None]:
+    """Round the weights of modules by path, inside."""
+    before: list[tuple[nn.Module, nn.Parameter]] = []
+    for path, module in group.items():
+        weight = module.weight
+        assert isinstance(weight, nn.Parameter)
+        weighed = importance.of(f"{path}.weight", (1, weight.shape[1]))
+        rounded = _rounded(weight.detach(), None if weighed is None else weighed[0], fmt)
+        before.append((module, weight))
+        # Another parameter: one that is tied stays as it is in the other module.
+        module.weight = nn.Parameter(rounded.to(weight.dtype), requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, weight in before:
+            module.weight = weight

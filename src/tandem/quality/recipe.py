@@ -1,0 +1,244 @@
+"""Recipes: which format each part of a model is packed in, to lose least in a number of bytes.
+
+Each part's loss is the divergence that it was found to cause (`probing`), by the squared error of
+a format over the probe's. Where nobody has probed the model, as in llama.cpp's files, relative
+errors of all parts count alike.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, product
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from tandem.checkpoint.importance import Importance
+from tandem.core.errors import ConfigError
+from tandem.core.units import format_bytes
+from tandem.experts.store.host_store import HostLayer
+from tandem.foreign_types import PreTrainedModel
+from tandem.hf.checkpoint import AnyCheckpoint
+from tandem.hf.config import OffloadConfig
+from tandem.hf.dense import tied_weights
+from tandem.hf.dense_bytes import dense_bytes_with
+from tandem.hf.importance import given_importance, with_importance_file
+from tandem.hf.load import load_checkpoint
+from tandem.hf.runtime import require_runtime
+from tandem.kernels.formats.expert import ExpertLayout
+from tandem.kernels.formats.weight_format import (
+    FILE_ALIGNMENT_BYTES,
+    WeightFormat,
+    aligned,
+    expert_format,
+)
+from tandem.quality.budget import Option, choose_within
+from tandem.quality.parts import (
+    CHOICES,
+    PROBE,
+    embeddings_of,
+    expert_losses,
+    linear_groups,
+    projections,
+    sampled_losses,
+)
+
+_LEAST_LOSS = 1e-9  # of a probe that seems to help: it is noise
+
+Progress = Callable[[int, int], None]  # bytes of experts measured, bytes in all
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A format for each part of a model."""
+
+    expert_formats: list[str]
+    """By MoE layer, as `expert_dtype` names them."""
+    dense_formats: dict[str, str]
+    """Of linear layers and embeddings, by path."""
+    num_bytes: int
+    """Of all tensors of the packed model."""
+    num_weights: int
+
+    def options(self) -> dict[str, object]:
+        """Return what `tandem.pack` takes."""
+        return {
+            "expert_formats": self.expert_formats or None,
+            "dense_formats": self.dense_formats,
+            "expert_dtype": "auto",
+            "dense_dtype": "none",
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield the recipe as a user reads it."""
+        for name, run in groupby(enumerate(self.expert_formats), key=lambda pair: pair[1]):
+            numbers = [number for number, _ in run]
+            layers = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+            yield f"experts of MoE layer {layers}: {name}"
+        by_format: dict[str, list[str]] = defaultdict(list)
+        for path, name in self.dense_formats.items():
+            by_format[name].append(path)
+        for name, paths in by_format.items():
+            yield f"{name}: {', '.join(paths)}"
+
+
+@dataclass(slots=True)
+class Measured:
+    """What is known of a model's parts: their options, and what is the same in every recipe."""
+
+    layers: list[list[Option]]
+    linear: dict[tuple[str, ...], list[Option]]
+    fixed_bytes: int
+    num_weights: int
+
+    def recipe(self, num_bytes: int) -> Recipe:
+        """Return the recipe of least loss; raises `ConfigError` for sizes that none has."""
+        parts = [*self.layers, *self.linear.values()]
+        chosen = choose_within(parts, num_bytes - self.fixed_bytes)
+        least, most = (
+            self.fixed_bytes + sum(of(option.num_bytes for option in part) for part in parts)
+            for of in (min, max)
+        )
+        if chosen is None or num_bytes > 1.01 * most:
+            raise ConfigError(
+                f"no recipe takes {format_bytes(num_bytes)}: this model takes from "
+                f"{format_bytes(least)} to {format_bytes(most)} "
+                f"({8 * least / self.num_weights:.2f} to {8 * most / self.num_weights:.2f} bits a "
+                "weight); give a size between them"
+            )
+        names = [option.name for option in chosen]
+        formats = {
+            path: name
+            for paths, name in zip(self.linear, names[len(self.layers) :], strict=True)
+            for path in paths
+        }
+        size = self.fixed_bytes + sum(option.num_bytes for option in chosen)
+        return Recipe(names[: len(self.layers)], formats, size, self.num_weights)
+
+
+class _MeasuringSink:
+    """Takes the layers that a load brings, measures them, and lets them go."""
+
+    def __init__(self, importance: Importance | None, progress: Progress | None) -> None:
+        self.layers: dict[int, list[Option]] = {}
+        self.num_weights = 0
+        self._importance, self._progress = importance, progress
+        self._done = self._all = 0
+
+    def begin(self, expected_bytes: int, table_bytes: int) -> None:
+        """Hear how many bytes of experts come."""
+        self._all = expected_bytes
+
+    def resume(self, layer: HostLayer) -> None:
+        """Nothing was measured before."""
+
+    def take(self, layer: HostLayer) -> None:
+        """Measure a layer that is complete."""
+        self.layers[layer.layer] = _layer_options(layer, self._importance)
+        self.num_weights += sum(prod(shape) for shape in layer.arrivals.shapes.values())
+        self._done += layer.num_bytes
+        # What stands for it has its shape and one byte.
+        layer.move_to(
+            {name: one.new_zeros(1).expand(one.shape) for name, one in layer.stored().items()}
+        )
+        if self._progress is not None:
+            self._progress(self._done, self._all)
+
+
+def measure_parts(
+    checkpoint: AnyCheckpoint, offload: OffloadConfig, progress: Progress | None = None
+) -> Measured:
+    """Read a model once, layer by layer, and measure what formats would cost each part.
+
+    `offload` says where its importance is. Memory is that of the dense parts and a layer or two.
+    """
+    offload = with_importance_file(offload, checkpoint)
+    importance = given_importance(offload)
+    plain = dataclasses.replace(offload, expert_dtype="bf16", dense_dtype="none", importance=None)
+    sink = _MeasuringSink(importance, progress)
+    model = load_checkpoint(checkpoint, plain, sink=sink)
+    require_runtime(model).executor.close()
+    linear = _linear_options(model, importance)
+    weights = [
+        model.get_submodule(path).get_parameter("weight") for paths in linear for path in paths
+    ]
+    fixed = dense_bytes_with(model, {}) - _bytes_of(model, linear)
+    num_weights = sink.num_weights + sum(weight.numel() for weight in weights)
+    layers = [sink.layers[number] for number in sorted(sink.layers)]
+    return Measured(layers, linear, fixed, num_weights)
+
+
+def _bytes_of(model: PreTrainedModel, linear: Mapping[tuple[str, ...], object]) -> int:
+    """Return what `dense_bytes_with` counts of the layers that get formats."""
+    tied, total = tied_weights(model), 0
+    for path in (path for paths in linear for path in paths):
+        own = model.get_submodule(path).named_parameters(recurse=False)
+        total += sum(p.nbytes for name, p in own if f"{path}.{name}" not in tied)
+    return total
+
+
+def _layer_options(layer: HostLayer, importance: Importance | None) -> list[Option]:
+    """Return every pair of formats of a layer's two projections."""
+    losses = [
+        _losses(name, squares, importance)
+        for name, squares in zip(
+            projections(layer), expert_losses(layer, importance, CHOICES), strict=True
+        )
+    ]
+    options = []
+    for (first, up), (second, down) in product(enumerate(CHOICES), repeat=2):
+        size = _stride(layer, up, down) * layer.arrivals.num_experts
+        loss = losses[0][first] + losses[1][second]
+        options.append(Option(expert_format(up, down).name, size, loss))
+    return options
+
+
+def _stride(layer: HostLayer, up: WeightFormat, down: WeightFormat) -> int:
+    """Return what an expert takes in a file."""
+    arrivals, weights = layer.arrivals, layer.weights(0)
+    rows, cols = arrivals.shapes["down_proj"][1:]
+    hidden, inner = (cols, rows) if weights.is_transposed else (rows, cols)
+    layout = ExpertLayout(
+        up, hidden, inner, is_gated=arrivals.up_name == "gate_up_proj",
+        has_bias=weights.down_bias is not None, second_format=down,
+    )  # fmt: skip
+    return aligned(layout.num_bytes, FILE_ALIGNMENT_BYTES)
+
+
+def _linear_options(
+    model: PreTrainedModel, importance: Importance | None
+) -> dict[tuple[str, ...], list[Option]]:
+    """Return the formats of linear layers, by the paths of those that have one together."""
+    embeddings = embeddings_of(model)
+    groups: list[Mapping[str, nn.Module]] = [*linear_groups(model, importance)]
+    found: dict[tuple[str, ...], list[Option]] = {}
+    for group in [*groups, embeddings] if embeddings else groups:
+        squares = torch.zeros(len(CHOICES) + 1, dtype=torch.float64, device="cpu")
+        sizes = [0] * len(CHOICES)
+        for path, module in group.items():
+            weight = module.get_parameter("weight").detach()
+            weighed = None
+            if importance is not None and path not in embeddings:
+                weighed = importance.of(f"{path}.weight", (1, weight.shape[1]))
+            squares += sampled_losses(weight, None if weighed is None else weighed[0], CHOICES)
+            has_bias = getattr(module, "bias", None) is not None
+            for number, fmt in enumerate(CHOICES):
+                bias = 4 * fmt.padded_rows(len(weight)) * has_bias
+                sizes[number] += fmt.matrix_bytes(*weight.shape) + bias
+        losses = _losses(f"{next(iter(group))}.weight", squares, importance)
+        names = [fmt.name for fmt in CHOICES]
+        found[tuple(group)] = [Option(*one) for one in zip(names, sizes, losses, strict=True)]
+    return found
+
+
+def _losses(parameter: str, squares: Tensor, importance: Importance | None) -> Sequence[float]:
+    """Return the loss of a part by format, from its squared errors and, last, its own squares."""
+    errors, own = squares[:-1], squares[-1].clamp(min=1e-30)
+    probed = None if importance is None else importance.divergence_of(parameter)
+    of_probe = errors[CHOICES.index(PROBE)].clamp(min=1e-30)
+    losses: list[float] = (
+        errors / own if probed is None else errors / of_probe * max(probed, _LEAST_LOSS)
+    ).tolist()
+    return losses

@@ -1,0 +1,89 @@
+"""`tandem pack --size` and `--bits`, as a user starts them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import tandem
+from tandem.cli.main import main
+from tandem.hf.runtime import require_runtime
+
+
+def test_a_recipe_is_kept_repeated_and_runs(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("The quick brown fox. " * 40)
+    assert main(["pack", model, "--size", "1MB", "-o", str(tmp_path / "none"), "-q"]) == 2
+    assert "collect it first: tandem importance" in capsys.readouterr().err
+    collect = [model, "--text", str(tmp_path / "text.txt"), "--tokens", "100", "-q"]
+    assert main(["importance", *collect, "--probe-tokens", "64", "--threads", "1"]) == 0
+    capsys.readouterr()
+
+    reports = []
+    for name, flags in (("a", ["--bits", "7"]), ("b", ["--bits", "7"])):
+        target = str(tmp_path / name)
+        assert main(["pack", model, *flags, "-o", target, "-q", "--json"]) == 0
+        reports.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    for key in ("bytes", "expert_formats", "dense_formats"):
+        assert reports[0][key] == reports[1][key]
+    assert len(set(reports[0]["dense_formats"].values())) > 1
+
+    kept = json.loads((tmp_path / "a" / "config.json").read_text())["quantization_config"]
+    loaded = tandem.load(tmp_path / "a", threads=1)
+    store = require_runtime(loaded).store
+    assert [x.layout.format_name for x in store] == [  # type: ignore[union-attr]
+        tandem_name(name) for name in reports[0]["expert_formats"]
+    ]
+    assert kept["packed_format"] == 3
+    embeddings = loaded.get_input_embeddings()
+    wanted = reports[0]["dense_formats"]["model.embed_tokens"]
+    assert embeddings.packed.matrix.format.name == wanted
+    with torch.no_grad():
+        logits = loaded(input_ids=torch.tensor([[5, 6, 7]])).logits
+    assert logits.isfinite().all()
+
+    again = tandem.save(loaded, tmp_path / "again")
+    copy = tandem.load(again, threads=1)
+    with torch.no_grad():
+        assert torch.equal(copy(input_ids=torch.tensor([[5, 6, 7]])).logits, logits)
+    assert main(["run", str(tmp_path / "a"), "-p", "x", "-q", "--max-new-tokens", "2"]) == 0
+
+
+def tandem_name(name: str) -> str:
+    from tandem.kernels.formats.weight_format import find_expert_format
+
+    return find_expert_format(name).name
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--size", "1KB"], "no recipe takes 1000 B: this model takes from"),
+        (["--size", "9GB"], "no recipe takes 8.38 GiB: this model takes from"),
+        (["--size", "1GB", "--bits", "4"], "--size and --bits say the same; give one of them"),
+        (["--bits", "99"], "bits"),
+        (["--size", "big"], "expected a size such as 8GiB"),
+        (["--bits", "4", "--expert-dtype", "int4"], "leave --expert-dtype and --dense-dtype out"),
+    ],
+)
+def test_impossible_sizes_are_one_sentence(
+    model: str,
+    tmp_path: Path,
+    flags: list[str],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    importance = tmp_path / "imatrix.safetensors"
+    from tandem.checkpoint.importance import save_importance
+    from tandem.checkpoint.input_squares import InputSquares
+
+    head = InputSquares(torch.ones(1, 64), torch.tensor([100]))
+    save_importance(importance, {"lm_head.weight": head})
+    words = ["pack", model, "-o", str(tmp_path / "x"), "-q", "--importance", str(importance)]
+    assert main([*words, *flags]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1
