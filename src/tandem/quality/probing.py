@@ -6,6 +6,7 @@ its squared error: divergence grows with the square of what is wrong.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -67,8 +68,10 @@ class ProbingExecutor(ReferenceExecutor):
             weights = host.weights(expert)
             weight = projection(weights, self.parameter)
             own = expert_importance(self._importance, host, self.parameter, expert, weight)
-            weight.copy_(_rounded(weight, own, PROBE))  # a view of what was unpacked for us
-            self._rounded[expert] = weights
+            rounded = _rounded(weight, own, PROBE)
+            rounded = rounded.T if weights.is_transposed else rounded
+            is_down = self.parameter.endswith(".down_proj")
+            self._rounded[expert] = replace(weights, **{"down" if is_down else "up": rounded})
         return self._rounded[expert]
 
 

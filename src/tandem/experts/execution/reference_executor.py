@@ -7,7 +7,7 @@ from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
 from tandem.experts.execution.executor import Executor
 from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
-from tandem.kernels.reference import expert_ffn
+from tandem.kernels.reference import ExpertWeights, expert_ffn
 
 
 class ReferenceExecutor(Executor):
@@ -37,4 +37,8 @@ class ReferenceExecutor(Executor):
         activate = functions.activate
         if isinstance(host, PackedLayer):  # whose gate comes before up, whatever the model's order
             activate = functions.unpacked_activate or activate
-        return expert_ffn(rows, host.weights(expert), activate)
+        return expert_ffn(rows, self.weights(host, expert), activate)
+
+    def weights(self, host: HostLayer, expert: int) -> ExpertWeights:
+        """Return one expert's values."""
+        return host.weights(expert)
