@@ -61,47 +61,58 @@ inline void write_planes(std::uint8_t* out, std::int64_t count, const CodeOf& co
   }
 }
 
+constexpr int kPeaks = 8;
+
 struct SymmetricRule {
-  float peaks[4];  // codes to which a group's peak is scaled, in turn
+  float peaks[kPeaks];  // codes to which a group's peak is scaled, in turn
   float low, high;
 };
 
 constexpr SymmetricRule symmetric_rule(int bits) {
   switch (bits) {
-    case 3: return {{3.0f, -4.0f, -4.5f, -5.2f}, -4.0f, 3.0f};
-    case 4: return {{7.0f, -8.0f, -8.4f, -9.0f}, -8.0f, 7.0f};
-    case 5: return {{15.0f, -16.0f, -16.8f, -16.8f}, -16.0f, 15.0f};
-    case 6: return {{31.0f, -32.0f, -33.0f, -33.0f}, -32.0f, 31.0f};
-    default: return {{127.0f, 126.0f, 125.0f, 124.0f}, -127.0f, 127.0f};
+    case 3: return {{3.0f, -3.6f, -4.0f, -4.5f, -4.8f, -5.2f, -6.0f, -7.0f}, -4.0f, 3.0f};
+    case 4: return {{7.0f, -7.6f, -8.0f, -8.4f, -9.0f, -10.0f, -11.5f, 8.0f}, -8.0f, 7.0f};
+    case 5: return {{15.0f, -15.5f, -16.0f, -16.8f, -17.6f, -19.0f, -21.0f, 16.0f}, -16.0f, 15.0f};
+    case 6: return {{31.0f, -31.5f, -32.0f, -33.0f, -34.5f, -36.5f, -39.0f, 32.0f}, -32.0f, 31.0f};
+    default:
+      return {{127.0f, 126.0f, 125.0f, 124.0f, 122.0f, 120.0f, 117.0f, 113.0f}, -127.0f, 127.0f};
+  }
+}
+
+// The sums that say how well scales fit the codes that they give.
+template <bool kIsWeighed, int kCount>
+inline void sum_codes(const Group& group, const SymmetricRule& rule, const Vector (&inverses)[kCount],
+                      Vector (&along)[kCount], Vector (&square)[kCount]) {
+  for (std::int64_t c = 0; c < group.size; ++c) {
+    const Vector x = group.tile[c];
+    for (int i = 0; i < kCount; ++i) {
+      const Vector code = whole(x * inverses[i], rule.low, rule.high);
+      const Vector weighed = kIsWeighed ? code * group.importance[c] : code;
+      along[i] += weighed * x;
+      square[i] += weighed * code;
+    }
   }
 }
 
 // The refitted scale of least error; tandem/kernels/formats/scale_search.py has the reason.
 template <bool kIsWeighed>
 Vector search_symmetric(const Group& group, const SymmetricRule& rule) {
-  constexpr int kCandidates = 4;
-  const float low = rule.low, high = rule.high;
-  Vector inverses[kCandidates], along[kCandidates] = {}, square[kCandidates] = {};
+  Vector inverses[kPeaks], along[kPeaks] = {}, square[kPeaks] = {};
   const Vector peak = group.peak();
-  for (int i = 0; i < kCandidates; ++i) inverses[i] = inverse(to_half(peak / rule.peaks[i]));
-  for (std::int64_t c = 0; c < group.size; ++c) {
-    const Vector x = group.tile[c];
-    for (int i = 0; i < kCandidates; ++i) {
-      const Vector code = whole(x * inverses[i], low, high);
-      const Vector weighed = kIsWeighed ? code * group.importance[c] : code;
-      along[i] += weighed * x;
-      square[i] += weighed * code;
-    }
-  }
+  for (int i = 0; i < kPeaks; ++i) inverses[i] = inverse(to_half(peak / rule.peaks[i]));
+  sum_codes<kIsWeighed>(group, rule, inverses, along, square);
   Vector best{}, least{};
-  for (int i = 0; i < kCandidates; ++i) {
+  for (int i = 0; i < kPeaks; ++i) {
     const Vector scale = to_half(along[i] * inverse(square[i]));
     const Vector error = scale * (scale * square[i] - 2.0f * along[i]);
     const Integers is_better = i == 0 ? Integers{} - 1 : error < least;
     best = is_better ? scale : best;
     least = is_better ? error : least;
   }
-  return best;
+  const Vector again[1] = {inverse(best)};  // refitted to the codes that it gives
+  Vector on[1] = {}, own[1] = {};
+  sum_codes<kIsWeighed>(group, rule, again, on, own);
+  return to_half(on[0] * inverse(own[0]));
 }
 
 // False if the scale of the largest magnitude is beyond fp16.
@@ -121,13 +132,12 @@ struct AffineFit {
 // Steps beyond the largest code, and the share of it that stays where it is.
 constexpr double kAffineSteps[4][2] = {{0.0, 0.0}, {0.5, 0.0}, {0.5, 1.0}, {1.5, 0.5}};
 
-// The best scale and minimum for the codes 0..top of one candidate; the minimum is counted from
-// `middle`.
-AffineFit refit_affine(const Group& group, Vector middle, double top, const double (&candidate)[2]) {
-  const double steps = top + candidate[0], pivot = top * candidate[1];
-  const auto offset = static_cast<float>(pivot + (top / 2 - pivot) * steps / top);
+constexpr int kAffineRefits = 2;  // of the best of these
+
+// The best scale and minimum for the codes 0..top that a factor and what is added after it give; the
+// minimum is counted from `middle`.
+AffineFit refit_affine(const Group& group, Vector middle, double top, Vector to_code, Vector offset) {
   const auto high = static_cast<float>(top);
-  const Vector to_code = inverse((group.high - group.low) / static_cast<float>(steps));
   Vector sum_x{}, sum_q{}, sum_qx{}, sum_qq{}, total{};
   for (std::int64_t c = 0; c < group.size; ++c) {
     const Vector around = group.tile[c] - middle;
@@ -144,6 +154,14 @@ AffineFit refit_affine(const Group& group, Vector middle, double top, const doub
   const Vector shift = (sum_x - scale * sum_q) * inverse(total);
   const Vector error = scale * (scale * sum_qq - 2.0f * sum_qx + 2.0f * shift * sum_q);
   return {scale, shift, error + shift * (shift * total - 2.0f * sum_x)};
+}
+
+// The same of one candidate.
+AffineFit fit_candidate(const Group& group, Vector middle, double top, const double (&candidate)[2]) {
+  const double steps = top + candidate[0], pivot = top * candidate[1];
+  const auto offset = static_cast<float>(pivot + (top / 2 - pivot) * steps / top);
+  const Vector to_code = inverse((group.high - group.low) / static_cast<float>(steps));
+  return refit_affine(group, middle, top, to_code, broadcast(offset));
 }
 
 // From the differences: sums of squares would hide a near tie.
@@ -163,13 +181,17 @@ bool fit_affine(const Group& group, float top, bool has_search, AffineFit& fit) 
   fit = {to_half((group.high - group.low) / top), to_half(group.low), Vector{}};
   if (has_search) {
     const Vector middle = (group.low + group.high) / 2.0f;
-    AffineFit best = refit_affine(group, middle, top, kAffineSteps[0]);
+    AffineFit best = fit_candidate(group, middle, top, kAffineSteps[0]);
     for (int i = 1; i < 4; ++i) {
-      const AffineFit next = refit_affine(group, middle, top, kAffineSteps[i]);
+      const AffineFit next = fit_candidate(group, middle, top, kAffineSteps[i]);
       const Integers is_better = next.error < best.error;
       best.scale = is_better ? next.scale : best.scale;
       best.minimum = is_better ? next.minimum : best.minimum;
       best.error = is_better ? next.error : best.error;
+    }
+    for (int i = 0; i < kAffineRefits; ++i) {
+      const Vector to_code = inverse(best.scale);
+      best = refit_affine(group, middle, top, to_code, -best.minimum * to_code);
     }
     best.minimum = to_half(best.minimum + middle);
     const Integers is_better = affine_error(group, top, best) < affine_error(group, top, fit);

@@ -170,3 +170,24 @@ def test_all_codes_of_four_bits_are_used(name: str) -> None:
 def test_a_group_without_spread_keeps_its_value_with_zero_points() -> None:
     weights = torch.full((16, 64), 0.375)
     assert torch.equal(unpack(pack(weights, find_format("int4z"))), weights)
+
+
+@pytest.mark.parametrize("name", ["int4", "int5", "int8-g32"])
+def test_a_peak_that_counts_little_is_cut(name: str) -> None:
+    """Every group has one: the best of many scales is hardly better than what is found."""
+    fmt, generator = find_format(name), torch.Generator().manual_seed(0)
+    weights = torch.randn(64, 256, generator=generator)
+    weights[:, ::32] *= 1.8
+    importance = torch.ones(256)
+    importance[::32] = 0.02
+    loss = (unpack(pack(weights, fmt, importance=importance)) - weights).square() * importance
+    groups, counts = weights.unflatten(1, (-1, 32)), importance.unflatten(0, (-1, 32))
+    low, high = fmt.encoding.codes
+    least = torch.full(groups.shape[:2], torch.inf)
+    for peak in torch.arange(0.5 * high, 1.8 * high, 0.02 * high).tolist():
+        for end in (peak, -peak):
+            scales = groups.abs().amax(-1, keepdim=True) / end
+            codes = (groups / scales).round().clamp(low, high)
+            errors = ((codes * scales - groups).square() * counts).sum(-1)
+            least = torch.minimum(least, errors)
+    assert loss.sum() <= 1.06 * least.sum()

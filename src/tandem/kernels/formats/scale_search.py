@@ -18,15 +18,17 @@ from tandem.kernels.formats.weight_format import WeightFormat
 # The signed peak goes to these codes; beyond the range it saturates, and the rest gets finer steps.
 INT3_RANGE, INT4_RANGE, INT5_RANGE = (-4, 3), (-8, 7), (-16, 15)
 INT6_RANGE, INT8_RANGE = (-32, 31), (-127, 127)
-INT3_PEAKS: tuple[float, ...] = (3.0, -4.0, -4.5, -5.2)
-INT4_PEAKS: tuple[float, ...] = (7.0, -8.0, -8.4, -9.0)
-INT5_PEAKS: tuple[float, ...] = (15.0, -16.0, -16.8)
-INT6_PEAKS: tuple[float, ...] = (31.0, -32.0, -33.0)
-INT8_PEAKS: tuple[float, ...] = (127.0, 126.0, 125.0, 124.0)
+# Where a peak counts little by importance it may be far beyond.
+INT3_PEAKS: tuple[float, ...] = (3.0, -3.6, -4.0, -4.5, -4.8, -5.2, -6.0, -7.0)
+INT4_PEAKS: tuple[float, ...] = (7.0, -7.6, -8.0, -8.4, -9.0, -10.0, -11.5, 8.0)
+INT5_PEAKS: tuple[float, ...] = (15.0, -15.5, -16.0, -16.8, -17.6, -19.0, -21.0, 16.0)
+INT6_PEAKS: tuple[float, ...] = (31.0, -31.5, -32.0, -33.0, -34.5, -36.5, -39.0, 32.0)
+INT8_PEAKS: tuple[float, ...] = (127.0, 126.0, 125.0, 124.0, 122.0, 120.0, 117.0, 113.0)
 # Of tables the peak goes to these shares of either end.
 TABLE_SHARES = (0.75, 0.86, 0.97, 1.08, 1.2)
 # A group's range takes this many steps more than the largest code, with the code at this share of
 # the codes held fixed.
+AFFINE_REFITS = 2  # of the best of these, to the codes that it gives
 AFFINE_STEPS = ((0.0, 0.0), (0.5, 0.0), (0.5, 1.0), (1.5, 0.5))
 
 
@@ -59,6 +61,11 @@ def fit_symmetric(
         errors = fitted * (fitted * square - 2 * along)  # without the constant sum(w x x)
         best = errors.min(0, keepdim=True).indices  # a tenth of argmin's time
         scales = refitted.gather(0, best)
+        # Once more, to the codes that this scale gives.
+        _round(x, _inverse(scales[0]), limits, out=codes)
+        weighted = codes if importance is None else codes * importance
+        along, square = (weighted * x).sum(-1), (weighted * codes).sum(-1)
+        scales = (along * _inverse(square)).half()[None]
     _round(x, _inverse(scales[0]), limits, out=codes)
     return codes, scales[0]
 
@@ -136,6 +143,9 @@ def _best_affine(
     best = torch.stack([error for _, _, error in fits]).min(0, keepdim=True).indices
     scales = torch.stack([scale for scale, _, _ in fits]).gather(0, best)[0]
     shifts = torch.stack([shift for _, shift, _ in fits]).gather(0, best)[0]
+    for _ in range(AFFINE_REFITS):
+        codes = _round(around - shifts[..., None], _inverse(scales), (0, top), out=codes)
+        scales, shifts, _ = _refit_affine(codes, weighted, sum_x, weights)
     return scales, (shifts + middle).half()
 
 
