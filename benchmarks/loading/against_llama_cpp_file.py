@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from benchmarks.generation.perplexity import TEXT
 from benchmarks.loading.ggml import Ggml, kinds_of
 from benchmarks.loading.padded_demo import write_padded
 from torch import Tensor
@@ -36,6 +35,8 @@ from tandem.cli.model_choice import ModelChoice, find_model
 from tandem.generate.generator import Generator
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.cpu import detect_cpu
+
+TEXT = Path(__file__).parents[2] / "tests" / "data" / "wikitext_4096.txt"
 
 TYPES = (
     "Q4_K_M", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL",
