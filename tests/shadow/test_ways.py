@@ -2,7 +2,7 @@
 
 import multiprocessing
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tandem.generate.sampling import SamplingOptions
 from tandem.generate.token_output import TokenOutput
 from tandem.hf import assembly
 from tandem.hf.dense_place import move_dense_parts
+from tandem.policy.plan import Copy
 from tests.decode.test_mtp import WithMtp
 from tests.decode.test_mtp_streams import write as write_with_streams
 from tests.decode.whole_pool import gpu_pool
@@ -122,10 +123,14 @@ def rows_of(slots: Any) -> Tensor:
     return torch.cat(rows)
 
 
+@pytest.mark.parametrize("decode_graph", [pytest.param(False, marks=in_dry_gpu), True])
 def test_experts_that_tokens_choose_are_copied_to_the_gpu_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, decode_graph: bool
 ) -> None:
-    """The kernels that attend are not what is looked at, and are interpreted for long."""
+    """Of prompts and planned steps too, and no others: all layers are routed so.
+
+    The kernels that attend are not what is looked at, and are interpreted for long.
+    """
     monkeypatch.setattr(attention, "compressed_kernels", lambda device: None)
     values: dict[str, Any] = {
         "n_routed_experts": 128, "num_hidden_layers": 2, "mlp_layer_types": ["hash_moe"] * 2,
@@ -134,18 +139,32 @@ def test_experts_that_tokens_choose_are_copied_to_the_gpu_ahead(
     checkpoint = save_tiny_checkpoint(tmp_path / "hashed", "deepseek_v4", **values)
     kinds: dict[str, Any] = {"dtype": "float32", "expert_dtype": "mxfp4"}
     alone, statistics = tandem.load(checkpoint, threads=1, **kinds), CacheStatistics()
-    expected = rows_of(Generator(alone).slot_pool(1))
+    expected, events = rows_of(Generator(alone).slot_pool(1)), list[LayerExecuted]()
+    options: dict[str, Any] = {"assignment": "ready-on-gpu" if decode_graph else "balanced"}
     with (
         shadow_gpu(), quick_loads(),
-        loaded(checkpoint, tmp_path, assignment="ready-on-gpu", **kinds) as model,
+        loaded(checkpoint, tmp_path, decode_graph=decode_graph, **options, **kinds) as model,
     ):  # fmt: skip
-        runtime_in(model).executor.listeners.append(statistics)
+        runtime_in(model).executor.listeners += [statistics, events.append]
         slots: Any = Generator(model).slot_pool(1)
         divergence, is_same = compare_logits(rows_of(slots), expected, gap=1.0)
         assert slots.step.is_replaying, slots.step.why_not
     assert divergence <= MOST_DIVERGENCE
     assert is_same
     assert statistics.prefetch_useful > 0
+    steps = [*zip(*[iter(events)] * 2, strict=True)]
+    ahead = [[c for e in step for c in (*e.step_copies, *copies_of(e))] for step in steps]
+    assert ahead[0]  # of the prompt
+    for step, copies in zip(steps, ahead, strict=True):
+        assert all(copy.expert in experts_of(step[copy.layer]) for copy in copies)
+
+
+def copies_of(event: LayerExecuted) -> Sequence[Copy]:
+    return () if event.plan is None else event.plan.prefetch
+
+
+def experts_of(event: LayerExecuted) -> Sequence[int]:
+    return () if event.load is None else event.load.experts
 
 
 @pytest.mark.parametrize("device_map", [{"": 0}, "cuda", None])

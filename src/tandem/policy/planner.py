@@ -96,9 +96,8 @@ class Planner:
     ) -> tuple[Copy, ...]:
         """Start a step of `num_tokens` tokens; returns copies ahead for its first layer.
 
-        A step that is one graph (`in_graph`) does not predict by its tokens: it copies ahead, for
-        any layer, what is `known`. These are the loads of layers that are routed by token, in the
-        layers' order.
+        The loads of layers that are routed by token are `known`, in the layers' order: of these
+        layers nothing is predicted. A step that is one graph (`in_graph`) predicts no first layer.
         """
         self._rule = self.graph_rule(num_tokens) if in_graph else self._planned_rule
         self._predicts = self.predicts_in_graph(num_tokens) if in_graph else self._can_prefetch
@@ -106,14 +105,14 @@ class Planner:
         self.eviction.begin_step(is_prefill=is_prefill)
         asks = in_graph and self.asks
         self._dense_seconds = self._rule.dense_seconds(self.costs, num_tokens, asks=asks)
-        self.residency.release_passed(-1, ())
+        self.residency.release_passed(self.geometry.num_layers, ())
         self._max_fetches = self.max_graph_fetches if in_graph else self._most_fetches
         self.ring.begin_step(in_graph=in_graph, may_fetch=self._rule.fetches)
         self._has_every_expert = self.residency.has_every_expert()
         self.prompt.begin_step(num_tokens, is_prefill=is_prefill and not self.predicted.is_staged)
         if self._has_every_expert:
             return ()
-        self.predicted.begin_step(known)
+        self.predicted.known.begin_step(known if self._can_prefetch else ())
         if self._predicts:
             self.prediction.begin_step(() if in_graph else token_ids)
         if in_graph:
@@ -369,9 +368,15 @@ class Planner:
     def _copies_ahead(
         self, layer: int, in_use: frozenset[int], now: float, next_plan: float
     ) -> tuple[Copy, ...]:
-        if self.prompt.is_on:
-            return self.prompt.copies(layer, in_use, now, next_plan)
-        return self.predicted.planned(layer, in_use, now, next_plan) if self._predicts else ()
+        """Return copies for the next layer, and queue them; then for known ones behind it."""
+        ahead, known = tuple[Copy, ...](), self.predicted.known
+        if layer in known:
+            pass
+        elif self.prompt.is_on:
+            ahead = self.prompt.copies(layer, in_use, now, next_plan)
+        elif self._predicts:
+            ahead = self.predicted.planned(layer, in_use, now, next_plan)
+        return (*ahead, *known.planned(layer, in_use, now, next_plan))
 
     def _by_processor(
         self, load: LayerLoad, states: bytes, split: Split

@@ -5,15 +5,16 @@ expert can leave for them, as the device has looked up who is there: they go int
 their own (the staging set), ahead of the copies of this layer's misses for later steps. A miss that
 is admitted may save time often; one that the next layer is about to have saves it now.
 
-What layers that are routed by token will use is no guess: it is known before a step begins.
+What layers that are routed by token will use is no guess, and is copied by `KnownCopies`.
 """
 
 from collections.abc import Iterable, Sequence
 
 from tandem.policy.admission import Admission
 from tandem.policy.cost import CostTable
+from tandem.policy.known_copies import KnownCopies
 from tandem.policy.link_queue import UNLIMITED, LinkQueue
-from tandem.policy.plan import Copy, Geometry, LayerLoad
+from tandem.policy.plan import Copy, Geometry
 from tandem.policy.prediction.policy import Prediction
 from tandem.policy.prefetch import PrefetchChoice, PrefetchTerms, Recurrence
 from tandem.policy.residency import NOWHERE, Residency
@@ -39,11 +40,7 @@ class PredictedCopies:
         self.copy_price_seconds = copy_price_seconds
         self.is_staged, self.most = prefetch.is_staged, prefetch.count
         self.chances = Recurrence()
-        self._known: dict[int, LayerLoad] = {}  # by layer, in their order
-
-    def begin_step(self, known: Sequence[LayerLoad]) -> None:
-        """Take the loads of layers that are known, in the layers' order."""
-        self._known = {load.layer: load for load in known}
+        self.known = KnownCopies(geometry, costs, residency, link, admission, copy_price_seconds)
 
     def planned(
         self, layer: int, in_use: frozenset[int], now: float, next_plan: float
@@ -97,12 +94,11 @@ class PredictedCopies:
         found: list[Copy] = []
         ready = max(self._link.free_at, now + self._costs.copy_wake)
         ready += num_fetches * self._link.copy_seconds
-        for known in self._known.values():
-            if known.layer >= layer:
-                begin = ready + len(found) * self._link.copy_seconds
-                published = next_plan + (known.layer - layer) * (next_plan - now)
-                found += self._of_known(known, begin, published)
-        if predicts and layer not in self._known:
+        for known in self.known.since(layer):
+            begin = ready + len(found) * self._link.copy_seconds
+            published = next_plan + (known.layer - layer) * (next_plan - now)
+            found += self.known.in_graph(known, begin, published)
+        if predicts and layer not in self.known:
             begin = ready + len(found) * self._link.copy_seconds
             found += self._of_predicted(layer, begin, next_plan)
         return tuple(found)
@@ -113,22 +109,6 @@ class PredictedCopies:
             self._link.issue(
                 self._geometry.key(copy.layer, copy.expert), now + self._costs.copy_wake
             )
-
-    def _of_known(self, load: LayerLoad, ready: float, published: float) -> list[Copy]:
-        """Give clear slots to those of most tokens first, where a copy costs less than the CPU."""
-        residency, cpu, found = self._residency, self._costs.cpu, list[Copy]()
-        idle = self._whole_copies(published - ready)
-        most = min(len(residency.free[residency.staging]), idle)
-        by_tokens = sorted(zip(load.experts, load.tokens, strict=True), key=lambda each: -each[1])
-        for expert, tokens in by_tokens:
-            key = self._geometry.key(load.layer, expert)
-            if residency.slot_of[key] != NOWHERE or key in self._link.pending:
-                continue
-            if len(found) >= most or cpu[tokens] <= self.copy_price_seconds:
-                break
-            slot = residency.insert(key, residency.staging)
-            found.append(residency.copy_of(key, slot, NOWHERE))
-        return found
 
     def _of_predicted(self, layer: int, ready: float, next_plan: float) -> tuple[Copy, ...]:
         residency, link = self._residency, self._link

@@ -115,13 +115,13 @@ class Residency:
         self.state[key] = READY
 
     def release_passed(self, layer: int, in_use: Container[int]) -> list[int]:
-        """Free the slots of staged experts that are ready, unless of a layer or in use.
+        """Free the slots of staged experts that are ready, of layers before this and not in use.
 
         Returns their keys.
         """
         experts, left = self.geometry.num_experts, []
         for key in [*self.members[self.staging]]:
-            passed = key // experts != layer and key not in in_use
+            passed = key // experts < layer and key not in in_use
             if passed and self.state[key] == READY:
                 self.remove(key)
                 left.append(key)

@@ -183,7 +183,7 @@ def resident_lists(
     these is given up. Staging slots are the ring's.
     """
     residency, experts = planner.residency, planner.geometry.num_experts
-    residency.release_passed(-1, ())
+    residency.release_passed(planner.geometry.num_layers, ())
     *sets, ahead = residency.members
     *free, free_ahead = residency.free
     members = [[key % experts for key in keys] for keys in sets]

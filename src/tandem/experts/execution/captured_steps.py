@@ -232,7 +232,8 @@ class CapturedSteps:
         What was copied ahead, and has got no slot of the cache, leaves with the step.
         """
         copies = {at[0]: self._apply(*at) for at in self.coordinator.take_decided()}
-        self._cache.planner.residency.release_passed(-1, ())
+        planner = self._cache.planner
+        planner.residency.release_passed(planner.geometry.num_layers, ())
         return copies
 
     def _apply(
