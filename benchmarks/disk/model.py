@@ -10,7 +10,6 @@ import torch
 from benchmarks.disk.job import Job
 
 import tandem
-from tandem.decode.token_routed import tables_by_token
 from tandem.experts.execution.executor import Executor
 from tandem.experts.execution.forced_routing import ForcedRouting
 from tandem.generate.generator import Generator
@@ -20,6 +19,7 @@ from tandem.hf.config import OffloadConfig
 from tandem.hf.disk_tier import slots_over
 from tandem.hf.load import load_checkpoint
 from tandem.hf.runtime import require_runtime
+from tandem.hf.token_tables import tables_by_token
 from tandem.trace import RoutingTrace
 
 
@@ -100,13 +100,13 @@ class RunningModel:
         runtime.use(routing)
         ids = self._ids.roll(-self._at)
         chosen = trace.experts[np.arange(len(ids)) % trace.num_tokens].astype(np.int64)
-        for layer, table in tables_by_token(self.model):
+        for layer, table in tables_by_token(self.model, runtime.bound):
             if table.shape[1] != routing.top_k:
                 raise SystemExit(
                     f"the routing is of {routing.top_k} experts a token, and a table of the shape "
                     f"has {table.shape[1]}; name a trace of as many, or --routing synthetic"
                 )
-            table[ids] = torch.from_numpy(chosen[:, layer.layer])
+            table[ids] = torch.from_numpy(chosen[:, layer])
         return routing
 
     def prompt(self, num_tokens: int) -> None:

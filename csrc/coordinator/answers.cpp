@@ -120,7 +120,7 @@ bool Coordinator::find_misses(std::int64_t layer, std::int64_t num_experts) {
 // What the next layer is guessed to choose; empty where nobody asks, or it does not come soon.
 std::span<const std::int32_t> Coordinator::wait_for_guess(std::int64_t layer) const {
   const bool has_next = layer + 1 < static_cast<std::int64_t>(layers_.size());
-  if (!decisions_ || !decisions_->asks() || !has_next) return {};
+  if (!decisions_ || !has_next || !decisions_->asks(static_cast<std::int32_t>(layer))) return {};
   const double end = steady_seconds() + kGuessPatience;
   while (load_acquire(box_->guessed(layer)) != 1) {
     if (steady_seconds() > end || is_lost_.load(std::memory_order_relaxed)) return {};

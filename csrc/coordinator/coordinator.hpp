@@ -79,7 +79,7 @@ class LayerDecisions {
  public:
   virtual ~LayerDecisions() = default;
   virtual void begin_step() = 0;  // with the step's first doorbell
-  virtual bool asks() const { return false; }  // for what the next layer is guessed to choose
+  virtual bool asks(std::int32_t) const { return false; }  // what the layer behind this will choose
   // Ahead of the answer to a layer with misses: which of them are copied. By its choice, and by what
   // the next one is guessed to choose.
   virtual std::span<const Fetch> fetch(std::int64_t, std::span<const std::int32_t>,

@@ -39,7 +39,7 @@ class StepDecisions : public LayerDecisions {
   void expect(std::vector<StepPolicy::KnownLoad> known);
 
   void begin_step() override;
-  bool asks() const override { return policy_ != nullptr && policy_->asks(); }
+  bool asks(std::int32_t layer) const override { return policy_ && policy_->asks(layer); }
   std::span<const Fetch> fetch(std::int64_t layer, std::span<const std::int32_t> choice,
                                std::span<const std::int32_t> guess) override;
   void note(const LayerRecord& record) override;

@@ -113,7 +113,11 @@ class StepPolicy {
   bool decides_first(std::int32_t layer) const {
     return fetches() || predicts_ || knows_behind(layer);
   }
-  bool asks() const { return asks_ && !has_every_expert_; }
+  // Whether the router behind a layer is asked: not where it is known what it chooses.
+  bool asks(std::int32_t layer) const {
+    const auto is_next = [&](const KnownLoad& known) { return known.layer == layer + 1; };
+    return asks_ && !has_every_expert_ && std::none_of(known_.begin(), known_.end(), is_next);
+  }
   // Whether it is known what a layer behind this one will use.
   bool knows_behind(std::int32_t layer) const {
     return !known_.empty() && known_.back().layer > layer;

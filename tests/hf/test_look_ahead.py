@@ -52,12 +52,13 @@ def test_a_router_asked_with_its_own_input_repeats_its_choice(name: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("name", "is_linear"), [("qwen3_moe", True), ("gpt_oss", True), ("deepseek_v3", False)]
+    ("name", "scoring"),
+    [("qwen3_moe", ""), ("gpt_oss", ""), ("deepseek_v3", None), ("deepseek_v4", "sqrtsoftplus")],
 )
 def test_routers_that_choose_the_largest_of_a_product_are_found(
-    name: str, tmp_path: Path, *, is_linear: bool
+    name: str, tmp_path: Path, scoring: str | None
 ) -> None:
-    """DeepSeek-V3's chooses groups first, and adds to its scores what is no part of the product."""
+    """DeepSeek-V3's chooses groups first; DeepSeek-V4's adds a bias behind a function."""
     model = tiny(name, tmp_path)
     for key, values in (*model.named_parameters(), *model.named_buffers()):
         if key.endswith(("e_score_correction_bias", "router.bias")):
@@ -65,9 +66,14 @@ def test_routers_that_choose_the_largest_of_a_product_are_found(
     routers = find_routers(model, runtime_in(model).bound)
     assert not isinstance(routers, str), routers
     found = linear_routers(routers)
-    assert (found is not None) == is_linear
-    if found is not None:
-        assert all((router.bias is not None) == (name == "gpt_oss") for router in found)
+    assert (found is not None) == (scoring is not None)
+    products = [router for router in found or () if router is not None]
+    assert all((router.bias is not None) == (name != "qwen3_moe") for router in products)
+    assert all(router.scoring == scoring for router in products)
+    if name == "deepseek_v4":
+        assert found is not None
+        assert [not router for router in found] == [router.reads_tokens for router in routers]
+        assert 0 < len(products) < len(routers)
 
 
 def test_a_router_that_reads_token_ids_is_foreseen_exactly(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tandem.devices.cuda import handing
-from tandem.experts.execution.asked_routers import AskedRouter
+from tandem.experts.execution.asked_routers import SCORINGS, AskedRouter
 from tandem.kernels.attention import AttentionForm, DistanceBias
 from tandem.kernels.dense import pack_dense
 from tandem.kernels.device_compression import ring_shape
@@ -256,8 +256,8 @@ def hand_layers_over(
     table, rings = torch.zeros(num_experts, dtype=torch.int64), wait_seconds > 0
     addresses = handing.publish(box, table, hidden, index, weights, rings=rings)
     matrix, residual = torch.zeros(num_experts, hidden_size, dtype=dtype), torch.zeros(hidden_size)
-    for bias in (None, matrix[:, 0]):
-        router = AskedRouter(matrix, bias, residual)
+    for bias, scoring in ((None, ""), *((matrix[:, 0], scoring) for scoring in SCORINGS)):
+        router = AskedRouter(matrix, bias, residual, scoring)
         handing.publish_guess(box, handing.Asked(router, hidden), index, num_experts)
     for layer in layers:
         handing.take_fetched(

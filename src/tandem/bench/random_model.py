@@ -21,7 +21,6 @@ from transformers import (
 from tandem.bench.model_shapes import ModelShape
 from tandem.bench.random_weights import random_experts, random_matrix
 from tandem.core.errors import ConfigError, UnsupportedModelError
-from tandem.decode.token_routed import TABLE
 from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
 from tandem.foreign_types import ModelPart, PreTrainedModel
 from tandem.hf.adapters import put_on_interface, text_class
@@ -31,6 +30,7 @@ from tandem.hf.dense import give_fp32_logits, is_tower, packable_layers, untie
 from tandem.hf.experts import is_experts_module
 from tandem.hf.packed_layers import PackedLinear
 from tandem.hf.quantizer import OffloadQuantizer
+from tandem.hf.token_tables import TABLE, is_by_token
 from tandem.kernels.dense import CpuThreads, DenseWeight
 from tandem.kernels.formats.expert import ExpertLayout
 from tandem.kernels.formats.packed import PackedMatrix
@@ -136,7 +136,7 @@ def _draw_routes(model: nn.Module) -> None:
     """Send each token to some experts where a table does, which comes with a checkpoint."""
     random = torch.Generator().manual_seed(0)
     for module in model.modules():
-        if hasattr(module, TABLE):
+        if is_by_token(module):
             table = module.get_buffer(TABLE)
             chances = torch.rand(
                 len(table), cast("ModelPart", module).num_experts, generator=random, device="cpu"

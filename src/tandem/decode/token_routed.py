@@ -16,25 +16,8 @@ from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.runtime import runtime_of
+from tandem.hf.token_tables import tables_by_token
 from tandem.policy.plan import LayerLoad
-
-TABLE = "tid2eid"
-"""Of a router, as Transformers calls it: (vocabulary, experts of a token)."""
-
-
-def tables_by_token(model: PreTrainedModel) -> list[tuple[HostLayer, Tensor]]:
-    """Return the layers that are routed by token, each with its table."""
-    runtime = runtime_of(model)
-    if runtime is None:
-        return []
-    found: list[tuple[HostLayer, Tensor]] = []
-    layers = dict(runtime.bound)
-    for block in model.modules():
-        children = list(block.children())
-        tables = [one.get_buffer(TABLE) for one in children if hasattr(one, TABLE)]
-        experts = [runtime.store[layers[one]] for one in children if one in layers]
-        found += zip(experts, tables, strict=False)
-    return found
 
 
 class _Table(NamedTuple):
@@ -53,10 +36,12 @@ class TokenRouted:
         """Find them; a table on a GPU is copied."""
         runtime = runtime_of(model)
         self._native = None if runtime is None else runtime.store.slots
-        self._tables = [
-            _Table(layer.layer, _number_on_disk(layer), table.cpu())
-            for layer, table in sorted(tables_by_token(model), key=lambda each: each[0].layer)
-        ]
+        self._tables: list[_Table] = []
+        if runtime is not None:
+            self._tables = [
+                _Table(layer, _number_on_disk(runtime.store[layer]), table.cpu())
+                for layer, table in tables_by_token(model, runtime.bound)
+            ]
 
     @torch.inference_mode()
     def expect(self, token_ids: Sequence[int], executor: Executor | None) -> None:

@@ -65,8 +65,7 @@ class Planner:
         self.link = LinkQueue(costs.link)
         self._planned_rule, self._graph_rules = rule, graph_rules
         self._rule = rule  # of the step
-        self.eviction = eviction
-        self.prediction = prediction
+        self.eviction, self.prediction = eviction, prediction
         self._admission = Admission(residency, eviction)
         self.prompt = PromptCopies(geometry, residency, self.link, eviction)
         self.ring = ring
@@ -134,6 +133,10 @@ class Planner:
         """Tell whether steps of so many tokens that are one graph ask each next layer's router."""
         return self.predicts_in_graph(num_tokens) and graph_rows(num_tokens) in self.asking_rows
 
+    def asks_behind(self, layer: int) -> bool:
+        """Tell whether the router behind a layer is asked: what it chooses may be known."""
+        return self.asks and layer + 1 not in self.predicted.known
+
     @property
     def max_graph_fetches(self) -> int:
         """How many experts a layer of a step in one graph may fetch."""
@@ -168,8 +171,9 @@ class Planner:
         first = layer * self.geometry.num_experts
         keys = [first + expert for expert in load.experts]
         self.eviction.touch(load)
+        asks = self.asks_behind(layer)
         if self._predicts:
-            for hint in hints if self.asks else ():
+            for hint in hints if asks else ():
                 self.prediction.hint(hint)
             self.prediction.observe(load)
         state = self.residency.state
@@ -187,7 +191,7 @@ class Planner:
         launches = self._rule.launches
         return LayerPlan(
             layer, gpu, arriving, fetch, cpu, insert, ahead, *seconds, hits, launches,
-            asks=self.asks and launches > 0,
+            asks=asks and launches > 0,
         )  # fmt: skip
 
     def _decide(
@@ -370,11 +374,9 @@ class Planner:
     ) -> tuple[Copy, ...]:
         """Return copies for the next layer, and queue them; then for known ones behind it."""
         ahead, known = tuple[Copy, ...](), self.predicted.known
-        if layer in known:
-            pass
-        elif self.prompt.is_on:
+        if self.prompt.is_on and layer not in known:
             ahead = self.prompt.copies(layer, in_use, now, next_plan)
-        elif self._predicts:
+        elif self._predicts and layer not in known:
             ahead = self.predicted.planned(layer, in_use, now, next_plan)
         return (*ahead, *known.planned(layer, in_use, now, next_plan))
 

@@ -165,10 +165,12 @@ def ask(
     block_cols: constexpr,
     block_experts: constexpr,
     has_bias: constexpr,
+    scoring: constexpr,
 ) -> None:
     """Write weight (num_experts, num_cols) @ (hidden + residual) + bias to scores (rows, experts).
 
     `hidden` is (rows, num_cols), `residual` (num_cols,) fp32. A program is (some experts, row).
+    `scoring` is applied ahead of the bias: 0 nothing, 1 a sigmoid, 2 the root of a softplus.
     """
     row = tl.program_id(1).to(tl.int64)
     expert = tl.program_id(0) * block_experts + tl.arange(0, block_experts)
@@ -182,6 +184,11 @@ def ask(
         at = expert[:, None].to(tl.int64) * num_cols + col[None, :]
         some = tl.load(weight + at, mask=is_expert[:, None] & is_col[None, :], other=0.0)
         total += tl.reduce(some.to(tl.float32) * state[None, :], 1, tl.standard._sum_combine)
+    below = tl.exp(tl.where(total > 0.0, -total, total))
+    if scoring == 1:
+        total = tl.where(total > 0.0, 1.0, below) / (1.0 + below)
+    if scoring == 2:
+        total = tl.sqrt(tl.where(total > 0.0, total, 0.0) + tl.log(1.0 + below))
     if has_bias:
         total += tl.load(bias + expert, mask=is_expert, other=0.0).to(tl.float32)
     tl.store(scores + row * num_experts + expert, total, mask=is_expert)

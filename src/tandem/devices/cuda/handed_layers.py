@@ -41,7 +41,7 @@ class HandedLayers:
         *,
         host_table: Tensor | None = None,
         fetches: bool = False,
-        routers: Sequence[AskedRouter] = (),
+        routers: Sequence[AskedRouter | None] = (),
     ) -> None:
         """Hand over through a mailbox, whose bytes are `memory` (num_bytes,) uint8, mapped.
 
@@ -49,7 +49,7 @@ class HandedLayers:
         for the others. Each step begins with bringing `host_table`, pinned, if there is one.
         `words` are for all mailboxes: a step is under way in one of them. `fetches` tells whether
         the host may answer with addresses. `routers`, of the layers behind the first one, are asked
-        ahead, if there are some.
+        ahead, if there are some, but for those that are None.
         """
         self._store, self._box, self._memory, self._table = store, box, memory, table
         self._experts, self._signals, self._host_table = experts, signals, host_table
@@ -66,7 +66,7 @@ class HandedLayers:
 
     def hear(self, layer: int, hidden: Tensor) -> None:
         """Take what the router of a layer of this step reads: (rows, hidden_size)."""
-        if layer < len(self._routers):
+        if layer < len(self._routers) and self._routers[layer] is not None:
             self._heard[layer] = hidden.contiguous()
 
     def __call__(
@@ -97,18 +97,20 @@ class HandedLayers:
     def _asked(self, layer: int) -> handing.Asked | None:
         """Return what the next layer's router is asked with; None: it is not."""
         heard = self._heard.pop(layer, None)
-        return None if heard is None else handing.Asked(self._routers[layer], heard)
+        router = None if heard is None else self._routers[layer]
+        return None if heard is None or router is None else handing.Asked(router, heard)
 
     def launch_once(self, hidden: Tensor, top_k: int) -> None:
         """Queue all kernels of a layer but the experts', for rows that have chosen no expert."""
         with torch.inference_mode(False):
             index = torch.full((len(hidden), top_k), -1, device=hidden.device)
             weights = torch.zeros(len(hidden), top_k, device=hidden.device)
+        asked = [router for router in self._routers if router is not None]
         handing.hand_over_layer(
             self._tensors(0, hidden, index.numel()), KernelSignals(self._signals.wait_seconds),
             self._table[0, : self._store[0].arrivals.num_experts], hidden, index, weights,
             lambda addresses, rows: None, layer=0, fetches=self._fetches,
-            asked=handing.Asked(self._routers[0], hidden) if self._routers else None,
+            asked=handing.Asked(asked[0], hidden) if asked else None,
         )  # fmt: skip
 
     def _tensors(self, layer: int, hidden: Tensor, pairs: int) -> handing.MailboxTensors:

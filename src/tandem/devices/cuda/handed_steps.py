@@ -59,11 +59,12 @@ class HandedSteps(CapturedSteps):
         signals: Signals,
         library: str | None,
         bytes_per_second: float | None = None,
-        routers: Sequence[AskedRouter] | None = None,
+        routers: Sequence[AskedRouter | None] | None = None,
     ) -> None:
         """Start the coordinator's threads; hits are computed by `experts`.
 
-        `routers` are those behind the first layer's, where they can be asked ahead.
+        `routers` are those behind the first layer's, where they can be asked ahead; None among
+        them is not asked.
         `library` is the driver's, by which experts are copied; None: slots are the host's memory.
         Raises `RuntimeError` if it lacks what that takes.
         """
@@ -120,7 +121,7 @@ class HandedSteps(CapturedSteps):
             )  # fmt: skip
         return self._layers[num_rows][1]
 
-    def _asked(self, num_rows: int) -> Sequence[AskedRouter]:
+    def _asked(self, num_rows: int) -> Sequence[AskedRouter | None]:
         """Return the routers that a step asks."""
         return self._routers if self.asks(num_rows) else ()
 
@@ -208,7 +209,7 @@ def handed_steps(
     dtype: torch.dtype,
     device: CudaDevice,
     bytes_per_second: float | None,
-    routers: Sequence[AskedRouter] | None = None,
+    routers: Sequence[AskedRouter | None] | None = None,
 ) -> HandedSteps | None:
     """Return captured steps by the signals that work here; None: steps are graph segments.
 

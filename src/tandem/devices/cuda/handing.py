@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.devices.cuda.signals import Signals
-from tandem.experts.execution.asked_routers import AskedRouter
+from tandem.experts.execution.asked_routers import SCORINGS, AskedRouter
 from tandem.triton_kernels import hand_over
 
 # Few enough that each of them has its rows under way at once; so 8 programs for 2,048 values.
@@ -130,13 +130,13 @@ def publish(
 
 def publish_guess(box: MailboxTensors, asked: Asked, index: Tensor, num_experts: int) -> None:
     """Publish what the next layer's router would choose; `index` is this layer's own choice."""
-    (weight, bias, residual), hidden = asked
+    (weight, bias, residual, scoring), hidden = asked
     num_rows, num_cols = hidden.shape
     scores = torch.empty(num_rows, len(weight), dtype=torch.float32, device=index.device)
     hand_over.ask[-(-len(weight) // _ASKED_EXPERTS), num_rows](
         hidden, residual, weight, weight if bias is None else bias, scores, num_cols=num_cols,
         num_experts=len(weight), block_cols=_ASKED_COLS, block_experts=_ASKED_EXPERTS,
-        has_bias=bias is not None, num_warps=4,
+        has_bias=bias is not None, scoring=SCORINGS.index(scoring), num_warps=4,
     )  # fmt: skip
     hand_over.publish_guess[(1,)](
         scores, index, box.guess, box.guessed, num_rows=num_rows, top_k=index.shape[1],

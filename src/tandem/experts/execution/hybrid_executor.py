@@ -247,7 +247,7 @@ class HybridExecutor(Executor):
         load = routing.load(layer, self._weights_to_read(top_k_weights))
         cache.take_arrivals()
         begin, asked = clock.now, time.perf_counter()
-        asks = self.look_ahead is not None and cache.planner.asks
+        asks = self.look_ahead is not None and cache.planner.asks_behind(layer)
         hints = self.look_ahead(layer) if self.look_ahead is not None and asks else ()
         plan = cache.planner.plan(load, begin, hints)
         plan_seconds = time.perf_counter() - asked

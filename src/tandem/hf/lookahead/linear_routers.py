@@ -1,9 +1,11 @@
 """Finds routers that are a product and the largest of it, as a captured step can ask them.
 
 What a router does beside (a softmax, weights) matters as little as its name: it is one of these if
-it chooses what the product chooses, for states drawn at random.
+it chooses what the product chooses, for states drawn at random. A bias may come behind a function
+of the product that only grows. What a router chooses by tokens alone is known, and not asked for.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.experts.execution.asked_routers import SCORINGS
 from tandem.hf.lookahead.routers import Router
+from tandem.hf.token_tables import is_by_token
 
 _NUM_STATES = 64
 _LARGE = 8.0  # some states are so much larger: what is no product shows there
@@ -20,10 +24,14 @@ _LEAST_EQUAL = 0.98
 
 
 class LinearRouter(NamedTuple):
-    """Chooses the largest of weight (experts, hidden_size) times a state, plus bias (experts,)."""
+    """Chooses the largest of weight (experts, hidden_size) times a state, plus bias (experts,).
+
+    Of these sums by a function of `SCORINGS`, which comes ahead of the bias.
+    """
 
     weight: Tensor
     bias: Tensor | None
+    scoring: str = ""
 
 
 @torch.no_grad()
@@ -31,20 +39,30 @@ def linear_router(router: Router) -> LinearRouter | None:
     """Return a router's product; None where it chooses otherwise, or reads more than a state."""
     if router.reads_tokens:
         return None
-    parameters = [*router.module.parameters()]
-    weights = [p for p in parameters if p.dim() == 2 and p.shape[1] == router.hidden_size]
+    tensors = [*router.module.parameters(), *router.module.buffers()]
+    weights = [p for p in tensors if p.dim() == 2 and p.shape[1] == router.hidden_size]
     if not weights:
         return None
     states = _states(router.hidden_size, weights[0])
     choice = router.choose(states)
     for weight in weights:
-        biases = [p for p in parameters if p.shape == weight.shape[:1]]
-        for bias in (None, *biases):
-            logits = F.linear(states.float(), weight.float())
-            logits = logits if bias is None else logits + bias.float()
-            if choice.shape[-1] <= len(weight) and _is_like(logits, choice):
-                return LinearRouter(weight, bias)
+        if choice.shape[-1] > len(weight):
+            continue
+        logits = F.linear(states.float(), weight.float())
+        biases = [p for p in tensors if p.shape == weight.shape[:1]]
+        kinds = itertools.product(biases, SCORINGS)
+        for bias, scoring in ((None, ""), *kinds):
+            scores = scored(logits, scoring)
+            if _is_like(scores if bias is None else scores + bias.float(), choice):
+                return LinearRouter(weight, bias, scoring)
     return None
+
+
+def scored(logits: Tensor, scoring: str) -> Tensor:
+    """Return a function of `SCORINGS` of products."""
+    if scoring == "sigmoid":
+        return logits.sigmoid()
+    return F.softplus(logits).sqrt() if scoring == "sqrtsoftplus" else logits
 
 
 def _states(hidden_size: int, like: Tensor) -> Tensor:
@@ -60,8 +78,9 @@ def _is_like(logits: Tensor, choice: Tensor) -> bool:
     return float(is_there.float().mean()) >= _LEAST_EQUAL
 
 
-def linear_routers(routers: Sequence[Router]) -> list[LinearRouter] | None:
-    """Return the products of all of these; None unless each is one."""
-    found = [linear_router(router) for router in routers]
-    linear = [router for router in found if router is not None]
-    return linear if len(linear) == len(found) else None
+def linear_routers(routers: Sequence[Router]) -> list[LinearRouter | None] | None:
+    """Return the products of these, None for those by token; None unless each other is one."""
+    found = [None if is_by_token(r.module) else linear_router(r) for r in routers]
+    pairs = zip(routers, found, strict=True)
+    is_whole = all(linear or is_by_token(router.module) for router, linear in pairs)
+    return found if is_whole else None

@@ -49,13 +49,18 @@ class LookAhead:
             for layer, router in enumerate(routers)
         ]
 
-    def for_graphs(self) -> list[AskedRouter] | None:
-        """Return the routers behind the first one as captured steps ask them; None: they cannot."""
+    def for_graphs(self) -> list[AskedRouter | None] | None:
+        """Return the routers behind the first one as captured steps ask them; None: they cannot.
+
+        None in the list for one that is not asked, as what it chooses by token is known.
+        """
         linear = None if self.sources != ("residual",) else linear_routers(self._routers[1:])
         if linear is None:
             return None
-        means = zip(linear, self.residuals.means, strict=True)
-        return [AskedRouter(weight, bias, mean) for (weight, bias), mean in means]
+        return [
+            AskedRouter(found.weight, found.bias, mean, found.scoring) if found else None
+            for found, mean in zip(linear, self.residuals.means, strict=True)
+        ]
 
     def close(self) -> None:
         """Stop listening."""

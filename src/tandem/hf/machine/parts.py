@@ -49,8 +49,11 @@ class ObservedModel:
     """What holds a part of the experts in memory; None: all are."""
     runs_in_order: bool
     """Whether a token goes through all layers of the store, once each and in their order."""
-    asked_routers: Sequence[AskedRouter] | None = None
-    """The routers behind the first one, where they are to be asked ahead and a graph can do it."""
+    asked_routers: Sequence[AskedRouter | None] | None = None
+    """The routers behind the first one, where they are to be asked ahead and a graph can do it.
+
+    None among them: what it chooses is known.
+    """
 
     @property
     def model_type(self) -> str:
