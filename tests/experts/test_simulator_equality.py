@@ -15,12 +15,12 @@ from tandem.hardware.profiles import load_profile, profile_names, shape_for
 from tandem.policy.assignment import ASSIGNMENTS
 from tandem.policy.cost import GRAPH
 from tandem.policy.eviction import EVICTIONS
-from tandem.policy.plan import LayerPlan
+from tandem.policy.plan import LayerLoad, LayerPlan
 from tandem.policy.settings import PlannerSettings
 from tandem.policy.step_path import GRAPH_ROWS
 from tandem.sim.replay import ReplaySettings, Tally, replay
 from tandem.sim.start import SIMULATED_STARTS
-from tandem.sim.steps import replay_steps
+from tandem.sim.steps import LoadReader, Step, replay_steps
 from tandem.sim.systems import TANDEM, SimulatedSettings
 from tandem.trace import RoutingTrace, read_trace
 from tests.experts.machines import FUNCTIONS, HIDDEN, make_executor, make_store
@@ -66,6 +66,12 @@ def start_of(trace: RoutingTrace, settings: PlannerSettings, num_slots: int) -> 
     return SIMULATED_STARTS.factory("random")(trace.meta.geometry, sizes, None)
 
 
+def known_of(trace: RoutingTrace, step: Step) -> list[LayerLoad]:
+    """Return the loads of a step's layers that are routed by token."""
+    reader = LoadReader(trace)
+    return reader.known(reader.loads(step))
+
+
 def live(
     executor: HybridExecutor, trace: RoutingTrace, batch: int, prompt: int
 ) -> tuple[CacheStatistics, list[LayerPlan]]:
@@ -81,6 +87,7 @@ def live(
         if number == STEPS:
             break
         ids = [] if trace.token_ids is None else trace.token_ids[step.tokens].tolist()
+        executor.expect(known_of(trace, step))
         executor.begin_step(ids, is_prefill=step.is_prefill)
         hidden = torch.randn(len(step.tokens), HIDDEN)
         for layer in range(trace.meta.n_moe_layers):
@@ -231,3 +238,20 @@ def test_never_slower_than_the_cpu_alone_or_fetching_on_demand(
         alone = PlannerSettings(assignment=assignment, eviction="lru", never_worse_than_cpu=False)
         tally, _ = simulated(trace, machine, alone, num_slots, batch)
         assert seconds <= tally.total_seconds, assignment
+
+
+@pytest.mark.parametrize(
+    ("settings", "prompt", "in_graph"),
+    [(TANDEM, 8, False), (LONG_PROMPTS, 100, False), (LONG_PROMPTS, 8, True)],
+)
+def test_what_layers_by_token_use_is_copied_ahead_in_both(
+    store: HostStore, trace: RoutingTrace, settings: PlannerSettings, prompt: int, *, in_graph: bool
+) -> None:
+    """All right, and no slower than what is not known."""
+    machine = machine_of("desktop-16gb", trace)
+    known = dataclasses.replace(trace, meta=dataclasses.replace(trace.meta, by_token=(0, 1, 2)))
+    statistics, seconds = check_same(store, known, machine, settings, 4, prompt, in_graph=in_graph)
+    before, usual = check_same(store, trace, machine, settings, 4, prompt, in_graph=in_graph)
+    assert seconds < usual
+    assert statistics.hits > before.hits
+    assert statistics.prefetch_useful > before.prefetch_useful

@@ -77,6 +77,20 @@ def test_more_slots_make_it_faster() -> None:
     assert seconds == sorted(seconds, reverse=True)
 
 
+def test_layers_by_token_are_known_to_a_forecast() -> None:
+    """As to a run: DeepSeek-V4-Flash's first three."""
+    options = OffloadConfig(device="cuda")
+    sizes = sizes_of("deepseek-v4-flash", num_hidden_layers=5)
+    assert sizes.by_token == (0, 1, 2)
+    settings, path = options.planner_settings(), step_path(DESKTOP, None, None)
+    known, unknown = (
+        forecast_on_gpu(each, DESKTOP, settings, sizes.num_experts // 4, path)
+        for each in (sizes, dataclasses.replace(sizes, by_token=()))
+    )
+    assert known.hit_rate > unknown.hit_rate
+    assert known.decode_seconds < unknown.decode_seconds
+
+
 def test_typical_routing_is_like_recorded_routing() -> None:
     trace = typical_routing(Geometry(4, 64, 6), num_sequences=1, num_tokens=400)
     trace.check("typical")

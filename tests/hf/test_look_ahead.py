@@ -94,6 +94,7 @@ def test_a_router_that_reads_token_ids_is_foreseen_exactly(tmp_path: Path) -> No
         model(**tiny_inputs(model))
         trace = recorder.trace("deepseek_v4")
     assert routers[0].reads_tokens
+    assert trace.meta.by_token == (*range(len(routers)),)
     assert trace.predicted is not None
     for layer in exact:
         for place in range(len(trace.meta.predictors)):

@@ -87,6 +87,17 @@ def test_a_prompt_reads_the_next_layer_while_one_is_computed() -> None:
     assert tally.decode_tokens_per_second is None
 
 
+def test_reads_of_layers_by_token_begin_with_the_step() -> None:
+    """The first layer's, behind which the second's follow at once: no layer waits for one."""
+    trace = trace_of([[0, 1], [2, 3], [4, 5]])
+    known = dataclasses.replace(trace, meta=dataclasses.replace(trace.meta, by_token=(0, 1)))
+    tally = replayed(known, 0.5)
+    assert 4 * READ < 2 * DENSE
+    assert tally.decode_seconds == 2 * (DENSE + FIRST + 2 * CPU) + DENSE + 2 * READ + CPU
+    assert tally.bound_seconds == 3 * DENSE + 2 * READ
+    assert tally.misses == replayed(trace, 0.5).misses
+
+
 def test_what_all_fits_takes_what_computing_takes() -> None:
     tally = replayed(trace_of([[0, 1]], [[0, 1]]), 1.0, prompt=1)
     assert tally.decode_seconds == DENSE + FIRST + 2 * CPU

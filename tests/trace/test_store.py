@@ -40,6 +40,7 @@ def test_a_trace_round_trips(tmp_path: Path) -> None:
             n_experts=4,
             top_k=2,
             predictors=("gate", "residual"),
+            by_token=(1,),
             more={"licence": "none"},
         ),
         experts=arrays()["experts"],
@@ -89,6 +90,9 @@ BAD = [
     ({"token_ids": np.array(["a", "b", "c"])}, "token_ids has dtype <U1; expected int32"),
     ({"meta": {"top_k": 0}}, "meta.top_k is 0; expected an integer >= 1"),
     ({"meta": {"n_experts": "4"}}, "meta.n_experts is '4'; expected an integer >= 1"),
+    ({"meta": {"by_token": [0, 2]}}, r"by_token is \[0, 2\]; expected layers of 0..1, growing"),
+    ({"meta": {"by_token": "0"}}, "by_token is '0'; expected layers"),
+    ({"meta": {"by_token": [1, 0]}}, "by_token is"),
     ({"meta": {"predictors": "gate"}}, "meta.predictors is 'gate'; expected a list of names"),
     ({"predicted": np.zeros((3, 2, 1, 1), np.uint8)}, "predicted has shape"),
 ]

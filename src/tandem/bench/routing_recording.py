@@ -10,6 +10,7 @@ from tandem.experts.execution.recorder import RoutingRecorder
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead, look_ahead
 from tandem.hf.runtime import require_experts
+from tandem.hf.token_tables import tables_by_token
 
 
 @contextmanager
@@ -49,7 +50,8 @@ def recording(model: PreTrainedModel, given: LookAhead | None = None) -> Iterato
             ahead(layer)
         return ahead.guesses
 
-    recorder = RoutingRecorder(inner, guesses, SOURCES)
+    by_token = [layer for layer, _ in tables_by_token(model, runtime.bound)]
+    recorder = RoutingRecorder(inner, guesses, SOURCES, by_token=by_token)
     ends = ahead is not own and ahead is not given
     with runtime.using(recorder), _all_sources(ahead, ends=ends):
         yield recorder

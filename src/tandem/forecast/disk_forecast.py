@@ -58,8 +58,9 @@ def forecast_from_disk(
         costs=costs, bytes_per_second=rate, share=slots.share, prompt=_PROMPT_TOKENS
     )
     trace = typical_routing(
-        geometry_of(sizes), num_sequences=_SEQUENCES, num_tokens=_PROMPT_TOKENS + _DECODE_STEPS
-    )
+        geometry_of(sizes), num_sequences=_SEQUENCES, num_tokens=_PROMPT_TOKENS + _DECODE_STEPS,
+        by_token=sizes.by_token,
+    )  # fmt: skip
     tally = replay_over_disk(trace, conditions, host_slot_eviction(_EVICTION))
     each_token = costs.top_k / costs.num_experts
     active = 1.0 - (1.0 - each_token) ** in_memory.prompt_tokens

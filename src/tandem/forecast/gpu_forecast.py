@@ -149,6 +149,7 @@ def forecast_on_gpu(
         geometry,
         num_sequences=_HEAT_SEQUENCES + 1,
         num_tokens=PROMPT_TOKENS + _DECODE_STEPS,
+        by_token=sizes.by_token,
     )
     heat = trace.sequences(0, _HEAT_SEQUENCES)
     is_resident = num_slots >= sizes.num_experts

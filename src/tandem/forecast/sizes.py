@@ -32,6 +32,7 @@ from tandem.hf.load_job import LoadJob
 from tandem.hf.packed_writer import stored_name
 from tandem.hf.quantizer import OffloadQuantizer
 from tandem.hf.row_tables import row_tables
+from tandem.hf.token_tables import tables_by_token
 from tandem.kernels.formats.weight_format import WeightFormat
 
 # Words in the names of modules -> the part that their weights belong to; the first that fits.
@@ -87,6 +88,8 @@ class ModelSizes:
     """Whether experts stay where the checkpoint's files are mapped, on small pages."""
     disk_table_bytes: int = 0
     """Bytes of tables that stay on the disk; not among the dense bytes."""
+    by_token: tuple[int, ...] = ()
+    """Which of the layers that hold experts are routed by token, counted from 0."""
 
     def within(
         self, available_bytes: int, expert_memory_bytes: int | None, device_bytes: int | None
@@ -227,6 +230,7 @@ def config_sizes(
         kv=kv_sizes_of(text, kv_dtype or dtype),
         device_kv=kv_sizes_of(text, kv_dtype or dtype, latents=1),
         state_bytes=state_bytes_of(model),
+        by_token=tuple(layer for layer, _ in tables_by_token(model, quantizer.runtime.bound)),
     )
 
 

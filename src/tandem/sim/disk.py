@@ -2,8 +2,9 @@
 
 As the runs do it (`csrc/disk`): a layer asks at once for the experts that are absent; those in
 memory are computed meanwhile, the others as they come, one after the other at the disk's rate. Of
-a prompt, the next layer's reads begin while a layer is computed. What the eviction does not let in
-is read all the same. The CPU computes all experts.
+a prompt, the next layer's reads begin while a layer is computed; of layers that are routed by token
+they begin with the step. What the eviction does not let in is read all the same. The CPU computes
+all experts.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from tandem.policy.eviction import EVICTIONS, Eviction
 from tandem.policy.plan import Geometry, LayerLoad
 from tandem.sim.hit_rate import DemandCache, belady_hit_rate, demand_loads, hit_rate
 from tandem.sim.steps import LoadReader, Step, replay_steps
-from tandem.trace import RoutingTrace
+from tandem.trace import RoutingTrace, TraceMeta
 
 # As csrc/disk/host_slots.cpp has it: what a step of more tokens uses is a prompt's.
 _MOST_STEP_TOKENS = 32
@@ -77,7 +78,8 @@ class DiskTally:
     decode_tokens: int = 0
     decode_seconds: float = 0.0
     bound_seconds: float = 0.0
-    """By layer max(reads, residents' computing), and the dense parts: no step takes less."""
+    """By layer max(reads, residents' computing), and the dense parts; layers that are routed by
+    token are one, with theirs. No step takes less."""
     demands: int = 0
     misses: int = 0
     read_bytes: int = 0
@@ -101,7 +103,7 @@ def replay_over_disk(
     progress: Callable[[int], None] | None = None,
 ) -> DiskTally:
     """Replay until the trace or the limit ends; `progress` gets the tokens of each step."""
-    replay, reader = _Replay(trace.meta.geometry, conditions, make_eviction), LoadReader(trace)
+    replay, reader = _Replay(trace.meta, conditions, make_eviction), LoadReader(trace)
     tally = replay.tally
     for step in replay_steps(trace, conditions.batch, conditions.prompt):
         replay.step(step, reader.loads(step))
@@ -116,8 +118,9 @@ class _Replay:
     """The clock of CPU and disk: a layer begins when the layer above is done."""
 
     def __init__(
-        self, geometry: Geometry, conditions: DiskConditions, make_eviction: MakeEviction
+        self, meta: TraceMeta, conditions: DiskConditions, make_eviction: MakeEviction
     ) -> None:
+        geometry, self._by_token = meta.geometry, frozenset(meta.by_token)
         sizes = conditions.set_sizes(geometry)
         self.tally = DiskTally()
         self._cache = DemandCache(geometry, sizes, make_eviction(geometry, sizes[0]))
@@ -131,14 +134,21 @@ class _Replay:
         reads_ahead = is_prompt(num_tokens)
         dense, bound, misses = self._costs.dense(num_tokens), 0.0, 0
         self._cache.begin_step(is_prefill=reads_ahead)
-        asked = None
+        asked, known = None, (0.0, 0.0)
         for load in loads:
+            is_known = load.layer in self._by_token
             self._now += dense
             absent, _ = self._cache.use(load)
             misses += len(absent)
             begun = self._now
-            bound += dense + self._run(load, absent, begun if asked is None else asked)
+            since = begin if is_known else begun if asked is None else asked
+            reads, computing = self._run(load, absent, since)
+            if is_known:
+                known = known[0] + reads, known[1] + dense + computing
+            else:
+                bound += dense + max(reads, computing)
             asked = begun if reads_ahead else None
+        bound += max(known)
         tally.steps += 1
         tally.tokens += step.num_new
         if step.is_prefill:
@@ -152,8 +162,11 @@ class _Replay:
         tally.misses += misses
         tally.read_bytes += misses * self._read_bytes
 
-    def _run(self, load: LayerLoad, absent: list[int], asked: float) -> float:
-        """Run a layer's experts, absent ones asked for at a time; return their bound."""
+    def _run(self, load: LayerLoad, absent: list[int], asked: float) -> tuple[float, float]:
+        """Run a layer's experts, absent ones asked for at a time.
+
+        Returns the seconds of their reads, and of computing the others.
+        """
         costs = self._costs
         if max(load.tokens) >= len(costs.cpu):
             costs.grow(2 * max(load.tokens))
@@ -165,7 +178,7 @@ class _Replay:
         for of_expert in missing:
             self._disk_free += self._read_seconds
             self._now = max(self._now, self._disk_free) + of_expert
-        return max(len(missing) * self._read_seconds, of_residents)
+        return len(missing) * self._read_seconds, of_residents
 
 
 def simulate_over_disk(

@@ -201,18 +201,19 @@ class _Replay:
         planner, timeline, reader, tally = self._planner, self._timeline, self._reader, self._tally
         count = len(step.tokens)
         hints = reader.hints(step) if self._trace.predicted is not None else None
+        loads = reader.loads(step)
         is_short = not step.is_prefill and count <= MAX_GRAPH_TOKENS
         self._graph_tokens = count if self._settings.in_graph and is_short else 0
         ahead = planner.begin_step(
             count, timeline.now, token_ids=reader.token_ids(step), is_prefill=step.is_prefill,
-            in_graph=self._graph_tokens > 0,
+            in_graph=self._graph_tokens > 0, known=reader.known(loads),
         )  # fmt: skip
         timeline.issue(ahead)
         for copy in ahead:
             self._ahead.add((copy.layer, copy.expert))
             tally.prefetch_issued += 1
             tally.copies += 1
-        for load in reader.loads(step):
+        for load in loads:
             timeline.run_dense(count)
             for arrival in timeline.arrivals():
                 planner.copy_finished(*arrival)

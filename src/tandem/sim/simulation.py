@@ -59,7 +59,12 @@ class Conditions:
         return self.profile.charged(self.plain_costs(trace), self.path(settings).host_path)
 
     def settled(self, trace: RoutingTrace, settings: PlannerSettings) -> PlannerSettings:
-        """Return settings as a run with such costs has them: see `graph_trial`."""
+        """Return settings as a run with such costs has them: see `graph_trial`.
+
+        What is known of layers that are routed by token goes into the slots that a GPU sets aside.
+        """
+        if trace.meta.by_token:
+            settings = dataclasses.replace(settings, copies_prompts=True)
         if not self.path(settings).in_graph:
             return settings
         costs, num_slots = self.costs(trace, settings), self.num_slots(trace)

@@ -136,6 +136,10 @@ class LoadReader:
             for layer, row in enumerate(counts.reshape(shape))
         ]
 
+    def known(self, loads: Sequence[LayerLoad]) -> list[LayerLoad]:
+        """Return which of a step's loads, one per layer, are known before it."""
+        return [loads[layer] for layer in self._trace.meta.by_token]
+
     def hints(self, step: Step) -> list[list[Hint]]:
         """Return by layer what the trace's predictors predicted; empty lists without any."""
         layers = self._geometry.num_layers

@@ -7,6 +7,7 @@ most popular quarter has 42 and 52 % of all choices (48 and 46 %).
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -22,8 +23,13 @@ SEED = 0
 ONE_WRONG_IN = 6
 
 
-def typical_routing(geometry: Geometry, *, num_sequences: int, num_tokens: int) -> RoutingTrace:
-    """Return sequences of so many tokens each; always the same for a geometry."""
+def typical_routing(
+    geometry: Geometry, *, num_sequences: int, num_tokens: int, by_token: Sequence[int] = ()
+) -> RoutingTrace:
+    """Return sequences of so many tokens each; always the same for a geometry.
+
+    What the layers `by_token` choose depends on no token before.
+    """
     random = np.random.default_rng(SEED)
     shape = (geometry.num_layers, geometry.num_experts)
     popularity = random.normal(0.0, _POPULARITY_SPREAD, shape)
@@ -36,12 +42,14 @@ def typical_routing(geometry: Geometry, *, num_sequences: int, num_tokens: int) 
             chosen = np.argpartition(-scores, geometry.top_k - 1, axis=1)[:, : geometry.top_k]
             persistent = np.zeros(shape)
             np.put_along_axis(persistent, chosen, _PERSISTENCE, axis=1)
+            persistent[[*by_token]] = 0.0
             rows.append(chosen.astype(np.uint16))
     meta = TraceMeta(
         model="typical",
         n_moe_layers=geometry.num_layers,
         n_experts=geometry.num_experts,
         top_k=geometry.top_k,
+        by_token=tuple(by_token),
     )
     offsets = np.arange(num_sequences + 1, dtype=np.int64) * num_tokens
     return RoutingTrace(meta=meta, experts=np.stack(rows), seq_offsets=offsets)

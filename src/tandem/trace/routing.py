@@ -29,6 +29,8 @@ class TraceMeta:
     n_experts: int
     top_k: int
     predictors: tuple[str, ...] = ()
+    by_token: tuple[int, ...] = ()
+    """The layers that are routed by token: their loads are known before a step, in this order."""
     more: dict[str, object] = dataclasses.field(default_factory=dict)
 
     @property

@@ -47,6 +47,8 @@ def write_trace(path: str | Path, trace: RoutingTrace) -> None:
     }
     if trace.meta.predictors:
         meta["predictors"] = list(trace.meta.predictors)
+    if trace.meta.by_token:
+        meta["by_token"] = list(trace.meta.by_token)
     arrays: dict[str, Any] = {
         "weights": trace.weights,
         "token_ids": trace.token_ids,
@@ -108,10 +110,22 @@ def _parse_meta(array: Array, where: str) -> TraceMeta:
         raise FileFormatError(
             f"{where}: meta.predictors is {predictors!r}; expected a list of names"
         )
-    known = ("model", *_COUNTS, "predictors")
+    known = ("model", *_COUNTS, "predictors", "by_token")
     return TraceMeta(
         model=str(meta["model"]),
         **{name: meta[name] for name in _COUNTS},
         predictors=tuple(predictors),
+        by_token=_parse_layers(meta, where),
         more={key: value for key, value in meta.items() if key not in known},
     )
+
+
+def _parse_layers(meta: dict[str, Any], where: str) -> tuple[int, ...]:
+    """Return the layers that are routed by token."""
+    layers, count = meta.get("by_token", []), meta["n_moe_layers"]
+    is_list = isinstance(layers, list) and all(type(layer) is int for layer in layers)
+    if not is_list or layers != sorted({*layers} & {*range(count)}):
+        raise FileFormatError(
+            f"{where}: meta.by_token is {layers!r}; expected layers of 0..{count - 1}, growing"
+        )
+    return tuple(layers)

@@ -55,15 +55,17 @@ class RoutingRecorder(PassingExecutor):
         predictors: Sequence[str] = (),
         *,
         hears_of_drafts: bool = False,
+        by_token: Sequence[int] = (),
     ) -> None:
         """Hand everything to `inner`; `guesses` returns what `predictors` named.
 
+        `by_token` are the layers that are routed by token.
         With `hears_of_drafts` the steps of one sequence may verify drafted tokens: see `keep`.
         """
         super().__init__(inner)
         self.takes_drafts = hears_of_drafts
         self._guesses = guesses
-        self._predictors = tuple(predictors)
+        self._predictors, self._by_token = tuple(predictors), tuple(by_token)
         self._batch = 1
         self._is_recording = False
         self._steps: list[_Step] = []
@@ -130,6 +132,7 @@ class RoutingRecorder(PassingExecutor):
             n_experts=num_experts,
             top_k=found[0].experts.shape[2],
             predictors=self._predictors if has_guesses else (),
+            by_token=self._by_token,
             more={PROMPT_TOKENS: [s.prompt_tokens for s in found], **more},
         )
         trace = RoutingTrace(
