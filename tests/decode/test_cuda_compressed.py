@@ -103,9 +103,11 @@ def test_so_they_are_by_the_kernels(mix: str, find_kernels: Any) -> None:
 def test_a_few_of_them_by_the_kernels(find_kernels: Any) -> None:
     model = model_with([SPARSE], 5, 2, 6, hc_sinkhorn_iters=2, index_topk=3)  # of four and more
     pool = CudaSlotPool(model, 1, make_capture=TwinCapture, find_kernels=find_kernels)
-    pool.prefill({0: LONG[:9]})
-    for i in range(9, 13):
-        close(pool.decode({0: LONG[i]}), logits_of(model, LONG[: i + 1])[-1:])
+    expected = logits_of(model, LONG[:23])
+    for first, end in ((0, 14), (14, 19)):  # a prompt, and one behind it
+        close(pool.prefill_with_logits(0, LONG[first:end]), expected[first:end])
+    for i in range(19, 23):
+        close(pool.decode({0: LONG[i]}), expected[i : i + 1])
     assert pool.step.is_replaying, pool.step.why_not
 
 

@@ -55,7 +55,10 @@ from tests.kernels.compile_triton import (
 KERNELS = (
     (attention, ("store_token", "attend_parts", "join_parts")),
     (windows, ("store_in_window", "attend_window_parts")),
-    (index_keys, ("store_index_keys", "score_index_keys", "select_index_keys")),
+    (
+        index_keys,
+        ("store_index_keys", "score_index_keys", "score_prompt_keys", "select_index_keys"),
+    ),
     (small, ("norm_rows", "add_and_norm_rows", "rotate_heads", "rotate_pairs", "choose_experts")),
     (hand_over, ("publish", "ask", "publish_guess", "take_fetched", "combine")),
     (recurrent, ("convolve_tokens", "recur_tokens")),
@@ -148,6 +151,10 @@ def select(dtype: torch.dtype) -> None:
     DecodeAttention(128).select_keys(
         keys, *places, key, query, torch.zeros(2, 64), block=4, scale=0.1, most=512, length=4096
     )
+    DecodeAttention(128).select_keys_of_prompt(
+        keys[0], places[0], query, torch.zeros(2, 64, dtype=dtype), block=4, scale=0.1, most=512,
+        first=0,
+    )  # fmt: skip
 
 
 def do_small(hidden_size: int, head_dim: int, num_experts: int, top_k: int) -> None:

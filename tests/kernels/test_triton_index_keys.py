@@ -1,5 +1,6 @@
 """Keys that an indexer selects by Triton's kernels: those that torch selects, interpreted."""
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -39,14 +40,20 @@ class Case(NamedTuple):
     """What stands in one key."""
 
 
-def selected(case: Case, kernels: DecodeKernels | None) -> list[Tensor]:
-    """Return what each token of two steps sees behind prompts: numbers in order, -1 first."""
-    random = torch.Generator().manual_seed(1)
+def kept_by(case: Case, kernels: DecodeKernels | None) -> tuple[DeviceIndexKeys, NewIndexKeys]:
     index_keys = DeviceIndexKeys(
         len(case.lengths), lambda shape, dtype: torch.zeros(shape, dtype=dtype), kernels
     )
     index_keys.reserve(LENGTH, 0)
-    new = NewIndexKeys(0, Selection.of_keys(0.3, case.most, case.block))
+    return index_keys, NewIndexKeys(0, Selection.of_keys(0.3, case.most, case.block))
+
+
+Inputs = Callable[[int], tuple[Tensor, Tensor, Tensor]]
+
+
+def inputs_of(case: Case) -> Inputs:
+    """Return what makes key, query and weights of so many tokens."""
+    random = torch.Generator().manual_seed(1)
 
     def some(*shape: int) -> Tensor:
         made = torch.randn(*shape, generator=random)
@@ -57,6 +64,12 @@ def selected(case: Case, kernels: DecodeKernels | None) -> list[Tensor]:
         weights = some(count, case.heads).float()
         return some(count, case.dim), some(count, 2 * case.heads, case.dim)[:, ::2], weights
 
+    return inputs
+
+
+def selected(case: Case, kernels: DecodeKernels | None) -> list[Tensor]:
+    """Return what each token of two steps sees behind prompts: numbers in order, -1 first."""
+    (index_keys, new), inputs = kept_by(case, kernels), inputs_of(case)
     for slot, length in enumerate(case.lengths):
         if length:
             index_keys.of_prompt(new, Segment(slot, 0, length), *inputs(length))
@@ -99,3 +112,42 @@ def test_what_torch_selects(
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype == theirs.dtype
         assert ours.tolist() == theirs.tolist()
+
+
+def seen_in_prompts(case: Case, kernels: DecodeKernels | None) -> list[Tensor]:
+    """Return what the tokens of each slot's prompt see, and those of one behind it."""
+    (index_keys, new), inputs = kept_by(case, kernels), inputs_of(case)
+    found = []
+    for slot, length in enumerate(case.lengths):
+        found.append(index_keys.of_prompt(new, Segment(slot, 0, length), *inputs(length)))
+        if case.damaged is not None:
+            index_keys._layers[0, case.block][slot, 3, 0] = case.damaged
+        found.append(index_keys.of_prompt(new, Segment(slot, length, 35), *inputs(35)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(4, 16, 4, 9, (1, 67), dtype=torch.bfloat16),
+        Case(4, 16, 4, 40, (20,)),  # all are seen
+        Case(3, 24, 2, 12, (41,), grid=1.0),  # of equal scores the first
+        Case(2, 16, 2, 6, (33,), damaged=float("nan")),
+        Case(2, 16, 2, 6, (33,), damaged=float("-inf")),
+        Case(1, 16, 1, 3, (20,), grid=4.0),
+    ],
+    ids=["slots", "all", "equal", "no number", "infinite", "zeros"],
+)
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_prompts_see_what_torch_selects(
+    triton_attention: ModuleType, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Piece by piece, each with as many scores as there is memory for."""
+    from tandem.triton_kernels import selected_keys
+
+    monkeypatch.setattr(selected_keys, "_BLOCK_SCORES", 32)
+    monkeypatch.setattr(selected_keys, "_MOST_SCORES", 700)
+    kernels = triton_attention.DecodeAttention(4)
+    expected, found = seen_in_prompts(case, None), seen_in_prompts(case, kernels)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)

@@ -33,7 +33,7 @@ STREAMS = {"multiply_streams", "weigh_streams"}
 OWN = {
     "deepseek_v4": STREAMS
     | {"add_streams", "attend_window_parts", "compress_tokens", "rotate_pairs"}
-    | {"store_index_keys", "select_index_keys"},
+    | {"store_index_keys", "score_prompt_keys", "select_index_keys"},
     "glm5_next": STREAMS | {"add_streams"},
     "hy_v4": STREAMS,
 }

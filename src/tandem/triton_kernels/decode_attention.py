@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.kernels.attention import AttentionForm, DistanceBias
 from tandem.triton_kernels import attention, windows
-from tandem.triton_kernels.selected_keys import select_keys
+from tandem.triton_kernels.selected_keys import select_keys, select_prompt_keys
 
 _BLOCK_HEADS = 16  # the fewest rows of a matrix unit
 _MOST_PARTS = 64
@@ -179,6 +179,21 @@ class DecodeAttention:
             keys, slots, positions, key, query, weights, block, scale, most, length
         )
         return result
+
+    def select_keys_of_prompt(
+        self,
+        keys: Tensor,
+        positions: Tensor,
+        query: Tensor,
+        weights: Tensor,
+        *,
+        block: int,
+        scale: float,
+        most: int,
+        first: int,
+    ) -> Tensor:
+        """Tell which keys tokens of a prompt see; see `triton_kernels.index_keys`."""
+        return select_prompt_keys(keys, positions, query, weights, block, scale, most, first)
 
     def store(
         self, where: Tensor, slots: Tensor, positions: Tensor, key: Tensor, value: Tensor, kind: str

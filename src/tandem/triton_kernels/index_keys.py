@@ -2,6 +2,7 @@
 
     store_index_keys    appends the key that a token brings
     score_index_keys    each program: some keys of a token's slot, by all heads
+    score_prompt_keys   each program: some keys of a slot for some of its prompt's tokens
     select_index_keys   each program: the numbers of a token's best keys, ascending
 
 As `tandem.kv_cache.index_keys` has it, of keys that stand for a block of tokens (DeepSeek-V4). In
@@ -14,6 +15,9 @@ from triton.language import constexpr, tensor
 
 _OF_STORED = ("key_stride", "room")
 _OF_SCORED = ("query_stride", "query_head_stride", "weight_stride", "room", "num_scores")
+_OF_PROMPT = (
+    "query_stride", "query_head_stride", "weight_stride", "first", "num_tokens", "num_scores",
+)  # fmt: skip
 _OF_SELECTED = ("num_scores", "most")
 _DIGITS = constexpr(256)
 _INFINITY = constexpr(float("inf"))
@@ -72,6 +76,40 @@ def score_index_keys(
         tl.store(scores + token * num_scores + number, total, mask=is_key)
 
 
+@triton.jit(do_not_specialize=_OF_PROMPT)
+def score_prompt_keys(
+    keys: tensor, query: tensor, weights: tensor, scores: tensor, query_stride: tensor,
+    query_head_stride: tensor, weight_stride: tensor, first: tensor, num_tokens: tensor,
+    num_scores: tensor, scale: constexpr, block: constexpr, num_heads: constexpr, dim: constexpr,
+    width: constexpr, block_keys: constexpr, block_tokens: constexpr,
+) -> None:  # fmt: skip
+    """Do what `score_index_keys` does for tokens from position `first` on of a slot.
+
+    Its `keys` are (room, dim). A program is (some keys, some tokens), so that these share the keys.
+    """
+    token = tl.program_id(1) * block_tokens + tl.arange(0, block_tokens)
+    number = tl.program_id(0) * block_keys + tl.arange(0, block_keys)
+    is_token = token < num_tokens
+    num_whole = (first + token + 1) // block
+    end = (first + tl.minimum((tl.program_id(1) + 1) * block_tokens, num_tokens)) // block
+    if tl.program_id(0) * block_keys < end:
+        col = tl.arange(0, width)
+        is_col = (col < dim)[None, :]
+        place = keys + number.to(tl.int64)[:, None] * dim + col[None, :]
+        some = tl.load(place, mask=(number < end)[:, None] & is_col, other=0.0)
+        total = tl.full((block_tokens, block_keys), 0.0, dtype=tl.float32)
+        line = token.to(tl.int64)
+        for head in range(num_heads):
+            at = query + line[:, None] * query_stride + head * query_head_stride + col[None, :]
+            own = tl.load(at, mask=is_token[:, None] & is_col, other=0.0).to(tl.float32)
+            dots = tl.dot(own, tl.trans(some), input_precision="ieee") * scale
+            dots = tl.where(dots < 0.0, 0.0, dots)  # what is no number stays none
+            weight = tl.load(weights + line * weight_stride + head, mask=is_token, other=0.0)
+            total += dots * weight.to(tl.float32)[:, None]
+        is_seen = is_token[:, None] & (number[None, :] < num_whole[:, None])
+        tl.store(scores + line[:, None] * num_scores + number[None, :], total, mask=is_seen)
+
+
 @triton.jit
 def _codes(scores: tensor, number: tensor, num_whole: tensor) -> tensor:
     """Return scores as integers of 32 bits in int64, of which greater ones are greater.
@@ -113,20 +151,25 @@ def _threshold(scores: tensor, num_whole: tensor, most: tensor, block_scores: co
 @triton.jit(do_not_specialize=_OF_SELECTED)
 def select_index_keys(
     scores: tensor, positions: tensor, chosen: tensor, num_scores: tensor, most: tensor,
-    block: constexpr, block_scores: constexpr,
+    block: constexpr, block_scores: constexpr, marks: constexpr,
 ) -> None:  # fmt: skip
     """Write the numbers of the best keys to chosen (tokens, most), -1 where there are fewer.
 
     Of the whole blocks before a token, by scores (tokens, num_scores); of equal ones the first. If
-    there are no more than `most` of them, scores are not read. A program is a token.
+    there are no more than `most` of them, scores are not read. A program is a token. With `marks`
+    the best are 1 in chosen (tokens, num_scores), where all others are 0 already.
     """
     token = tl.program_id(0).to(tl.int64)
     num_whole = ((tl.load(positions + token) + 1) // block).to(tl.int32)
-    chosen += token * most
+    chosen += token * (num_scores if marks else most)
     if num_whole <= most:
         for start in range(0, most, block_scores):
             number = start + tl.arange(0, block_scores)
-            tl.store(chosen + number, tl.where(number < num_whole, number, -1), mask=number < most)
+            if marks:
+                tl.store(chosen + number, number < num_whole, mask=number < num_whole)
+            else:
+                value = tl.where(number < num_whole, number, -1)
+                tl.store(chosen + number, value, mask=number < most)
     else:
         scores += token * num_scores
         least, num_least = _threshold(scores, num_whole, most, block_scores)
@@ -139,6 +182,9 @@ def select_index_keys(
             rank = seen + tl.associative_scan(is_least.to(tl.int32), 0, tl.standard._sum_combine)
             is_best = (found > least) | (is_least & (rank <= num_least))
             place = tl.associative_scan(is_best.to(tl.int32), 0, tl.standard._sum_combine) - 1
-            tl.store(chosen + done + place, number, mask=is_best)
+            if marks:
+                tl.store(chosen + number, is_best, mask=is_best)
+            else:
+                tl.store(chosen + done + place, number, mask=is_best)
             done += tl.reduce(is_best.to(tl.int32), 0, tl.standard._sum_combine)
             seen += tl.reduce(is_least.to(tl.int32), 0, tl.standard._sum_combine)

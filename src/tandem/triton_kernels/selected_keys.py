@@ -1,6 +1,6 @@
-"""Keys that an indexer selects in a decode step: launches `index_keys`, and never waits.
+"""Keys that an indexer selects in a decode step, or a prompt: launches `index_keys`.
 
-One operation of torch, so that recordings and captures see it.
+A step's is one operation of torch, so that recordings and captures see it. Nothing waits.
 """
 
 import torch
@@ -11,6 +11,8 @@ from tandem.triton_kernels import index_keys
 _BLOCK_KEYS = 32
 _BLOCK_HEADS = 16
 _BLOCK_SCORES = 2048
+_PROMPT_KEYS, _PROMPT_TOKENS = 32, 32
+_MOST_SCORES = 1 << 26  # fp32 scores that are computed at a time
 _SELECTING_WARPS = 8
 
 
@@ -48,6 +50,40 @@ def select_keys(
     chosen = torch.empty(num_tokens, most, dtype=torch.int64, device=keys.device)
     index_keys.select_index_keys[num_tokens,](
         scores, positions, chosen, num_keys, most, block=block, block_scores=_BLOCK_SCORES,
-        num_warps=_SELECTING_WARPS,
+        marks=False, num_warps=_SELECTING_WARPS,
     )  # fmt: skip
     return chosen
+
+
+def select_prompt_keys(
+    keys: Tensor,
+    positions: Tensor,
+    query: Tensor,
+    weights: Tensor,
+    block: int,
+    scale: float,
+    most: int,
+    first: int,
+) -> Tensor:
+    """Do what `DecodeKernels.select_keys_of_prompt` says."""
+    num_keys, dim = keys.shape
+    query, weights = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, weights))
+    at_once = max(1, _MOST_SCORES // num_keys)
+    seen = torch.zeros(len(query), num_keys, dtype=torch.uint8, device=keys.device)
+    for begin in range(0, len(query), at_once):
+        some = slice(begin, begin + at_once)
+        own, weight, places = query[some], weights[some], positions[some]
+        num_tokens, num_heads, _ = own.shape
+        scores = own.new_empty(num_tokens, num_keys, dtype=torch.float32)
+        grid = -(-num_keys // _PROMPT_KEYS), -(-num_tokens // _PROMPT_TOKENS)
+        index_keys.score_prompt_keys[grid](
+            keys, own, weight, scores, own.stride(0), own.stride(1), weight.stride(0),
+            first + begin, num_tokens, num_keys, scale=scale, block=block, num_heads=num_heads,
+            dim=dim, width=max(16, 1 << (dim - 1).bit_length()), block_keys=_PROMPT_KEYS,
+            block_tokens=_PROMPT_TOKENS,
+        )  # fmt: skip
+        index_keys.select_index_keys[num_tokens,](
+            scores, places, seen[some], num_keys, min(most, num_keys), block=block,
+            block_scores=_BLOCK_SCORES, marks=True, num_warps=_SELECTING_WARPS,
+        )  # fmt: skip
+    return seen.view(torch.bool)

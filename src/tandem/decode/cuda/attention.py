@@ -136,7 +136,12 @@ def _try_compressed(kernels: DecodeKernels, device: torch.device) -> None:
         index_keys, slots, positions, one[0], one.transpose(0, 1), one[:1, 0, :2].float(),
         block=1, scale=1.0, most=1, length=4,
     )  # fmt: skip
-    if not torch.equal(chosen, slots[None]):
+    seen = kernels.select_keys_of_prompt(  # two tokens, of which the second has a worse key
+        index_keys[0, :2], torch.arange(2, device=device), one, one[:, 0, :1].float(),
+        block=1, scale=1.0, most=1, first=0,
+    )  # fmt: skip
+    is_first = torch.tensor([[True, False]] * 2, device=device)
+    if not (torch.equal(chosen, slots[None]) and torch.equal(seen, is_first)):
         raise RuntimeError("indexers give other numbers than torch")
     operation = Compression(zeros((2, 64), torch.float32), 1)
     rings, both = zeros((1, *operation.state_shape), torch.float32), one[:, 0]

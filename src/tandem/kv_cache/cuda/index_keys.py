@@ -28,7 +28,7 @@ class DeviceIndexKeys(KeptIndexKeys):
     """Index keys on a GPU."""
 
     def __init__(self, num_slots: int, zeros: Zeros, kernels: DecodeKernels | None = None) -> None:
-        """Hold nothing for so many slots; `kernels` select keys in decode steps; None: torch."""
+        """Hold nothing for so many slots; `kernels` select keys; None: torch."""
         super().__init__(num_slots, zeros)
         self._kernels = kernels
 
@@ -60,6 +60,11 @@ class DeviceIndexKeys(KeptIndexKeys):
         if end <= selection.most:
             return _all_seen(places, selection, end, query)
         scored = keys[slot, : end // selection.scored_block]
+        if self._kernels is not None and selection.are_keys and weights is not None:
+            return self._kernels.select_keys_of_prompt(
+                scored, places, query, weights, block=block, scale=selection.scale,
+                most=selection.most_blocks, first=first,
+            )  # fmt: skip
         at_once = max(1, _MOST_SCORES // (len(scored) * query.shape[1]))
         pieces = []
         for begin in range(0, count, at_once):

@@ -89,6 +89,24 @@ class DecodeKernels(Protocol):
         (n_tokens, heads).
         """
 
+    def select_keys_of_prompt(
+        self,
+        keys: Tensor,
+        positions: Tensor,
+        query: Tensor,
+        weights: Tensor,
+        *,
+        block: int,
+        scale: float,
+        most: int,
+        first: int,
+    ) -> Tensor:
+        """Tell which of a slot's `keys` (keys, dim) a prompt's tokens see: (n_tokens, keys).
+
+        They stand at `positions` (n_tokens,), which follow each other from `first` on, and bring no
+        key that is not there. The rest is as of `select_keys`.
+        """
+
 
 def stored_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
     """Return what keys and values of a dtype are kept in, by a `kv_dtype` or "auto"."""
