@@ -123,26 +123,21 @@ std::vector<StepPolicy::KnownLoad> known_loads(std::vector<KnownTuple> known,
 void bind_policy(nb::module_& m) {
   nb::class_<StepPolicy>(m, "StepPolicy")
       .def("__init__",
-           [](StepPolicy* self, std::vector<double> cpu, std::vector<double> gpu, double cpu_first,
-              double link, double cpu_slowdown, double link_slowdown, double copy_wake,
-              std::int64_t max_fetches, std::int64_t max_ahead, double copy_price,
-              std::vector<SuccessorTable*> tables, Foresight* foresight, const nb::bytes& state,
+           [](StepPolicy* self, const Costs& costs, std::int64_t max_fetches,
+              std::int64_t max_ahead, double copy_price, std::vector<SuccessorTable*> tables, Foresight* foresight, const nb::bytes& state,
               std::vector<std::int32_t> slot_of, std::vector<Ids> members, std::vector<Ids> free,
               Ids staging, std::vector<std::int64_t> ahead, Ids free_ahead) {
              if (tables.size() != members.size())
                throw std::invalid_argument("expected a table for each layer");
-             new (self) StepPolicy({std::move(cpu), std::move(gpu), cpu_first, link, cpu_slowdown,
-                                    link_slowdown, copy_wake, max_fetches, max_ahead, copy_price},
-                                   std::move(tables),
+             new (self) StepPolicy(costs, {max_fetches, max_ahead, copy_price}, std::move(tables),
                                    resident_of(state, std::move(slot_of), std::move(members),
                                                std::move(free), std::move(staging),
                                                std::move(ahead), std::move(free_ahead)),
                                    foresight);
            },
-           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-           nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
-           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::keep_alive<1, 12>(),
-           nb::keep_alive<1, 13>())
+           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
+           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+           nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>())
       .def("load",
            [](StepPolicy& self, const nb::bytes& state, std::vector<std::int32_t> slot_of,
               std::vector<Ids> members, std::vector<Ids> free, Ids staging,
@@ -154,8 +149,8 @@ void bind_policy(nb::module_& m) {
            })
       .def("set_rule",
            [](StepPolicy& self, int rule, bool predicts, bool asks) {
-             require(rule >= 0 && rule <= static_cast<int>(GraphRule::kDali), "one of three rules");
-             self.set_rule(static_cast<GraphRule>(rule), predicts, asks);
+             require(rule >= 0 && rule <= static_cast<int>(Rule::kDaliInGraph), "one of three rules");
+             self.set_rule(static_cast<Rule>(rule), predicts, asks);
            },
            nb::arg(), nb::arg() = false, nb::arg() = false)
       .def("resident", [](const StepPolicy& self) { return as_tuple(self.resident()); })

@@ -15,7 +15,8 @@
 
 #include "bindings.hpp"
 #include "bindings_tensor.hpp"
-#include "lone_layer.hpp"
+#include "decider/assignment.hpp"
+#include "decider/entries.hpp"
 #include "policy_tables.hpp"
 #include "routed.hpp"
 
@@ -184,41 +185,69 @@ class Buffer {
   Py_buffer view_;
 };
 
-// `states` is a byte by expert, `worth` an unsigned 32-bit number; `members` are keys, of which
-// `first` is the layer's first. Returns (fetch, spill, GPU seconds, CPU seconds, pairs of keys).
-nb::tuple decide_lone_layer(const LoneTerms& terms, const Ids& experts, nb::handle states,
-                            nb::handle worth, std::int32_t first, Ids members,
-                            std::int64_t free_slots, double all_on_cpu, double now, double dense,
-                            double link_busy) {
+// Of a layer's active experts: `states` is a byte by position, `coming` when those are there whose
+// copy is under way, by position too, empty where there are none. `worth` is a 32-bit number by
+// expert. Returns (fetched experts, spilled ones, GPU seconds, CPU seconds).
+nb::tuple split_layer(const Costs& costs, int rule, bool is_never_worse_than_cpu,
+                      std::int64_t max_fetches, const Ids& experts, const Ids& tokens,
+                      const nb::bytes& states, const std::vector<double>& coming,
+                      nb::handle worth, double link_busy) {
+  const Buffer worth_by_expert(worth);
+  require_experts(experts, static_cast<std::int32_t>(worth_by_expert.size() / sizeof(std::uint32_t)));
+  require(rule >= 0 && rule < kNumAssignments, "one of four rules");
+  require(tokens.size() == experts.size() && states.size() == experts.size(),
+          "tokens and a state for each expert");
+  require(coming.empty() || coming.size() == experts.size(), "no time or one for each expert");
+  LayerProblem problem{};
+  pose(costs, tokens, problem);
+  problem.link_busy = link_busy;
+  problem.max_fetches = max_fetches;
+  for (std::size_t i = 0; i < experts.size(); ++i) {
+    const auto state = static_cast<std::uint8_t>(states.c_str()[i]);
+    require(state != kCopying || !coming.empty(), "a time for each copy under way");
+    problem.wait.push_back(state == kEmpty ? -1.0 : state == kReady ? 0.0 : coming[i]);
+    problem.scores.push_back(worth_by_expert.data<std::uint32_t>()[experts[i]]);
+  }
+  Split found = split(static_cast<Rule>(rule), problem);
+  if (is_never_worse_than_cpu) found = never_worse_than_cpu(problem, std::move(found));
+  for (Positions* some : {&found.fetch, &found.spill})
+    for (std::int32_t& place : *some) place = experts[place];
+  return nb::make_tuple(found.fetch, found.spill, found.gpu_seconds, found.cpu_seconds);
+}
+
+// `states` is a byte by expert, `worth` a 32-bit number; `members` and `staged` are keys, of which
+// `first` is the layer's first. Returns pairs of keys.
+Admitted layer_entries(const Ids& experts, nb::handle states, nb::handle worth,
+                       std::int32_t first, Ids members, Ids staged, std::int64_t free_slots,
+                       const Ids& fetched, std::int64_t room) {
   const Buffer state_by_expert(states), worth_by_expert(worth);
   const auto num_experts = static_cast<std::int32_t>(state_by_expert.size());
   if (worth_by_expert.size() != num_experts * static_cast<std::int64_t>(sizeof(std::uint32_t)))
     throw std::invalid_argument("expected a state and a 32-bit worth for each expert");
-  for (std::int32_t& member : members) member -= first;
+  for (Ids* some : {&members, &staged})
+    for (std::int32_t& key : *some) key -= first;
   require_experts(experts, num_experts);
   require_experts(members, num_experts);
-  LoneDecision found = decide(
-      terms, {experts, state_by_expert.data<std::uint8_t>(),
-              worth_by_expert.data<std::uint32_t>(), members, free_slots, all_on_cpu, now, dense,
-              link_busy});
-  for (auto& [newcomer, victim] : found.admitted) {
+  Admitted found = entries({experts, state_by_expert.data<std::uint8_t>(),
+                            worth_by_expert.data<std::uint32_t>(), members, free_slots},
+                           staged, fetched, room);
+  for (auto& [newcomer, victim] : found) {
     newcomer += first;
     if (victim != kNobody) victim += first;
   }
-  return nb::make_tuple(found.fetch, found.spill, found.gpu_seconds, found.cpu_seconds,
-                        found.admitted);
+  return found;
 }
 
-void bind_lone_layers(nb::module_& m) {
-  nb::class_<LoneTerms>(m, "LoneTerms")
-      .def("__init__",
-           [](LoneTerms* self, double cpu, double gpu, double cpu_first, double link,
-              double cpu_slowdown, double link_slowdown, std::int64_t max_fetches,
-              bool never_worse_than_cpu) {
-             new (self) LoneTerms{cpu,          gpu,           cpu_first,   link,
-                                  cpu_slowdown, link_slowdown, max_fetches, never_worse_than_cpu};
-           });
-  m.def("decide_lone_layer", &decide_lone_layer);
+void bind_decider(nb::module_& m) {
+  nb::class_<Costs>(m, "Costs")
+      .def("__init__", [](Costs* self, std::vector<double> cpu, std::vector<double> gpu,
+                          double cpu_first, double link, double cpu_slowdown,
+                          double link_slowdown, double copy_wake) {
+        new (self) Costs{std::move(cpu), std::move(gpu), cpu_first, link,
+                         cpu_slowdown,   link_slowdown,  copy_wake};
+      });
+  m.def("split_layer", &split_layer);
+  m.def("layer_entries", &layer_entries);
 }
 
 }  // namespace
@@ -231,7 +260,7 @@ void bind_runtime(nb::module_& m) {
            nb::keep_alive<1, 2>())
       .def("finish", &StartedBatch::finish);
   bind_tables(m);
-  bind_lone_layers(m);
+  bind_decider(m);
 }
 
 }  // namespace tandem

@@ -87,7 +87,7 @@ class Machine {
   // Between steps: a policy may fetch in some and not in others.
   void change_rule() {
     if (policy_)
-      policy_->set_rule(static_cast<GraphRule>(random_.between(0, 2)), random_.between(0, 1) == 1);
+      policy_->set_rule(static_cast<Rule>(random_.between(0, 2)), random_.between(0, 1) == 1);
   }
 
   // Runs a step and compares it. Throws StepLost as the coordinator does.
@@ -206,8 +206,9 @@ class Machine {
       std::vector<SuccessorTable*> tables;
       for (const auto& table : tables_) tables.push_back(table.get());
       policy_ = std::make_unique<StepPolicy>(
-          StepPolicy::Costs{std::vector<double>(65, 1e-3), std::vector<double>(65, 1e-4), 0.0,
-                            1e-4, 1.05, 1.05, 1e-5, 5, 2, 1e-4},
+          Costs{std::vector<double>(65, 1e-3), std::vector<double>(65, 1e-4), 0.0, 1e-4,
+                1.05, 1.05, 1e-5},
+          StepPolicy::Limits{5, 2, 1e-4},
           tables, resident_, &*foresight_);
       change_rule();
     }

@@ -1,20 +1,8 @@
 #include "coordinator/step_policy.hpp"
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 
 namespace tandem {
-namespace {
-
-double of(const std::vector<double>& by_tokens, std::int32_t tokens) {
-  if (static_cast<std::size_t>(tokens) >= by_tokens.size())
-    throw std::out_of_range("an expert of " + std::to_string(tokens) + " tokens, and costs go to " +
-                            std::to_string(by_tokens.size() - 1));
-  return by_tokens[tokens];
-}
-
-}  // namespace
 
 std::int32_t Resident::insert(std::int32_t layer, std::int32_t expert) {
   const std::size_t key = layer * num_experts + expert;
@@ -67,9 +55,12 @@ bool Resident::has_every_expert() const {
   return ahead.empty() && std::all_of(state.begin(), state.end(), [](std::uint8_t s) { return s == kReady; });
 }
 
-StepPolicy::StepPolicy(Costs costs, std::vector<SuccessorTable*> tables, Resident resident,
-                       Foresight* foresight)
-    : costs_(std::move(costs)), tables_(std::move(tables)), foresight_(foresight) {
+StepPolicy::StepPolicy(Costs costs, const Limits& limits, std::vector<SuccessorTable*> tables,
+                       Resident resident, Foresight* foresight)
+    : costs_(std::move(costs)),
+      limits_(limits),
+      tables_(std::move(tables)),
+      foresight_(foresight) {
   load(std::move(resident), 0.0, {});
 }
 
@@ -134,28 +125,21 @@ StepCopies StepPolicy::decide(std::int32_t layer, const Load& load, const Load& 
     scores = table.values();
     for (const std::int32_t expert : experts) problem_.scores.push_back(scores[expert]);
   }
-  const GraphSplit split = tandem::split(rule_, problem_);
-  Ids first;  // who asks for a slot whether or not the link has time
-  for (const std::int32_t i : split.fetch) first.push_back(experts[i]);
+  const Split split = tandem::split(rule_, problem_);
+  Ids fetched;
+  for (const std::int32_t i : split.fetch) fetched.push_back(experts[i]);
   const double next_plan = now + std::max(split.gpu_seconds, split.cpu_seconds) + dense_;
-  if (copies_ahead) copy_ahead(layer + 1, first.size(), now, next_plan);
+  if (copies_ahead) copy_ahead(layer + 1, fetched.size(), now, next_plan);
   const std::int64_t room = idle_copies(costs_.link, problem_.link_busy, now, next_plan) -
-                            static_cast<std::int64_t>(first.size() + ahead_.size());
-  Ids asking;
-  for (const std::int32_t expert : experts) {
-    const bool is_there = is_ahead(layer, expert);
-    if (is_there) first.push_back(expert);
-    if (is_there || states[expert] == kEmpty) asking.push_back(expert);
-  }
-  if (!asking.empty() && (room > 0 || !first.empty())) {
+                            static_cast<std::int64_t>(fetched.size() + ahead_.size());
+  Ids staged;
+  for (const std::int32_t expert : experts)
+    if (is_ahead(layer, expert)) staged.push_back(expert);
+  if (!staged.empty() || (has_misses && (room > 0 || !fetched.empty()))) {
     if (!fetches()) scores = table.values();
-    const LoneLayer now_here{experts,
-                             states,
-                             scores.data(),
-                             resident_.members[layer],
-                             static_cast<std::int64_t>(resident_.free[layer].size()),
-                             0.0, now, dense_, 0.0};
-    enter(layer, admit(now_here, newcomers(std::move(asking), scores.data(), room, first)));
+    const LayerSlots slots{experts, states, scores.data(), resident_.members[layer],
+                           static_cast<std::int64_t>(resident_.free[layer].size())};
+    enter(layer, entries(slots, staged, fetched, room));
   }
   place(layer, split.fetch, experts, now);
   return {fetches_, ahead_, inserts_, entered_, left_, asked_};
@@ -176,23 +160,13 @@ const std::uint8_t* StepPolicy::states_of(std::int32_t layer) {
 // The layer's problem, without the scores.
 void StepPolicy::pose(const std::uint8_t* states, const Ids& experts, const Ids& tokens,
                       double now) {
-  GraphProblem& problem = problem_;
-  problem.cpu.clear();
-  problem.gpu.clear();
-  problem.states.clear();
-  problem.scores.clear();
-  for (std::size_t i = 0; i < experts.size(); ++i) {
-    problem.cpu.push_back(of(costs_.cpu, tokens[i]));
-    problem.gpu.push_back(of(costs_.gpu, tokens[i]));
-    problem.states.push_back(states[experts[i]]);
-  }
-  problem.cpu_first = costs_.cpu_first;
-  problem.link = costs_.link;
-  problem.link_busy = link_free_at_ > now ? link_free_at_ - now : 0.0;
-  problem.cpu_slowdown = costs_.cpu_slowdown;
-  problem.link_slowdown = costs_.link_slowdown;
-  problem.copy_wake = costs_.copy_wake;
-  problem.max_fetches = costs_.max_fetches;
+  tandem::pose(costs_, tokens, problem_);
+  problem_.wait.clear();
+  problem_.scores.clear();
+  for (const std::int32_t expert : experts)
+    problem_.wait.push_back(states[expert] == kReady ? 0.0 : states[expert] == kEmpty ? -1.0 : 1.0);
+  problem_.link_busy = link_free_at_ > now ? link_free_at_ - now : 0.0;
+  problem_.max_fetches = limits_.max_fetches;
 }
 
 bool StepPolicy::is_ahead(std::int32_t layer, std::int32_t expert) const {
@@ -222,13 +196,13 @@ void StepPolicy::copy_ahead(std::int32_t layer, std::size_t num_fetched, double 
   if (!predicts_ || is_known) return;
   ready += static_cast<double>(ahead_.size()) * costs_.link;
   const std::int64_t most =
-      std::min({costs_.max_ahead, static_cast<std::int64_t>(resident_.free_ahead.size()),
+      std::min({limits_.max_ahead, static_cast<std::int64_t>(resident_.free_ahead.size()),
                 whole_copies(ready, next_plan)});
   if (most <= 0 || costs_.cpu[1] <= 0.0) return;
   const std::int64_t first = layer * resident_.num_experts;
   for (const std::int32_t expert :
        foresight_->choose(layer, resident_.slot_of.data() + first, most,
-                          costs_.copy_price / costs_.cpu[1])) {
+                          limits_.copy_price / costs_.cpu[1])) {
     const std::int64_t key = first + expert;
     if (is_staged(key)) continue;
     ahead_.push_back({layer, expert, resident_.insert_ahead(key), kNobody});
@@ -248,7 +222,7 @@ void StepPolicy::copy_known(const KnownLoad& known, double ready, double publish
   for (const std::int32_t i : order) {
     const std::int64_t key = known.layer * resident_.num_experts + experts[i];
     if (resident_.slot_of[key] >= 0 || is_staged(key)) continue;
-    if (most-- <= 0 || of(costs_.cpu, tokens[i]) <= costs_.copy_price) return;
+    if (most-- <= 0 || seconds_of(costs_.cpu, tokens[i]) <= limits_.copy_price) return;
     ahead_.push_back({known.layer, experts[i], resident_.insert_ahead(key), kNobody});
   }
 }

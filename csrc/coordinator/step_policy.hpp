@@ -1,7 +1,8 @@
-// Decides about each layer of a captured step: which misses are fetched for it, which experts of
-// layers to come are copied ahead, which get a slot for later, and who leaves for them. Decides what
-// tandem.policy.planner decides for a step in one graph, with the eviction `successor` and one set of
-// slots per layer, to the last bit; see there for the reasons.
+// Knows the slots and the link while captured steps run, and asks the decider (csrc/decider) about each
+// layer: which misses are fetched for it, which get a slot for later, and who leaves for them; which
+// experts of layers to come are copied ahead, it chooses itself. Decides what tandem.policy.planner
+// decides for a step in one graph, with the eviction `successor` and one set of slots per layer, to
+// the last bit; see there for the reasons.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +12,8 @@
 #include <vector>
 
 #include "coordinator/foresight.hpp"
-#include "coordinator/graph_rules.hpp"
-#include "lone_layer.hpp"
+#include "decider/assignment.hpp"
+#include "decider/entries.hpp"
 #include "policy_tables.hpp"
 
 namespace tandem {
@@ -65,26 +66,22 @@ struct StepCopies {
 
 class StepPolicy {
  public:
-  struct Costs {
-    std::vector<double> cpu, gpu;  // seconds of an expert, by tokens
-    double cpu_first, link;
-    double cpu_slowdown = 1.0, link_slowdown = 1.0;  // see LoneTerms
-    double copy_wake = 0.0;        // of the copying thread, ahead of a fetch and behind it
+  struct Limits {
     std::int64_t max_fetches = 0;  // of one layer
     std::int64_t max_ahead = 0;    // copies ahead of one layer
-    double copy_price = 0.0;       // what one copy costs CPU and device
+    double copy_price = 0.0;       // seconds that one copy costs CPU and device
   };
 
   // A table for each layer; these and `foresight` must outlive it. Without it nothing is predicted.
-  StepPolicy(Costs costs, std::vector<SuccessorTable*> tables, Resident resident,
-             Foresight* foresight = nullptr);
+  StepPolicy(Costs costs, const Limits& limits, std::vector<SuccessorTable*> tables,
+             Resident resident, Foresight* foresight = nullptr);
 
   // Between steps: takes the place of what is known. `pending` are the keys whose copies have not
   // ended, of experts with a slot and of those that were fetched for one use.
   void load(Resident resident, double link_free_at, const std::vector<std::int64_t>& pending);
   // Between steps. `predicts` tells whether experts of the next layer are copied ahead, `asks`
   // whether its router is asked for that.
-  void set_rule(GraphRule rule, bool predicts = false, bool asks = false) {
+  void set_rule(Rule rule, bool predicts = false, bool asks = false) {
     rule_ = rule;
     predicts_ = predicts && foresight_ != nullptr;
     asks_ = asks && predicts_;
@@ -129,7 +126,7 @@ class StepPolicy {
   void learn(std::int32_t layer);
 
  private:
-  bool fetches() const { return rule_ != GraphRule::kReadyOnGpu; }
+  bool fetches() const { return rule_ != Rule::kReadyOnGpu; }
   const std::uint8_t* states_of(std::int32_t layer);
   void pose(const std::uint8_t* states, const Ids& experts, const Ids& tokens, double now);
   double issue(double ready);
@@ -145,13 +142,14 @@ class StepPolicy {
   void place(std::int32_t layer, const Ids& fetched, const Ids& experts, double now);
 
   Costs costs_;
+  Limits limits_;
   std::vector<SuccessorTable*> tables_;
   Resident resident_;
   Ids above_;  // experts in use in the layer above
-  GraphRule rule_ = GraphRule::kReadyOnGpu;
+  Rule rule_ = Rule::kReadyOnGpu;
   Foresight* foresight_;
   bool predicts_ = false, asks_ = false;
-  GraphProblem problem_;
+  LayerProblem problem_;
   std::vector<FetchCopy> fetches_;
   std::vector<SlotCopy> ahead_, inserts_, entered_;
   std::vector<std::int64_t> left_;

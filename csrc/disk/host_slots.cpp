@@ -5,7 +5,7 @@
 #include <numeric>
 #include <utility>
 
-#include "lone_layer.hpp"
+#include "decider/entries.hpp"
 #include "memory.hpp"
 
 namespace tandem {
@@ -188,15 +188,10 @@ void HostSlots::resize(std::int32_t layer) {
 // Those that get a slot are read into it at once; the eviction decides who leaves.
 void HostSlots::admit_absent(const Scores& scores, Ids absent) {
   if (absent.empty()) return;
-  std::stable_sort(absent.begin(), absent.end(),
-                   [&](std::int32_t a, std::int32_t b) { return scores[a] > scores[b]; });
-  const LoneLayer now{experts_,
-                      resident_.state.data() + layer_ * resident_.num_experts,
-                      scores.data(),
-                      resident_.members[layer_],
-                      static_cast<std::int64_t>(resident_.free[layer_].size()),
-                      0.0, 0.0, 0.0, 0.0};
-  for (const auto& [newcomer, victim] : admit(now, absent)) {
+  const LayerSlots now{experts_, resident_.state.data() + layer_ * resident_.num_experts,
+                       scores.data(), resident_.members[layer_],
+                       static_cast<std::int64_t>(resident_.free[layer_].size())};
+  for (const auto& [newcomer, victim] : admit(now, std::move(absent))) {
     const auto place = std::find(experts_.begin(), experts_.end(), newcomer);
     Wanted& wanted = wanted_[place - experts_.begin()];
     if (wanted.slot != nullptr && (!has_one_size_ || wanted.slot->num_holders > 0)) continue;

@@ -1,27 +1,18 @@
 """The native tables against the plain ones, on real routing: the same answers to the last bit."""
 
-import dataclasses
 import random
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tandem.experts.cache.policy_tables import NATIVE_TABLES
-from tandem.policy.cost import CostTable
 from tandem.policy.eviction import rule_choice
 from tandem.policy.eviction.next_use import NextUse
-from tandem.policy.link_queue import UNLIMITED
-from tandem.policy.plan import Copy, Geometry, LayerLoad
+from tandem.policy.plan import Geometry, LayerLoad
 from tandem.policy.prediction.regression_predictor import RegressionPredictor
-from tandem.policy.settings import make_planner
-from tandem.policy.tables import DecideSingleToken, SingleTokenDecision, SingleTokenTerms
 from tandem.sim.steps import LoadReader, replay_steps
-from tandem.sim.systems import TANDEM
 from tandem.trace import RoutingTrace, read_trace
-from tests.experts.machines import make_machine
-from tests.policy.integrity import check_integrity
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 STEPS = 60
@@ -125,66 +116,6 @@ def test_predictions_are_alike(trace: RoutingTrace, batch: int) -> None:
             if draw.random() < 0.5:
                 native.learn()
     assert compared > STEPS
-
-
-@pytest.mark.parametrize("link", [0.0, 0.3, 3.0])
-@pytest.mark.parametrize(
-    ("never_worse", "max_fetches", "slowdown"),
-    [(True, UNLIMITED, 1.0), (False, 2, 1.0), (True, UNLIMITED, 1.6), (False, UNLIMITED, 1.15)],
-)
-def test_single_tokens_are_planned_alike(
-    link: float, never_worse: bool, max_fetches: int, slowdown: float
-) -> None:
-    """Random routing, with layers of two tokens between and copies that end at random.
-
-    Now and then more experts are chosen than the model would: a trace may be forced onto it.
-    """
-    draw, geometry = random.Random(int(10 * link)), Geometry(3, 24, 4)
-    settings = dataclasses.replace(
-        TANDEM, never_worse_than_cpu=never_worse, max_fetches=max_fetches
-    )
-    costs = CostTable(
-        make_machine(geometry, link=link, gpu=0.3).shape,
-        cpu_slowdown=slowdown,
-        link_slowdown=slowdown,
-    )
-    asked = 0
-
-    def counting(terms: SingleTokenTerms) -> DecideSingleToken:
-        native = NATIVE_TABLES.single_token
-        assert native is not None
-        decide = native(terms)
-
-        def count(*layer: Any) -> SingleTokenDecision:
-            nonlocal asked
-            asked += 1
-            return decide(*layer)
-
-        return count
-
-    plain, native = (
-        make_planner(settings, geometry, costs, 30, resident=range(0, 72, 5), tables=tables)
-        for tables in (None, NATIVE_TABLES._replace(single_token=counting))
-    )
-    now, under_way = 0.0, list[Copy]()
-    for step in range(150):
-        num_tokens = 2 if step % 10 == 0 else 1
-        ahead = plain.begin_step(num_tokens, now)
-        assert native.begin_step(num_tokens, now) == ahead
-        under_way += ahead
-        for layer in range(geometry.num_layers):
-            load = random_load(draw, layer, num_tokens, 6 if step % 7 == 0 else 4)
-            expected, actual = plain.plan(load, now), native.plan(load, now)
-            assert actual == expected
-            check_integrity(native.residency)
-            waited_for = len(under_way) + len(expected.fetch) if expected.fetch else 0
-            under_way += [*expected.fetch, *expected.insert, *expected.prefetch]
-            now += draw.uniform(0.5, 1.5) * expected.seconds
-            while under_way and (waited_for > 0 or draw.random() < 0.8):
-                copy, waited_for = under_way.pop(0), waited_for - 1
-                plain.copy_finished(copy.layer, copy.expert, now)
-                native.copy_finished(copy.layer, copy.expert, now)
-    assert asked > 50
 
 
 def random_load(draw: random.Random, layer: int, num_tokens: int, top_k: int) -> LayerLoad:

@@ -3,7 +3,7 @@
 # What takes no memory: numbers, or objects that were checked when they were made.
 WITHOUT_MEMORY = {
     "AttentionEngine", "AttentionLayer.set_chunk", "AttentionLayer.set_selection",
-    "CpuFeatures", "DenseEngine", "DenseMatrix", "DriverLink", "ExpertEngine",
+    "Costs", "CpuFeatures", "DenseEngine", "DenseMatrix", "DriverLink", "ExpertEngine",
     "ExpertEngine.bind_workers", "ExpertEngine.multiply", "ExpertEngine.wake", "ExpertLayout",
     "Foresight", "Foresight.load", "Foresight.state",
     "ForesightTables", "ForesightTables.begin_step", "ForesightTables.scores",
@@ -15,7 +15,7 @@ WITHOUT_MEMORY = {
     "HostSlots.require_here", "HostSlots.resident",
     "HostSlots.take_back", "HostSlots.try_hold",
     "HostSlots.use_share",
-    "IndexLayer", "LoneTerms", "MailboxLayout", "Program",
+    "IndexLayer", "MailboxLayout", "Program",
     "Program.num_active", "Program.run", "ProjectionLayout", "RecurrentEngine", "RoutedExperts",
     "RowCounts", "RowTables", "RowTables.close", "RowTables.counts", "RowTables.fail",
     "RowTables.is_direct", "RuleStart", "SlotCounts",
@@ -35,5 +35,5 @@ WITHOUT_MEMORY = {
     "SuccessorTable.values", "TokenSampler", "TwinStream.join", "TwinStream.set_dense_seconds",
     "TwinStream.set_guesses", "TwinStream.set_patience", "TwinStream.times",
     "available_isas", "block_bytes", "block_cols", "grid_lines",
-    "decide_lone_layer", "detect_cpu_features", "join_crc32c", "slot_bytes",
+    "detect_cpu_features", "join_crc32c", "layer_entries", "slot_bytes", "split_layer",
 }  # fmt: skip

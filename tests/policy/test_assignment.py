@@ -120,21 +120,6 @@ def test_balanced_is_optimal_where_gpu_time_does_not_depend_on_tokens(layer: Lay
     assert by_equations == pytest.approx(brute_force(flat), rel=1e-9)
 
 
-@given(layer=problems())
-def test_balanced_takes_a_short_cut_to_the_same_answer(layer: LayerProblem) -> None:
-    count = len(layer.cpu)
-    equals = layer._replace(
-        tokens=[1] * count,
-        cpu=[layer.cpu[0]] * count,
-        gpu=[layer.gpu[0]] * count,
-        wait=[min(wait, 0.0) for wait in layer.wait],
-    )
-    for is_pipelined in (False, True):
-        policy = Balanced(pipelined=is_pipelined)
-        long_way = policy.assign(equals._replace(tokens=[2] * count)).seconds
-        assert policy.assign(equals).seconds == pytest.approx(long_way)
-
-
 @pytest.mark.parametrize("name", IN_GRAPH)
 @given(layer=problems())
 def test_in_one_graph_hits_are_the_gpus_and_copies_under_way_are_misses(

@@ -83,9 +83,9 @@ def test_paper_2_table_1_is_in_its_profile() -> None:
 def test_tables_are_read_between_and_beyond_their_entries() -> None:
     assert [interpolate((1, 3), (1.0, 2.0), n) for n in (0, 1, 2, 3, 5)] == [0, 1, 1.5, 2, 3]
     table = CostTable(shape_costs(cpu=(1.0, 3.0)))
-    table.grow(100)
+    table.require(100)
     assert table.cpu[:4] == [0.0, 1.0, 3.0, 5.0]
-    assert len(table.cpu) == 101
+    assert len(table.cpu) > 100
 
 
 @pytest.mark.parametrize(

@@ -487,34 +487,44 @@ class ForesightTables:
         /,
     ) -> None: ...
 
-class LoneTerms:
+class Costs:
     def __init__(
         self,
-        cpu: float,
-        gpu: float,
+        cpu: Sequence[float],
+        gpu: Sequence[float],
         cpu_first: float,
         link: float,
         cpu_slowdown: float,
         link_slowdown: float,
-        max_fetches: int,
-        never_worse_than_cpu: bool,
+        copy_wake: float,
         /,
     ) -> None: ...
 
-def decide_lone_layer(
-    terms: LoneTerms,
+def split_layer(
+    costs: Costs,
+    rule: int,
+    is_never_worse_than_cpu: bool,
+    max_fetches: int,
+    experts: Sequence[int],
+    tokens: Sequence[int],
+    states: bytes,
+    coming: Sequence[float],
+    worth: memoryview,
+    link_busy: float,
+    /,
+) -> tuple[list[int], list[int], float, float]: ...
+def layer_entries(
     experts: Sequence[int],
     states: bytes | bytearray,
     worth: memoryview,
     first: int,
     members: Sequence[int],
+    staged: Sequence[int],
     free_slots: int,
-    all_on_cpu: float,
-    now: float,
-    dense: float,
-    link_busy: float,
+    fetched: Sequence[int],
+    room: int,
     /,
-) -> tuple[list[int], list[int], float, float, list[tuple[int, int]]]: ...
+) -> list[tuple[int, int]]: ...
 
 class MailboxLayout:
     def __init__(
@@ -587,13 +597,7 @@ _Decided = tuple[int, float, list[_Arrival], list[_SlotCopy], list[_SlotCopy], i
 class StepPolicy:
     def __init__(
         self,
-        cpu: Sequence[float],
-        gpu: Sequence[float],
-        cpu_first: float,
-        link: float,
-        cpu_slowdown: float,
-        link_slowdown: float,
-        copy_wake: float,
+        costs: Costs,
         max_fetches: int,
         max_ahead: int,
         copy_price: float,

@@ -315,10 +315,14 @@ class CostTable:
         self.link = costs.link_seconds_per_expert * link_slowdown
         self.second_launch, self.copy_wake = costs.second_launch_seconds, costs.copy_wake_seconds
         self.asking = costs.asking_seconds
-        self.grow(64)
+        self._grow(64)
 
-    def grow(self, tokens: int) -> None:
-        """Extend the lists up to `tokens`."""
+    def require(self, tokens: int) -> None:
+        """Extend the lists, at least up to `tokens`."""
+        if tokens >= len(self.cpu):
+            self._grow(2 * tokens)
+
+    def _grow(self, tokens: int) -> None:
         steps = self.costs.tokens
         for count in range(len(self.cpu), tokens + 1):
             self.cpu.append(interpolate(steps, self.costs.cpu_seconds, count))

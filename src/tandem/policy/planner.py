@@ -8,13 +8,14 @@ of its old content; an `arriving` or fetched expert runs after its own copy.
 Deterministic: equal calls give equal plans. Reads no clock; all times are arguments.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from tandem.policy.admission import Admission
 from tandem.policy.assignment.problem import LayerProblem, Split
 from tandem.policy.assignment.rule import Rule
 from tandem.policy.cost import CostTable
+from tandem.policy.decider import Decider, LayerNow, PlainDecider
 from tandem.policy.eviction.policy import Eviction
 from tandem.policy.link_queue import UNLIMITED, LinkQueue
 from tandem.policy.plan import Copy, Geometry, Hint, LayerLoad, LayerPlan
@@ -25,8 +26,6 @@ from tandem.policy.prompt_copies import PromptCopies
 from tandem.policy.residency import COPYING, NOWHERE, READY, Residency
 from tandem.policy.ring import Ring
 from tandem.policy.step_path import graph_rows
-
-_READY_STATE = bytes([READY])
 
 
 class Planner:
@@ -49,6 +48,7 @@ class Planner:
         predicting_rows: Sequence[int] = (),
         asking_rows: Sequence[int] = (),
         copy_price_seconds: float = 0.0,
+        decider: Callable[[PlainDecider], Decider | None] | None = None,
     ) -> None:
         """Wire the policies together.
 
@@ -57,7 +57,8 @@ class Planner:
         slots, only admitted experts can be fetched. `max_fetches` is equation 9 for one layer.
         Steps in one graph copy predicted experts ahead if they have one of `predicting_rows`, and
         take hints if they have one of `asking_rows`; planned ones always take them.
-        `copy_price_seconds` is the time that one copy costs CPU and GPU.
+        `copy_price_seconds` is the time that one copy costs CPU and GPU. `decider` makes one that
+        decides what the plain one would, if these policies have such.
         """
         self.geometry = geometry
         self.costs = costs
@@ -65,8 +66,10 @@ class Planner:
         self.link = LinkQueue(costs.link)
         self._planned_rule, self._graph_rules = rule, graph_rules
         self._rule = rule  # of the step
-        self.eviction, self.prediction = eviction, prediction
-        self._admission = Admission(residency, eviction)
+        self.eviction = eviction
+        self.prediction = prediction
+        self._plain = PlainDecider(costs, residency, self.link, eviction)
+        self._decider: Decider = (decider and decider(self._plain)) or self._plain
         self.prompt = PromptCopies(geometry, residency, self.link, eviction)
         self.ring = ring
         self._max_fetches = self._most_fetches = max_fetches if ring.size else 0
@@ -76,8 +79,8 @@ class Planner:
         self.asks = can_prefetch
         """Whether hints of the step are taken."""
         self.predicted = PredictedCopies(
-            geometry, costs, residency, self.link, self._admission, prediction, prefetch,
-            copy_price_seconds,
+            geometry, costs, residency, self.link, Admission(residency, eviction), prediction,
+            prefetch, copy_price_seconds,
         )  # fmt: skip
         self.chances = self.predicted.chances
         self._dense_seconds = costs.dense(1)
@@ -167,19 +170,15 @@ class Planner:
         """Decide for one layer at time `now`; its copies count as issued in the plan's order."""
         if self._has_every_expert:
             return self._plan_without_misses(load, now)
-        layer = load.layer
-        first = layer * self.geometry.num_experts
-        keys = [first + expert for expert in load.experts]
         self.eviction.touch(load)
-        asks = self.asks_behind(layer)
+        asks = self.asks_behind(load.layer)
         if self._predicts:
             for hint in hints if asks else ():
                 self.prediction.hint(hint)
             self.prediction.observe(load)
-        state = self.residency.state
-        states = bytes([state[key] for key in keys])
-        in_use = frozenset(keys)
-        split, pairs, ahead = self._decide(load, keys, states, in_use, now)
+        layer, here = load.layer, self._layer_now(load, now)
+        in_use, states = frozenset(here.keys), here.states
+        split, pairs, ahead = self._decide(here)
         next_plan = now + split.seconds + self._dense_seconds
         fetch, insert = self._place(layer, split, pairs, ahead, in_use, now)
         if len(fetch) < len(split.fetch):  # there were no slots for more
@@ -194,88 +193,47 @@ class Planner:
             asks=asks and launches > 0,
         )  # fmt: skip
 
-    def _decide(
-        self,
-        load: LayerLoad,
-        keys: Sequence[int],
-        states: bytes,
-        in_use: frozenset[int],
-        now: float,
-    ) -> tuple[Split, Iterable[tuple[int, int]], tuple[Copy, ...]]:
+    def _decide(self, layer: LayerNow) -> tuple[Split, Iterable[tuple[int, int]], tuple[Copy, ...]]:
         """Return who computes what, who gets a slot from whom, and a graph's copies ahead."""
-        misses: list[int] = []
-        if states.count(READY) == len(keys):
-            split = self._split_resident(load, keys, states, now)
-        else:
-            single_token = self._rule.single_token
-            if single_token is not None and not self.residency.members[-1]:
-                busy, dense = self.link.busy_seconds(now), self._dense_seconds
-                decision = single_token.decision(load, states, now, dense, busy)
-                if decision is not None:
-                    return Split(*decision[:4]), decision.admitted, ()
-            split = self._rule.split(self._problem(load, keys, states, now))
-            misses = [key for key, held in zip(keys, states, strict=True) if not held]
-        next_plan = now + split.seconds + self._dense_seconds
+        split = self._split(layer)
+        next_plan = layer.now + split.seconds + self._dense_seconds
         ahead: tuple[Copy, ...] = ()
         if self._rule.launches:
             ahead = self.predicted.in_graph(
-                load.layer + 1, len(split.fetch), now, next_plan, predicts=self._predicts
-            )
-        num_first = len(split.fetch) + len(ahead)
-        entering = self._newcomers(
-            load.layer, in_use, misses, split.fetch, num_first, now, next_plan
-        )
-        pairs = self._admission.pairs(self.residency.set_of(load.layer), entering, in_use)
-        return split, pairs, ahead
+                layer.load.layer + 1, len(split.fetch), layer.now, next_plan,
+                predicts=self._predicts,
+            )  # fmt: skip
+        return split, self._decider.entries(layer, split, len(ahead), next_plan), ahead
+
+    def _split(self, layer: LayerNow) -> Split:
+        load = layer.load
+        if max(load.tokens) > 1 or layer.states.count(READY) < len(layer.keys):
+            return self._decider.split(self._rule, layer, self._max_fetches)
+        return self._rule.split_residents(load.experts, partial(self._problem, layer))
 
     def _plan_without_misses(self, load: LayerLoad, now: float) -> LayerPlan:
         """Plan where the cache holds the whole model: nothing to learn, to copy or to evict."""
-        first = load.layer * self.geometry.num_experts
-        keys = [first + expert for expert in load.experts]
-        states = _READY_STATE * len(keys)
-        split = self._split_resident(load, keys, states, now)
+        here = self._layer_now(load, now)
+        split, states = self._split(here), here.states
         gpu, _, cpu = self._by_processor(load, states, split)
         seconds = split.gpu_seconds, split.cpu_seconds
         launches = self._rule.launches
         return LayerPlan(
-            load.layer, gpu, (), (), cpu, (), (), *seconds, len(keys), launches,
+            load.layer, gpu, (), (), cpu, (), (), *seconds, len(states), launches,
             asks=self.asks and launches > 0,
         )  # fmt: skip
 
     def problem(self, load: LayerLoad, now: float) -> LayerProblem:
         """Return a layer's assignment problem as it stands now; changes nothing."""
-        first = load.layer * self.geometry.num_experts
+        return self._problem(self._layer_now(load, now))
+
+    def _problem(self, layer: LayerNow) -> LayerProblem:
+        return self._plain.problem(layer, self._max_fetches)
+
+    def _layer_now(self, load: LayerLoad, now: float) -> LayerNow:
+        first, state = load.layer * self.geometry.num_experts, self.residency.state
         keys = [first + expert for expert in load.experts]
-        state = self.residency.state
-        return self._problem(load, keys, bytes([state[key] for key in keys]), now)
-
-    def _problem(
-        self, load: LayerLoad, keys: Sequence[int], states: bytes, now: float
-    ) -> LayerProblem:
-        costs, tokens, link = self.costs, load.tokens, self.link
-        if max(tokens) >= len(costs.cpu):
-            costs.grow(2 * max(tokens))
-        cpu_table, gpu_table = costs.cpu, costs.gpu
-        wait = [0.0 if held else -1.0 for held in states]
-        if COPYING in states:
-            for i, held in enumerate(states):
-                if held == COPYING:
-                    wait[i] = link.remaining_seconds(keys[i], now)
-        return LayerProblem(
-            load.layer, load.experts, tokens,
-            [cpu_table[n] for n in tokens], [gpu_table[n] for n in tokens], wait,
-            self.eviction.scores(keys), costs.cpu_first, costs.link, link.busy_seconds(now),
-            self._max_fetches, costs.cpu_slowdown, costs.link_slowdown, costs.copy_wake,
-        )  # fmt: skip
-
-    def _split_resident(
-        self, load: LayerLoad, keys: Sequence[int], states: bytes, now: float
-    ) -> Split:
-        """Split a layer without misses."""
-        problem = partial(self._problem, load, keys, states, now)
-        if max(load.tokens) > 1:
-            return self._rule.split(problem())
-        return self._rule.split_residents(load.experts, problem)
+        return LayerNow(load, keys, bytes([state[key] for key in keys]), now)
 
     def _place(
         self,
@@ -331,43 +289,6 @@ class Planner:
                 self.link.issue(key, ready)
                 fetch.append(copy)
         return fetch
-
-    def _newcomers(
-        self,
-        layer: int,
-        in_use: frozenset[int],
-        misses: Sequence[int],
-        fetch: Sequence[int],
-        num_first: int,
-        now: float,
-        next_plan: float,
-    ) -> Sequence[int]:
-        """Return who asks for a slot, best first, without those the link has no time for.
-
-        `num_first` copies go before theirs.
-        """
-        residency, eviction = self.residency, self.eviction
-        first = layer * self.geometry.num_experts
-        staged: Sequence[int] = residency.members[residency.staging]
-        if staged:
-            staged = [key for key in staged if key in in_use]
-        room = UNLIMITED
-        if eviction.background != "always":
-            if not misses and not staged:
-                return ()
-            is_idle = eviction.background == "idle"
-            room = self.link.idle_copies(now, next_plan) - num_first if is_idle else 0
-            if room <= 0 and not fetch and not staged:
-                return ()
-        kept = []
-        slot_of = residency.slot_of
-        for key in eviction.candidates(layer, [*misses, *staged], slot_of):
-            if slot_of[key] == NOWHERE and key - first not in fetch:
-                if room <= 0:
-                    continue
-                room -= 1
-            kept.append(key)
-        return kept
 
     def _copies_ahead(
         self, layer: int, in_use: frozenset[int], now: float, next_plan: float

@@ -1,17 +1,17 @@
 """A planner by names: which policies, how many slots, how they are shared. Wires a `Planner`."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import ClassVar, NamedTuple, TypeVar
 
 from tandem.core.errors import ConfigError
 from tandem.core.registry import Registry
-from tandem.policy.assignment import ASSIGNMENTS, IN_GRAPH, Assignment
+from tandem.policy.assignment import ASSIGNMENTS, IN_GRAPH, NATIVE, Assignment
 from tandem.policy.assignment.rule import Rule
 from tandem.policy.cost import CostTable, HardwareProfile, ShapeCosts
+from tandem.policy.decider import Decider, PlainDecider
 from tandem.policy.eviction import EVICTIONS, Eviction
-from tandem.policy.eviction.next_use import NextUse
 from tandem.policy.link_queue import UNLIMITED
 from tandem.policy.plan import Geometry
 from tandem.policy.planner import Planner
@@ -19,9 +19,8 @@ from tandem.policy.prediction import PREDICTIONS, Prediction
 from tandem.policy.prefetch import PREFETCHES, PrefetchChoice
 from tandem.policy.residency import Residency, sets_by_layer
 from tandem.policy.ring import OWN_SLOTS, Ring
-from tandem.policy.single_token_layers import SingleTokenLayers
 from tandem.policy.step_path import GRAPH_ROWS, graph_rows
-from tandem.policy.tables import LearnsInTables, Tables
+from tandem.policy.tables import LearnsInTables, NextUseTable, PredictionTables, Tables
 
 P = TypeVar("P", Eviction, Prediction)
 
@@ -40,6 +39,14 @@ POOLS = ("by-layer", "shared")
 PLANNED_RULE, GRAPH_RULE, FETCHING_RULE = "balanced", "ready-on-gpu", "balanced-in-graph"
 # What steps in one graph predict by: native code does the same.
 GRAPH_PREDICTION = "foresight"
+
+
+class Native(NamedTuple):
+    """What an engine has natively: tables in which policies learn, and the decider with them."""
+
+    next_use: Callable[[Geometry], Sequence[NextUseTable]]  # by layer
+    prediction: Callable[[Geometry], PredictionTables]
+    decider: Callable[[PlainDecider], Decider | None]  # None: not for these policies
 
 
 class Policies(NamedTuple):
@@ -191,7 +198,7 @@ def make_planner(
     resident: Iterable[int] = (),
     copy_price_seconds: float = 0.0,
     like: Planner | None = None,
-    tables: Tables | None = None,
+    tables: Native | None = None,
 ) -> Planner:
     """Build a planner for `num_slots` equal slots; `resident` are the keys that are there at once.
 
@@ -211,16 +218,15 @@ def make_planner(
         residency, eviction, own, settings.ring_slots(num_slots), min(RING_SLOTS, num_slots // 4)
     )
     prediction = like.prediction if like else None
-    single_token = _single_token_layers(settings, costs, residency, eviction, tables)
-    policies = settings.policies
+    policies, name = settings.policies, settings.rule()
     planner = Planner(
         geometry,
         costs,
         residency,
         rule=Rule(
-            policies.assignments.factory(settings.rule())(**dict(settings.assignment_options)),
+            policies.assignments.factory(name)(**dict(settings.assignment_options)),
             never_worse_than_cpu=settings.never_worse_than_cpu,
-            single_token=single_token if ring.size else None,
+            native=_native(name, settings.assignment_options),
         ),
         graph_rules={rows: _graph_rule(settings, rows) for rows in GRAPH_ROWS},
         eviction=eviction,
@@ -233,6 +239,7 @@ def make_planner(
         predicting_rows=settings.predicting_rows,
         asking_rows=settings.asking_rows,
         copy_price_seconds=copy_price_seconds,
+        decider=tables.decider if tables else None,
     )
     for key in resident:
         residency.insert(key, residency.set_of(key // geometry.num_experts))
@@ -249,7 +256,7 @@ def make_planner_on(
     *,
     resident: Iterable[int] = (),
     like: Planner | None = None,
-    tables: Tables | None = None,
+    tables: Native | None = None,
 ) -> Planner:
     """Build a planner that plans with a machine's costs; the engine and the simulator do."""
     costs = CostTable(
@@ -275,33 +282,15 @@ def _graph_rule(settings: PlannerSettings, rows: int) -> Rule:
     return Rule(
         settings.policies.assignments.factory(name)(),
         never_worse_than_cpu=False,  # what the device has published as its own stays its
+        native=_native(name, ()),
         fetches=name != GRAPH_RULE,
         in_graph=True,
     )
 
 
-def _single_token_layers(
-    settings: PlannerSettings,
-    costs: CostTable,
-    residency: Residency,
-    eviction: Eviction,
-    tables: Tables | None,
-) -> SingleTokenLayers | None:
-    """Return what decides about single-token layers; None for other policies than Tandem's."""
-    if tables is None or tables.single_token is None or not isinstance(eviction, NextUse):
-        return None
-    if settings.rule() != "balanced" or settings.assignment_options:
-        return None
-    if settings.pool != "by-layer" or settings.prefetch == "top-k":
-        return None
-    return SingleTokenLayers(
-        tables.single_token,
-        costs,
-        residency,
-        eviction,
-        max_fetches=settings.max_fetches,
-        never_worse_than_cpu=settings.never_worse_than_cpu,
-    )
+def _native(name: str, options: Sequence[object]) -> int | None:
+    """Return the number of an assignment's native form, which knows no options."""
+    return NATIVE.index(name) if name in NATIVE and not options else None
 
 
 def with_tables(make: Callable[..., P], tables: Tables | None) -> Callable[..., P]:

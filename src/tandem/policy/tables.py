@@ -4,7 +4,7 @@ The engine gives the planner native tables; they answer the same to the last bit
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from tandem.policy.plan import Geometry, LayerLoad
 
@@ -50,50 +50,19 @@ class PredictionTables(Protocol):
         """Move the rows that had a share in predicting a load by a part of the error."""
 
 
-class SingleTokenTerms(NamedTuple):
-    """What stays the same between decisions about single-token layers; times in seconds."""
-
-    cpu: float  # one expert, one token
-    gpu: float
-    cpu_first: float  # on top, if the CPU has any
-    link: float  # one copy
-    cpu_slowdown: float  # factor on CPU seconds while the link is busy
-    link_slowdown: float  # factor in `link`, which a CPU without experts would not cost
-    max_fetches: int
-    never_worse_than_cpu: bool
-
-
-class SingleTokenDecision(NamedTuple):
-    """Who computes the experts of a single-token layer, and which get a slot."""
-
-    fetch: Sequence[int]  # absent experts that the device takes, in the order of their copies
-    spill: Sequence[int]  # ready ones that the CPU takes
-    gpu_seconds: float
-    cpu_seconds: float
-    admitted: Sequence[tuple[int, int]]  # keys of newcomer and victim; NOWHERE: a free slot
-
-
-DecideSingleToken = Callable[
-    [Sequence[int], bytearray, memoryview, int, Sequence[int], int, float, float, float, float],
-    SingleTokenDecision,
-]
-"""Decides in one call what `Planner` decides with its policies; see `SingleTokenLayers`.
-
-It takes the active experts, states and scores by expert, the key of expert 0, the keys with a slot,
-the number of free slots, and seconds: all experts on the CPU, the time, the dense part of the next
-layer, and how long the link still works.
-"""
-
-
 class LearnsInTables:
     """Base of a policy whose constructor takes `tables`, which may be native, to learn in."""
 
     __slots__ = ()
 
 
-class Tables(NamedTuple):
-    """Makers of both kinds, and of decisions about single-token layers, which may be missing."""
+class Tables(Protocol):
+    """Makers of both kinds."""
 
-    next_use: Callable[[Geometry], Sequence[NextUseTable]]  # by layer
-    prediction: Callable[[Geometry], PredictionTables]
-    single_token: Callable[[SingleTokenTerms], DecideSingleToken] | None = None
+    @property
+    def next_use(self) -> Callable[[Geometry], Sequence[NextUseTable]]:
+        """Return what makes those of `eviction.next_use`, by layer."""
+
+    @property
+    def prediction(self) -> Callable[[Geometry], PredictionTables]:
+        """Return what makes those of `prediction.regression_predictor`."""

@@ -168,8 +168,7 @@ class _Replay:
         Returns the seconds of their reads, and of computing the others.
         """
         costs = self._costs
-        if max(load.tokens) >= len(costs.cpu):
-            costs.grow(2 * max(load.tokens))
+        costs.require(max(load.tokens))
         seconds = dict(zip(load.experts, (costs.cpu[n] for n in load.tokens), strict=True))
         missing = [seconds.pop(expert) for expert in absent]
         of_residents = sum(seconds.values())

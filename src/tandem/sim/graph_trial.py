@@ -15,9 +15,8 @@ from typing import ClassVar
 from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.policy.plan import Geometry, LayerLoad
 from tandem.policy.prediction.policy import Forecast, Prediction
-from tandem.policy.settings import FETCHING_RULE, GRAPH_RULE, PlannerSettings, Policies
+from tandem.policy.settings import FETCHING_RULE, GRAPH_RULE, Native, PlannerSettings, Policies
 from tandem.policy.step_path import GRAPH_ROWS
-from tandem.policy.tables import Tables
 from tandem.sim.replay import ReplaySettings, replay
 from tandem.sim.start import SIMULATED_STARTS
 from tandem.sim.typical_routing import ONE_WRONG_IN, typical_routing
@@ -39,7 +38,7 @@ def settled(
     geometry: Geometry,
     num_slots: int,
     *,
-    tables: Tables | None = None,
+    tables: Native | None = None,
 ) -> PlannerSettings:
     """Return settings whose steps in one graph fetch where that pays, if no rule is asked for.
 
@@ -133,7 +132,7 @@ class _Trial:
         shape: ShapeCosts,
         geometry: Geometry,
         num_slots: int,
-        tables: Tables | None,
+        tables: Native | None,
     ) -> None:
         self._run = ReplaySettings(
             settings=settings,

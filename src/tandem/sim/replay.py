@@ -16,10 +16,9 @@ from tandem.policy.assignment.problem import (
 )
 from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.policy.plan import LayerLoad, LayerPlan
-from tandem.policy.settings import PlannerSettings, make_planner_on
+from tandem.policy.settings import Native, PlannerSettings, make_planner_on
 from tandem.policy.speculation.step_shape import TouchedExperts
 from tandem.policy.step_path import MAX_GRAPH_TOKENS
-from tandem.policy.tables import Tables
 from tandem.sim.exact import optimal_seconds
 from tandem.sim.exact_overlapped import overlapped_optimal_seconds
 from tandem.sim.speculation import SpeculationChoice, TraceSpeculation
@@ -112,7 +111,7 @@ class ReplaySettings:
     compare_every: int = COMPARE_EVERY  # 0: never
     speculation: SpeculationChoice | None = None
     in_graph: bool = False  # whether decode steps of few tokens are one graph
-    tables: Tables | None = None  # in which policies learn; None: slow ones with the same answers
+    tables: Native | None = None  # in which policies learn; None: slow ones with the same answers
 
 
 def replay(

@@ -77,8 +77,7 @@ class Timeline:
     def run(self, load: LayerLoad, plan: LayerPlan) -> None:
         """Run the experts of one layer; afterwards `now` is the end of the layer."""
         costs = self.costs
-        if max(load.tokens) >= len(costs.cpu):
-            costs.grow(2 * max(load.tokens))
+        costs.require(max(load.tokens))
         tokens = dict(zip(load.experts, load.tokens, strict=True))
         start = self.now
         cpu = sum([costs.cpu[tokens[expert]] for expert in plan.cpu])

@@ -4,15 +4,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from tandem.core.registry import Registry
+from tandem.experts.cache.native_decider import NativeDecider, native_costs
 from tandem.kernels import _native
+from tandem.policy.decider import PlainDecider
 from tandem.policy.eviction import EVICTIONS, Eviction, next_use, rule_choice
 from tandem.policy.lanes import ONE
 from tandem.policy.plan import Geometry, LayerLoad
 from tandem.policy.planner import Planner
 from tandem.policy.prediction import regression_predictor
 from tandem.policy.prediction.calibration import Counts
-from tandem.policy.settings import with_tables
-from tandem.policy.tables import DecideSingleToken, SingleTokenDecision, SingleTokenTerms, Tables
+from tandem.policy.settings import Native, with_tables
 
 
 class _NextUseTable:
@@ -84,9 +85,18 @@ class _PredictionTables:
         self._teach(load.layer, load.experts, load.tokens, above, before)
 
 
-def _decide_single_token(terms: SingleTokenTerms) -> DecideSingleToken:
-    native = partial(_native.decide_lone_layer, _native.LoneTerms(*terms))
-    return lambda *layer: SingleTokenDecision(*native(*layer))
+def _native_decider(plain: PlainDecider) -> NativeDecider | None:
+    """Return the decider for these policies; None where they have no native form."""
+    eviction, residency = plain.eviction, plain.residency
+    is_by_layer = residency.num_sets == residency.geometry.num_layers
+    if not is_by_layer or not isinstance(eviction, next_use.NextUse):
+        return None
+    return NativeDecider(plain, eviction) if _native_tables(eviction) else None
+
+
+def _native_tables(eviction: next_use.NextUse) -> list[_native.SuccessorTable]:
+    """Return the tables by layer, if they are native."""
+    return [table.native for table in eviction.tables if isinstance(table, _NextUseTable)]
 
 
 def host_slot_tables(geometry: Geometry, num_slots: int) -> list[_native.SuccessorTable]:
@@ -97,7 +107,7 @@ def host_slot_tables(geometry: Geometry, num_slots: int) -> list[_native.Success
 
 # Whose hints captured steps take: a router's, asked with the residual added.
 GRAPH_HINTS = "residual"
-NATIVE_TABLES = Tables(_next_use_tables, _PredictionTables, _decide_single_token)
+NATIVE_TABLES = Native(_next_use_tables, _PredictionTables, _native_decider)
 
 
 def host_slot_eviction(
@@ -128,13 +138,10 @@ def native_step_policy(
         return None
     if planner.stages_predictions:
         return None
-    tables = [t.native for t in eviction.tables if isinstance(t, _NextUseTable)]
-    if len(tables) < len(eviction.tables):
+    if not (tables := _native_tables(eviction)):
         return None
-    costs = planner.costs
     return _native.StepPolicy(
-        costs.cpu, costs.gpu, costs.cpu_first, costs.link, costs.cpu_slowdown, costs.link_slowdown,
-        costs.copy_wake, planner.max_graph_fetches, planner.predicted.most,
+        native_costs(planner.costs), planner.max_graph_fetches, planner.predicted.most,
         planner.predicted.copy_price_seconds, tables, foresight, *resident_lists(planner),
     )  # fmt: skip
 

@@ -5,11 +5,12 @@ from tandem.policy.assignment import baselines, in_graph
 from tandem.policy.assignment.balanced import Balanced
 from tandem.policy.assignment.problem import Assignment, LayerProblem, Split
 
-__all__ = ["ASSIGNMENTS", "IN_GRAPH", "Assignment", "LayerProblem", "Split"]
+__all__ = ["ASSIGNMENTS", "IN_GRAPH", "NATIVE", "Assignment", "LayerProblem", "Split"]
 
-# Those that a decode step in one graph can follow, as its hits stay the device's; in the order of
-# csrc/coordinator/graph_rules.hpp.
+# Those that a decode step in one graph can follow, as its hits stay the device's.
 IN_GRAPH = ("ready-on-gpu", "balanced-in-graph", "dali-in-graph")
+# Those that the native decider has, in the order of csrc/decider/assignment.hpp.
+NATIVE = (*IN_GRAPH, "balanced")
 
 ASSIGNMENTS: Registry[Assignment] = Registry("assignment")
 ASSIGNMENTS.register("balanced")(Balanced)

@@ -10,7 +10,7 @@ O(n log n). All-CPU is among the pairs: the answer is never worse.
 from bisect import insort
 from collections.abc import Sequence
 
-from tandem.policy.assignment.problem import LayerProblem, Split
+from tandem.policy.assignment.problem import LayerProblem, Split, added
 
 
 class Balanced:
@@ -25,8 +25,6 @@ class Balanced:
         wait, cpu, scores = problem.wait, problem.cpu, problem.scores
         absent = [i for i, seconds in enumerate(wait) if seconds < 0]
         resident = [i for i, seconds in enumerate(wait) if seconds >= 0]
-        if max(problem.tokens) == 1 and max(wait) <= 0.0:
-            return self._assign_equals(problem, absent, resident)
         absent.sort(key=lambda i: (-cpu[i], -scores[i]))
         gpu_fetched, arrival = self._fetch_seconds(problem, absent)
         by_ratio, held_left, floor = self._resident_seconds(problem, resident)
@@ -50,59 +48,6 @@ class Balanced:
             gpu_seconds,
             cpu_seconds,
         )
-
-    def _assign_equals(
-        self, problem: LayerProblem, absent: Sequence[int], resident: Sequence[int]
-    ) -> Split:
-        """Return the best split of a decode step at batch 1: only numbers matter, no lists."""
-        cpu, gpu, link = problem.cpu[0], problem.gpu[0], problem.link
-        surcharge = problem.cpu_first if self.pipelined else 0.0
-        slower = problem.cpu_slowdown - 1.0 if self.pipelined else 0.0
-        fetched = gpu if self.pipelined or gpu > link else link
-        best, best_seconds = (0, 0, 0.0, 0.0), float("inf")
-        arrived, spill, last = 0.0, 0, len(resident)
-        for fetch in range(min(len(absent), problem.max_fetches) + 1):
-            if fetch and self.pipelined:
-                arrived = max(arrived, problem.link_busy + fetch * link) + gpu
-                if arrived >= best_seconds:
-                    break
-            while True:
-                on_gpu = (last - spill) * gpu + fetch * fetched
-                if on_gpu < arrived:
-                    on_gpu = arrived
-                count = len(absent) - fetch + spill
-                on_cpu = count * cpu + surcharge if count else 0.0
-                on_cpu += slower * min(on_cpu, problem.link_busy + fetch * link)
-                seconds = on_gpu if on_gpu > on_cpu else on_cpu
-                if seconds < best_seconds:
-                    best, best_seconds = (fetch, spill, on_gpu, on_cpu), seconds
-                if on_cpu >= on_gpu or spill == last:
-                    break
-                spill += 1
-            spill -= spill > 0
-        everything = self._equals_without_cpu(problem, len(absent))
-        if everything < best_seconds:
-            best = len(absent), 0, everything, 0.0
-        fetch, spill, on_gpu, on_cpu = best
-        experts = problem.experts
-        if fetch:
-            absent = sorted(absent, key=problem.scores.__getitem__, reverse=True)
-        return Split(
-            [experts[i] for i in absent[:fetch]],
-            [experts[i] for i in resident[:spill]],
-            on_gpu,
-            on_cpu,
-        )
-
-    def _equals_without_cpu(self, problem: LayerProblem, num_absent: int) -> float:
-        """Return the GPU's seconds if it takes all: copies are as fast as the link alone then."""
-        is_slower = self.pipelined and problem.link_slowdown > 1.0
-        if not is_slower or num_absent > problem.max_fetches:
-            return float("inf")
-        gpu, link, done = problem.gpu[0], problem.link / problem.link_slowdown, 0.0
-        for fetch in range(1, num_absent + 1):
-            done = max(done, problem.link_busy + fetch * link) + gpu
-        return max(len(problem.experts) * gpu, done)
 
     def _resident_seconds(
         self, problem: LayerProblem, resident: Sequence[int]
@@ -158,7 +103,7 @@ class Balanced:
         surcharge = problem.cpu_first if self.pipelined else 0.0
         slower = problem.cpu_slowdown - 1.0 if self.pipelined else 0.0
         last = len(held_left) - 1
-        left = sum(cpu_absent)
+        left = added(cpu_absent)
         best, best_seconds = (0, last, 0.0, left + spilled[last] + surcharge), float("inf")
         spill = 0
         for fetch, total in enumerate(gpu_fetched):

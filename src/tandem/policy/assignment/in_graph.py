@@ -8,10 +8,10 @@ the last copy.
 Native code decides the same, so numbers are added up one by one, in the order that is written here.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from tandem.policy.assignment.problem import LayerProblem, Split
+from tandem.policy.assignment.problem import LayerProblem, Split, added
 
 
 class Published(NamedTuple):
@@ -55,20 +55,13 @@ def in_graph_seconds(
     for _ in fetch:
         arrived += link
     if left:
-        cpu = _added(problem.cpu, left) + problem.cpu_first
+        cpu = added(problem.cpu[i] for i in left) + problem.cpu_first
         cpu += (problem.cpu_slowdown - 1.0) * min(cpu, arrived)
     if fetch:
         gpu = max(gpu, cpu, arrived + problem.copy_wake)
     for i in fetch:
         gpu += problem.gpu[i]
     return gpu, cpu
-
-
-def _added(seconds: Sequence[float], positions: Iterable[int]) -> float:
-    total = 0.0
-    for i in positions:  # not `sum`, which rounds otherwise from Python 3.12 on
-        total += seconds[i]
-    return total
 
 
 class ReadyOnGpu:
@@ -120,7 +113,7 @@ class DaliInGraph:
     def assign(self, problem: LayerProblem) -> Split:
         """Return its answer, with the hits in the device's total before it begins."""
         layer, cpu, link = Published.of(problem), problem.cpu, problem.link
-        on_gpu, on_cpu = layer.held_seconds, _added(cpu, layer.under_way)
+        on_gpu, on_cpu = layer.held_seconds, added(cpu[i] for i in layer.under_way)
         gpu = [seconds if seconds > link else link for seconds in problem.gpu]
         fetch: list[int] = []
         for i in sorted(layer.absent, key=lambda i: -abs(gpu[i] - cpu[i])):

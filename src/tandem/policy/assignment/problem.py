@@ -6,7 +6,7 @@ what an executor does: copies run one after another beside the GPU's computation
 on the CPU costs a surcharge, and CPU and link slow each other while both work.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -54,6 +54,14 @@ class Assignment(Protocol):
 
     def assign(self, problem: LayerProblem) -> Split:
         """Return the split; fetches at most `max_fetches` absent experts, each once."""
+
+
+def added(seconds: Iterable[float]) -> float:
+    """Add up one by one, as native code does; `sum` rounds otherwise from Python 3.12 on."""
+    total = 0.0
+    for one in seconds:
+        total += one
+    return total
 
 
 def equation_gpu(problem: LayerProblem) -> list[float]:
@@ -117,7 +125,7 @@ def priced(
 def all_on_cpu(problem: LayerProblem, *, pipelined: bool) -> Split:
     """Return the split that leaves everything to the CPU."""
     resident = [e for e, wait in zip(problem.experts, problem.wait, strict=True) if wait >= 0]
-    cpu = sum(problem.cpu) + (problem.cpu_first if pipelined else 0.0)
+    cpu = added(problem.cpu) + (problem.cpu_first if pipelined else 0.0)
     return Split((), resident, 0.0, cpu)
 
 

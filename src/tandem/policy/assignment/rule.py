@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from tandem.policy.assignment.problem import Assignment, LayerProblem, Split, all_on_cpu
+from tandem.policy.assignment.problem import Assignment, LayerProblem, Split, added, all_on_cpu
 from tandem.policy.cost import CostTable
 from tandem.policy.plan import ONCE, TWICE
-from tandem.policy.single_token_layers import SingleTokenLayers
 
 
 class Rule:
@@ -16,19 +15,19 @@ class Rule:
         assignment: Assignment,
         *,
         never_worse_than_cpu: bool,
-        single_token: SingleTokenLayers | None = None,
+        native: int | None = None,
         fetches: bool = True,
         in_graph: bool = False,
     ) -> None:
         """With `never_worse_than_cpu` the CPU computes all of a layer where that is sooner.
 
-        `single_token` decides about single-token layers faster, and the same. `fetches` tells
-        whether it fetches anything: in a step `in_graph`, for a second launch of each layer.
+        `native` is its number among those that have a native form. `fetches` tells whether it
+        fetches anything: in a step `in_graph`, for a second launch of each layer.
         """
-        self.single_token, self.fetches = single_token, fetches
+        self.native, self.fetches = native, fetches
         self.launches = (TWICE if fetches else ONCE) if in_graph else 0
         self.assignment = assignment
-        self._never_worse_than_cpu = never_worse_than_cpu
+        self.never_worse_than_cpu = never_worse_than_cpu
         self._of_residents: dict[int, Split] = {}  # by their number
 
     def dense_seconds(self, costs: CostTable, num_tokens: int, *, asks: bool = False) -> float:
@@ -39,9 +38,9 @@ class Rule:
     def split(self, problem: LayerProblem) -> Split:
         """Return who computes what."""
         split = self.assignment.assign(problem)
-        if self._never_worse_than_cpu:
+        if self.never_worse_than_cpu:
             surcharge = problem.cpu_first if self.assignment.pipelined else 0.0
-            if sum(problem.cpu) + surcharge < split.seconds:
+            if added(problem.cpu) + surcharge < split.seconds:
                 return all_on_cpu(problem, pipelined=self.assignment.pipelined)
         return split
 

@@ -1,0 +1,45 @@
+#include "decider/assignment.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace tandem {
+
+double seconds_of(const std::vector<double>& by_tokens, std::int32_t tokens) {
+  if (tokens < 0 || static_cast<std::size_t>(tokens) >= by_tokens.size())
+    throw std::out_of_range("an expert of " + std::to_string(tokens) + " tokens, and costs go to " +
+                            std::to_string(by_tokens.size() - 1));
+  return by_tokens[tokens];
+}
+
+void pose(const Costs& costs, const Ids& tokens, LayerProblem& problem) {
+  problem.cpu.clear();
+  problem.gpu.clear();
+  for (const std::int32_t count : tokens) {
+    problem.cpu.push_back(seconds_of(costs.cpu, count));
+    problem.gpu.push_back(seconds_of(costs.gpu, count));
+  }
+  problem.cpu_first = costs.cpu_first;
+  problem.link = costs.link;
+  problem.cpu_slowdown = costs.cpu_slowdown;
+  problem.link_slowdown = costs.link_slowdown;
+  problem.copy_wake = costs.copy_wake;
+}
+
+Split never_worse_than_cpu(const LayerProblem& problem, Split found) {
+  double seconds = 0.0;
+  for (const double one : problem.cpu) seconds += one;
+  seconds += problem.cpu_first;
+  if (seconds >= std::max(found.gpu_seconds, found.cpu_seconds)) return found;
+  Split all{{}, {}, 0.0, seconds};
+  for (std::size_t i = 0; i < problem.wait.size(); ++i)
+    if (problem.wait[i] >= 0.0) all.spill.push_back(static_cast<std::int32_t>(i));
+  return all;
+}
+
+Split split(Rule rule, const LayerProblem& problem) {
+  return rule == Rule::kBalanced ? balanced(problem) : in_graph(rule, problem);
+}
+
+}  // namespace tandem

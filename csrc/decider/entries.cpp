@@ -1,0 +1,63 @@
+#include "decider/entries.hpp"
+
+#include <algorithm>
+
+namespace tandem {
+namespace {
+
+bool contains(const Ids& experts, std::int32_t expert) {
+  return std::find(experts.begin(), experts.end(), expert) != experts.end();
+}
+
+// Best first, among equals as they are.
+void rank(const LayerSlots& layer, Ids& experts) {
+  std::stable_sort(experts.begin(), experts.end(), [&](std::int32_t a, std::int32_t b) {
+    return layer.worth[a] > layer.worth[b];
+  });
+}
+
+}  // namespace
+
+std::int64_t idle_copies(double link, double link_busy, double now, double next_plan) {
+  if (link == 0.0) return static_cast<std::int64_t>(kUnlimitedCopies);
+  const double idle = std::min((next_plan - now - link_busy) / link, kUnlimitedCopies);
+  return std::max<std::int64_t>(static_cast<std::int64_t>(idle), link_busy == 0.0);
+}
+
+Admitted entries(const LayerSlots& layer, const Ids& staged, const Ids& fetched,
+                 std::int64_t room) {
+  Ids asking;
+  for (const std::int32_t expert : layer.experts)
+    if (layer.states[expert] == kEmpty || contains(staged, expert)) asking.push_back(expert);
+  rank(layer, asking);
+  std::erase_if(asking, [&](std::int32_t expert) {
+    return !contains(fetched, expert) && !contains(staged, expert) && room-- <= 0;
+  });
+  return admit(layer, std::move(asking));
+}
+
+Admitted admit(const LayerSlots& layer, Ids asking) {
+  rank(layer, asking);
+  Admitted found;
+  const auto free = static_cast<std::size_t>(layer.free_slots);
+  for (std::size_t i = 0; i < asking.size() && i < free; ++i)
+    found.emplace_back(asking[i], kNobody);
+  if (asking.size() <= free) return found;
+  Ids leaving;
+  for (const std::int32_t expert : layer.members)
+    if (layer.states[expert] == kReady && !contains(layer.experts, expert))
+      leaving.push_back(expert);
+  // A lone newcomer replaces the least worthy that came first, several the least by number.
+  const bool is_alone = asking.size() - free == 1;
+  std::stable_sort(leaving.begin(), leaving.end(), [&](std::int32_t a, std::int32_t b) {
+    const std::uint32_t x = layer.worth[a], y = layer.worth[b];
+    return x < y || (x == y && !is_alone && a < b);
+  });
+  for (std::size_t i = free; i < asking.size() && i - free < leaving.size(); ++i) {
+    if (layer.worth[asking[i]] <= layer.worth[leaving[i - free]]) break;
+    found.emplace_back(asking[i], leaving[i - free]);
+  }
+  return found;
+}
+
+}  // namespace tandem

@@ -1,0 +1,72 @@
+"""The decider in native code: what `tandem.policy.decider` decides, to the last bit, much sooner.
+
+It is the one that captured steps and host slots ask too (csrc/decider).
+"""
+
+from collections.abc import Iterable
+
+from tandem.kernels import _native
+from tandem.policy.assignment.problem import Split
+from tandem.policy.assignment.rule import Rule
+from tandem.policy.cost import CostTable
+from tandem.policy.decider import LayerNow, PlainDecider
+from tandem.policy.eviction import next_use
+from tandem.policy.residency import COPYING, READY
+
+
+def native_costs(costs: CostTable) -> _native.Costs:
+    """Return what things cost, as the tables are now."""
+    return _native.Costs(
+        costs.cpu, costs.gpu, costs.cpu_first, costs.link, costs.cpu_slowdown,
+        costs.link_slowdown, costs.copy_wake,
+    )  # fmt: skip
+
+
+class NativeDecider:
+    """Decides with the eviction `successor` on one set of slots per layer."""
+
+    def __init__(self, plain: PlainDecider, eviction: next_use.NextUse) -> None:
+        """Read what the plain one reads, and ask it about assignments without a native form."""
+        self._plain, self._eviction = plain, eviction
+        self._residency, self._link = plain.residency, plain.link
+        self._costs, self._most_tokens = native_costs(plain.costs), len(plain.costs.cpu) - 1
+
+    def split(self, rule: Rule, layer: LayerNow, max_fetches: int) -> Split:
+        """Return who computes what."""
+        if rule.native is None:
+            return self._plain.split(rule, layer, max_fetches)
+        load, keys, states, now = layer
+        if max(load.tokens) > self._most_tokens:
+            costs = self._plain.costs
+            costs.require(max(load.tokens))
+            self._costs, self._most_tokens = native_costs(costs), len(costs.cpu) - 1
+        coming: list[float] = []
+        if COPYING in states:
+            coming = [
+                self._link.remaining_seconds(key, now) if state == COPYING else 0.0
+                for key, state in zip(keys, states, strict=True)
+            ]
+        return Split(
+            *_native.split_layer(
+                self._costs, rule.native, rule.never_worse_than_cpu, max_fetches, load.experts,
+                load.tokens, states, coming, self._eviction.values(load.layer),
+                self._link.busy_seconds(now),
+            )
+        )  # fmt: skip
+
+    def entries(
+        self, layer: LayerNow, split: Split, num_ahead: int, next_plan: float
+    ) -> Iterable[tuple[int, int]]:
+        """Return who gets a slot, best first, and who leaves for it."""
+        residency, (load, keys, states, now) = self._residency, layer
+        staged = residency.members[residency.staging]
+        if not staged and states.count(READY) == len(states):
+            return ()
+        num_experts, set_id = residency.geometry.num_experts, residency.set_of(load.layer)
+        first = load.layer * num_experts
+        return _native.layer_entries(
+            load.experts, residency.state[first : first + num_experts],
+            self._eviction.values(load.layer), first, residency.members[set_id],
+            [key for key in staged if key in keys], len(residency.free[set_id]), split.fetch,
+            self._link.idle_copies(now, next_plan) - len(split.fetch) - num_ahead,
+        )  # fmt: skip

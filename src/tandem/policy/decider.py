@@ -1,0 +1,115 @@
+"""The decider of a layer: who computes each active expert, which misses get a slot, who leaves.
+
+This is the reference, in plain lists. What an engine asks instead decides the same natively, to the
+last bit, for the policies that have a native form (`tandem.experts.cache.native_decider`).
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from tandem.policy.admission import Admission
+from tandem.policy.assignment.problem import LayerProblem, Split
+from tandem.policy.assignment.rule import Rule
+from tandem.policy.cost import CostTable
+from tandem.policy.eviction.policy import Eviction
+from tandem.policy.link_queue import UNLIMITED, LinkQueue
+from tandem.policy.plan import LayerLoad
+from tandem.policy.residency import COPYING, EMPTY, NOWHERE, Residency
+
+
+class LayerNow(NamedTuple):
+    """A layer's load and what of it is resident."""
+
+    load: LayerLoad
+    keys: Sequence[int]  # of the active experts
+    states: bytes  # of each of them
+    now: float
+
+
+class Decider(Protocol):
+    """Decides; changes nothing."""
+
+    def split(self, rule: Rule, layer: LayerNow, max_fetches: int) -> Split:
+        """Return who computes what."""
+
+    def entries(
+        self, layer: LayerNow, split: Split, num_ahead: int, next_plan: float
+    ) -> Iterable[tuple[int, int]]:
+        """Yield who gets a slot, best first, and who leaves for it: keys, NOWHERE for a free slot.
+
+        The link has so many copies ahead of layers to come besides, and time until the next layer
+        is planned. The caller carries each pair out before it asks for the next.
+        """
+
+
+class PlainDecider:
+    """Decides with any policies."""
+
+    def __init__(
+        self, costs: CostTable, residency: Residency, link: LinkQueue, eviction: Eviction
+    ) -> None:
+        """Read the parts of a planner."""
+        self.costs, self.residency, self.link, self.eviction = costs, residency, link, eviction
+        self._admission = Admission(residency, eviction)
+
+    def split(self, rule: Rule, layer: LayerNow, max_fetches: int) -> Split:
+        """Ask the rule."""
+        return rule.split(self.problem(layer, max_fetches))
+
+    def problem(self, layer: LayerNow, max_fetches: int) -> LayerProblem:
+        """Return the layer's assignment problem."""
+        load, keys, states, now = layer
+        costs, tokens = self.costs, load.tokens
+        costs.require(max(tokens))
+        cpu_table, gpu_table = costs.cpu, costs.gpu
+        wait = [0.0 if held else -1.0 for held in states]
+        if COPYING in states:
+            wait = [
+                self.link.remaining_seconds(key, now) if state == COPYING else seconds
+                for key, state, seconds in zip(keys, states, wait, strict=True)
+            ]
+        return LayerProblem(
+            load.layer, load.experts, tokens,
+            [cpu_table[n] for n in tokens], [gpu_table[n] for n in tokens], wait,
+            self.eviction.scores(keys), costs.cpu_first, costs.link, self.link.busy_seconds(now),
+            max_fetches, costs.cpu_slowdown, costs.link_slowdown, costs.copy_wake,
+        )  # fmt: skip
+
+    def entries(
+        self, layer: LayerNow, split: Split, num_ahead: int, next_plan: float
+    ) -> Iterable[tuple[int, int]]:
+        """Ask the eviction who wants a slot, without those the link has no time for."""
+        in_use = frozenset(layer.keys)
+        entering = self._newcomers(layer, in_use, split.fetch, num_ahead, next_plan)
+        set_id = self.residency.set_of(layer.load.layer)
+        return self._admission.pairs(set_id, entering, in_use)
+
+    def _newcomers(
+        self,
+        layer: LayerNow,
+        in_use: frozenset[int],
+        fetch: Sequence[int],
+        num_ahead: int,
+        next_plan: float,
+    ) -> Sequence[int]:
+        residency, eviction = self.residency, self.eviction
+        misses = [key for key, held in zip(layer.keys, layer.states, strict=True) if held == EMPTY]
+        staged = [key for key in residency.members[residency.staging] if key in in_use]
+        room = UNLIMITED
+        if eviction.background != "always":
+            if not misses and not staged:
+                return ()
+            is_idle = eviction.background == "idle"
+            idle = self.link.idle_copies(layer.now, next_plan) if is_idle else 0
+            room = idle - len(fetch) - num_ahead
+            if room <= 0 and not fetch and not staged:
+                return ()
+        kept = []
+        slot_of, first = residency.slot_of, residency.geometry.key(layer.load.layer, 0)
+        for key in eviction.candidates(layer.load.layer, [*misses, *staged], slot_of):
+            if slot_of[key] == NOWHERE and key - first not in fetch:
+                if room <= 0:
+                    continue
+                room -= 1
+            kept.append(key)
+        return kept

@@ -1,0 +1,185 @@
+"""The native decider is the plain one: on any layer, on random routing, and on recorded runs."""
+
+import dataclasses
+import random
+from array import array
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+
+from tandem.experts.cache.policy_tables import NATIVE_TABLES
+from tandem.hardware.profiles import load_profile, shape_for
+from tandem.kernels import _native
+from tandem.policy.assignment import ASSIGNMENTS, NATIVE
+from tandem.policy.assignment.problem import LayerProblem, Split
+from tandem.policy.assignment.rule import Rule
+from tandem.policy.cost import CostTable
+from tandem.policy.decider import Decider, LayerNow, PlainDecider
+from tandem.policy.link_queue import UNLIMITED
+from tandem.policy.plan import Copy, Geometry, LayerPlan
+from tandem.policy.planner import Planner
+from tandem.policy.residency import COPYING, EMPTY, READY
+from tandem.policy.settings import make_planner, make_planner_on
+from tandem.sim.steps import LoadReader, replay_steps
+from tandem.sim.systems import TANDEM
+from tandem.sim.timeline import Timeline
+from tandem.trace import read_trace
+from tests.experts.machines import make_machine
+from tests.experts.test_policy_tables import random_load
+from tests.policy.integrity import check_integrity
+from tests.policy.strategies import problems
+
+TRACE = Path(__file__).parents[2] / "data" / "traces" / "deepseek-v2-lite.npz"
+NATIVE_SETTINGS = dataclasses.replace(TANDEM, copies_prompts=True)
+
+
+@pytest.mark.parametrize("name", NATIVE)
+@given(layer=problems())
+def test_every_layer_is_split_alike(name: str, layer: LayerProblem) -> None:
+    """Whatever is resident, absent or under way; equal experts among them."""
+    cpu, gpu = [layer.cpu[i // 2] for i in range(len(layer.cpu))], layer.gpu
+    scores = [i * 7 % 3 for i in range(len(cpu))]
+    layer = layer._replace(cpu=cpu, scores=scores, copy_wake=layer.cpu_first)
+    states = [EMPTY if w < 0 else COPYING if w else READY for w in layer.wait]
+    worth = array("I", [0] * 3 + scores)
+    costs = _native.Costs(
+        [0.0, *cpu], [0.0, *gpu], layer.cpu_first, layer.link, layer.cpu_slowdown,
+        layer.link_slowdown, layer.copy_wake,
+    )  # fmt: skip
+    for never_worse in (False, name == "balanced"):
+        rule = Rule(ASSIGNMENTS.factory(name)(), never_worse_than_cpu=never_worse)
+        fetch, spill, *seconds = _native.split_layer(
+            costs, NATIVE.index(name), never_worse, layer.max_fetches, layer.experts,
+            range(1, len(cpu) + 1), bytes(states), layer.wait, memoryview(worth), layer.link_busy,
+        )  # fmt: skip
+        expected = rule.split(layer)
+        assert ([*fetch], [*spill], *seconds) == (
+            [*expected.fetch], [*expected.spill], *expected[2:],
+        )  # fmt: skip
+
+
+class Counting:
+    """A decider that counts what another one is asked."""
+
+    def __init__(self, decider: Decider, asked: Counter[str]) -> None:
+        self._decider, self._asked, self.entries = decider, asked, decider.entries
+
+    def split(self, rule: Rule, layer: LayerNow, max_fetches: int) -> Split:
+        kind = "one" if max(layer.load.tokens) == 1 else "several"
+        self._asked[kind] += 1
+        self._asked["coming"] += COPYING in layer.states
+        return self._decider.split(rule, layer, max_fetches)
+
+
+@pytest.mark.parametrize("link", [0.0, 0.3, 3.0])
+@pytest.mark.parametrize(
+    ("never_worse", "max_fetches", "slowdown"),
+    [(True, UNLIMITED, 1.0), (False, 2, 1.0), (True, UNLIMITED, 1.6), (False, UNLIMITED, 1.15)],
+)
+def test_plans_are_alike_on_random_routing(
+    link: float, never_worse: bool, max_fetches: int, slowdown: float
+) -> None:
+    """Steps of one and more tokens, prompts, and copies that end at random.
+
+    Now and then more experts are chosen than the model would: a trace may be forced onto it.
+    """
+    draw, geometry, asked = random.Random(int(10 * link)), Geometry(3, 24, 4), Counter[str]()
+    settings = dataclasses.replace(
+        NATIVE_SETTINGS, never_worse_than_cpu=never_worse, max_fetches=max_fetches
+    )
+    costs = CostTable(
+        make_machine(geometry, link=link, gpu=0.3).shape,
+        cpu_slowdown=slowdown,
+        link_slowdown=slowdown,
+    )
+
+    def counting(plain: PlainDecider) -> Decider:
+        decider = NATIVE_TABLES.decider(plain)
+        assert decider is not None
+        return Counting(decider, asked)
+
+    plain, native = (
+        make_planner(settings, geometry, costs, 40, resident=range(0, 72, 5), tables=tables)
+        for tables in (None, NATIVE_TABLES._replace(decider=counting))
+    )
+    now, under_way = 0.0, list[Copy]()
+    for step in range(150):
+        is_prefill = step % 20 == 0
+        num_tokens = 100 if is_prefill else (1, 1, 2, 1, 7)[step % 5]
+        ahead = plain.begin_step(num_tokens, now, is_prefill=is_prefill)
+        assert native.begin_step(num_tokens, now, is_prefill=is_prefill) == ahead
+        under_way += ahead
+        for layer in range(geometry.num_layers):
+            load = random_load(draw, layer, num_tokens, 6 if step % 7 == 0 else 4)
+            expected, actual = plain.plan(load, now), native.plan(load, now)
+            assert as_lists(actual) == as_lists(expected)
+            check_integrity(native.residency)
+            waited_for = len(under_way) + len(expected.fetch) if expected.fetch else 0
+            under_way += [*expected.fetch, *expected.insert, *expected.prefetch]
+            now += draw.uniform(0.5, 1.5) * expected.seconds
+            while under_way and (waited_for > 0 or draw.random() < 0.8):
+                copy, waited_for = under_way.pop(0), waited_for - 1
+                plain.copy_finished(copy.layer, copy.expert, now)
+                native.copy_finished(copy.layer, copy.expert, now)
+    assert min(asked["one"], asked["several"]) > 50
+    assert link == 0.0 or asked["coming"] > 5
+
+
+@pytest.mark.parametrize(
+    ("hardware", "batch", "prompt", "in_graph"),
+    [
+        ("desktop-12gb", 1, 1, False),
+        ("laptop-8gb", 4, 48, False),
+        ("desktop-16gb", 8, 1, False),
+        ("desktop-16gb", 2, 1, True),
+    ],
+)
+def test_plans_are_alike_on_recorded_runs(
+    hardware: str, batch: int, prompt: int, *, in_graph: bool
+) -> None:
+    """Copies end as on that machine: some late, some while their layer runs."""
+    trace, profile = read_trace(TRACE), load_profile(hardware)
+    geometry, counts = trace.meta.geometry, Counter[str]()
+    shape = shape_for(profile, trace.meta.model, geometry)
+    settings = dataclasses.replace(NATIVE_SETTINGS, fetching_rows=(1, 2, 4, 8))
+    plain, native = (
+        make_planner_on(profile, shape, settings, geometry, 600, tables=tables)
+        for tables in (None, NATIVE_TABLES)
+    )
+    timeline, reader = Timeline(profile, shape), LoadReader(trace)
+    for step in list(replay_steps(trace, batch, prompt=prompt))[:24]:
+        begins = [
+            each.begin_step(
+                len(step.tokens), timeline.now, is_prefill=step.is_prefill,
+                in_graph=in_graph and not step.is_prefill,
+            )
+            for each in (plain, native)
+        ]  # fmt: skip
+        ahead = begins[0]
+        assert begins[1] == ahead
+        timeline.issue(ahead)
+        for load in reader.loads(step):
+            timeline.run_dense(len(step.tokens))
+            for arrival in timeline.arrivals():
+                plain.copy_finished(*arrival)
+                native.copy_finished(*arrival)
+            plan = plain.plan(load, timeline.now)
+            assert as_lists(native.plan(load, timeline.now)) == as_lists(plan)
+            timeline.run(load, plan)
+            counts["fetched"] += len(plan.fetch)
+            counts["entered"] += len(plan.insert)
+            counts["coming"] += len(plan.arriving)
+    check_same(plain, native)
+    assert counts["fetched"] + counts["entered"] > 50
+
+
+def as_lists(plan: LayerPlan) -> list[object]:
+    return [[*part] if isinstance(part, list | tuple) else part for part in plan]
+
+
+def check_same(plain: Planner, native: Planner) -> None:
+    assert native.residency.slot_of == plain.residency.slot_of
+    assert native.residency.members == plain.residency.members
+    assert native.link.free_at == plain.link.free_at
