@@ -74,6 +74,19 @@ void SuccessorTable::note(const Ids& loaded, const Ids& tokens, std::int32_t div
   move_averages(loaded, weights);
 }
 
+// Asks for rows of any experts here and of these above, and for what else a note reads and writes.
+void SuccessorTable::prefetch(const Ids& above) const {
+  constexpr std::size_t line = 64;
+  const auto ask = [](const void* memory, std::size_t bytes) {
+    const auto* first = static_cast<const char*>(memory);
+    for (std::size_t at = 0; at < bytes; at += line) __builtin_prefetch(first + at);
+  };
+  const std::size_t row = after_.size() / fast_.size() * sizeof(std::int32_t);
+  ask(after_.data(), after_.size() * sizeof(std::int32_t));
+  for (const std::int32_t expert : above) ask(&below_[expert * fast_.size()], row);
+  for (const Scores* scores : {&fast_, &slow_, &last_use_, &steady_}) ask(scores->data(), row);
+}
+
 // Moving averages after one more step, of 1 or `weights` for these experts and 0 for the others.
 void SuccessorTable::move_averages(const Ids& experts, const Ids& weights) {
   const auto move = [&](Scores& averages, int shift) {

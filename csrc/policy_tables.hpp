@@ -40,6 +40,7 @@ class SuccessorTable {
   void note(const Ids& loaded, const Ids& tokens, std::int32_t divisor, const Ids& experts,
             const Ids& above);
   void learn();
+  void prefetch(const Ids& above) const;  // of a note to come; changes nothing
   Scores values() const;  // by expert, under the rule that is followed
   void resize(std::int64_t capacity) { choice_.resize(capacity); }
   int followed() const { return followed_; }

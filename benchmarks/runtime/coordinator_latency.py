@@ -9,6 +9,11 @@ runs beside the answering thread, so two idle cores are needed. Medians; the las
 With `--fetches` steps are decided by `balanced-in-graph` ahead of the first miss, and only layers
 count in which a fetched expert has come in time; what is last is then a miss or a copy. The thread
 that copies needs a third core.
+
+With `--alone` nobody plays the device: a step's layers are all published before it begins, so that
+on two cores the answering thread has one and the copying thread the other. That is what the code
+takes, from the doorbell to the first miss and from the last miss or copy to the answer, without
+threads that wait for each other's core.
 """
 
 import argparse
@@ -57,9 +62,14 @@ class Hands:
     """A coordinator and a twin over layers of Qwen3-30B-A3B's sizes."""
 
     def __init__(
-        self, name: str, layers: int, dense: float, share: float, *, fetches: bool
+        self, name: str, layers: int, dense: float, share: float, *, fetches: bool, alone: bool
     ) -> None:
         """Copy a share of the experts; `dense` is the twin's time between two layers."""
+        self._alone = alone
+        self._layout = _native.MailboxLayout(
+            layers, 1, QWEN_TOP_K, QWEN_HIDDEN, TOKEN_DTYPES[torch.bfloat16]
+        )
+        self._mailbox = memory_in_lines(self._layout.num_bytes)
         self.geometry = Geometry(layers, QWEN_EXPERTS, QWEN_TOP_K)
         self._store = make_store(self.geometry, QWEN_HIDDEN, QWEN_INTERMEDIATE, name)
         native = [native_layer(host, FUNCTIONS) for host in self._store]
@@ -68,7 +78,9 @@ class Hands:
         if self._policy is not None:
             self._policy.set_rule(IN_GRAPH.index(FETCHING_RULE))
         self.coordinator = _native.StepCoordinator([one for one in native if one], 1, best_isa())
-        box = self.coordinator.add_mailbox(1, QWEN_TOP_K, TOKEN_DTYPES[torch.bfloat16])
+        box = self.coordinator.add_mailbox(
+            1, QWEN_TOP_K, TOKEN_DTYPES[torch.bfloat16], self._mailbox
+        )
         self._table = torch.zeros(layers, QWEN_EXPERTS, dtype=torch.int64)
         self._slots = torch.zeros(
             planner.residency.num_slots + 1, self._store[0].image_bytes, dtype=torch.uint8
@@ -97,11 +109,14 @@ class Hands:
         chosen = torch.stack(
             [torch.randperm(QWEN_EXPERTS, generator=generator)[:QWEN_TOP_K] for _ in range(layers)]
         )
+        if self._alone:
+            self._publish(hidden, chosen, weights)
         self.coordinator.begin_step(self._box, PATIENCE)
         self.coordinator.clear_entries()
-        self._twin.start(
-            [(at, hidden, chosen[at : at + 1], weights, out) for at in range(layers)], -1
-        )
+        if not self._alone:
+            self._twin.start(
+                [(at, hidden, chosen[at : at + 1], weights, out) for at in range(layers)], -1
+            )
         self.coordinator.finish_step(PATIENCE)
         self._twin.join()
         self.coordinator.drain_copies()
@@ -110,10 +125,28 @@ class Hands:
             self.coordinator.records(), self._twin.times(), strict=True
         ):
             (layer, *_), computed, fetched = record, record[4], record[9]
-            _, begun, ended, _ = record[5:9]
+            seen, begun, ended, answered = record[5:9]
+            if self._alone:
+                rung, went_on = seen, answered
             last = max([ended, *(landed[layer, expert] for expert in fetched)])
             if computed and last < went_on and bool(fetched) == self._fetches:
                 yield Layer(begun - rung, ended - begun, went_on - last)
+
+    def _publish(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> None:
+        """Publish all layers of a step, as a device would one by one."""
+        layout = self._layout
+        self._mailbox[layout.hidden :][: hidden.nbytes] = hidden.view(torch.uint8).flatten()
+        for at, experts in enumerate(chosen):
+            first = at * layout.layer_bytes
+            hits = self._table[at, experts] != 0
+            for offset, values in (
+                (layout.choice, experts.int()),
+                (layout.is_hit, hits.int()),
+                (layout.weights, weights[0]),
+                (layout.done, torch.tensor([int(hits.all())], dtype=torch.int32)),
+                (layout.doorbell, torch.ones(1, dtype=torch.int32)),
+            ):
+                self._mailbox[first + offset :][: values.nbytes] = values.view(torch.uint8)
 
     def _arrivals(self) -> list[tuple[int, int, float]]:
         """Return the step's copies, and let the policy know of those that it has not heard of."""
@@ -124,6 +157,12 @@ class Hands:
         for arrival in left:
             self._policy.copy_finished(*arrival)
         return told + left
+
+
+def memory_in_lines(num_bytes: int) -> torch.Tensor:
+    """Return zeros that begin with a line of the processor's cache."""
+    memory = torch.zeros(num_bytes + 64, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % 64 :][:num_bytes]
 
 
 def planner_of(geometry: Geometry, share: float) -> Planner:
@@ -147,10 +186,10 @@ def planner_of(geometry: Geometry, share: float) -> Planner:
 
 
 def hand_offs(
-    name: str, layers: int, steps: int, dense: float, share: float, *, fetches: bool
+    name: str, layers: int, steps: int, dense: float, share: float, *, fetches: bool, alone: bool
 ) -> dict[str, float]:
     """Return medians in microseconds by layer; `dense` is the twin's time between two layers."""
-    hands = Hands(name, layers, dense, share, fetches=fetches)
+    hands = Hands(name, layers, dense, share, fetches=fetches, alone=alone)
     found = [layer for _ in range(steps) for layer in hands.step()]
     hands.coordinator.close()
     together = sorted([layer.before + layer.after for layer in found])
@@ -172,13 +211,14 @@ def main() -> int:
     parser.add_argument("--share", type=float, default=0.25, help="of the experts resident")
     parser.add_argument("--dense", type=float, default=100.0, help="microseconds between layers")
     parser.add_argument("--fetches", action="store_true", help="of layers that fetch some misses")
+    parser.add_argument("--alone", action="store_true", help="without a twin: the code by itself")
     flags = parser.parse_args()
     torch.set_num_threads(1)
     report = {}
     for name in ("int4", "int8"):
         found = hand_offs(
             name, flags.layers, flags.steps, flags.dense * 1e-6, flags.share,
-            fetches=flags.fetches,
+            fetches=flags.fetches, alone=flags.alone,
         )  # fmt: skip
         report[f"{name}, microseconds per layer"] = found
         print(f"{name}:", ", ".join(f"{key} {value:.1f}" for key, value in found.items()))

@@ -60,7 +60,8 @@ StepPolicy::StepPolicy(Costs costs, const Limits& limits, std::vector<SuccessorT
     : costs_(std::move(costs)),
       limits_(limits),
       tables_(std::move(tables)),
-      foresight_(foresight) {
+      foresight_(foresight),
+      last_loads_(tables_.size()) {
   load(std::move(resident), 0.0, {});
 }
 
@@ -98,6 +99,19 @@ void StepPolicy::learn(std::int32_t layer) {
   if (predicts_) foresight_->learn();
 }
 
+void StepPolicy::rehearse(std::int32_t layer) {
+  if (has_every_expert_ || !fetches() || layer >= resident_.num_layers) return;
+  const auto& [experts, tokens] = last_loads_[layer];
+  const SuccessorTable& table = *tables_[layer];
+  const std::uint8_t* states = states_of(layer);
+  const Scores scores = table.values();
+  table.prefetch(above_);
+  pose(states, experts, tokens, 0.0);
+  for (const std::int32_t expert : experts) problem_.scores.push_back(scores[expert]);
+  const Split split = tandem::split(rule_, problem_);
+  num_rehearsed_ += entries(slots_of(layer, experts, states, scores), {}, {}, 1).size();
+}
+
 StepCopies StepPolicy::decide(std::int32_t layer, const Load& load, const Load& guess,
                               double now) {
   const auto& [experts, tokens] = load;
@@ -111,6 +125,7 @@ StepCopies StepPolicy::decide(std::int32_t layer, const Load& load, const Load& 
   SuccessorTable& table = *tables_[layer];
   table.note(experts, tokens, 1, experts, above_);
   above_ = experts;
+  last_loads_[layer] = load;
   if (asks_ && layer + 1 < resident_.num_layers)
     foresight_->hint(layer + 1, guess.experts, guess.tokens);
   if (predicts_) foresight_->observe(layer, experts, tokens);
@@ -137,9 +152,7 @@ StepCopies StepPolicy::decide(std::int32_t layer, const Load& load, const Load& 
     if (is_ahead(layer, expert)) staged.push_back(expert);
   if (!staged.empty() || (has_misses && (room > 0 || !fetched.empty()))) {
     if (!fetches()) scores = table.values();
-    const LayerSlots slots{experts, states, scores.data(), resident_.members[layer],
-                           static_cast<std::int64_t>(resident_.free[layer].size())};
-    enter(layer, entries(slots, staged, fetched, room));
+    enter(layer, entries(slots_of(layer, experts, states, scores), staged, fetched, room));
   }
   place(layer, split.fetch, experts, now);
   return {fetches_, ahead_, inserts_, entered_, left_, asked_};
@@ -155,6 +168,12 @@ const std::uint8_t* StepPolicy::states_of(std::int32_t layer) {
   for (const std::int64_t key : staged_)
     if (key >= first && key < first + num) states_[key - first] = kCopying;
   return states_.data();
+}
+
+LayerSlots StepPolicy::slots_of(std::int32_t layer, const Ids& experts, const std::uint8_t* states,
+                                const Scores& scores) const {
+  return {experts, states, scores.data(), resident_.members[layer],
+          static_cast<std::int64_t>(resident_.free[layer].size())};
 }
 
 // The layer's problem, without the scores.

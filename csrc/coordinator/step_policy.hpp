@@ -124,10 +124,16 @@ class StepPolicy {
   StepCopies decide(std::int32_t layer, const Load& load, const Load& guess, double now);
   void copy_finished(std::int32_t layer, std::int32_t expert, double now);
   void learn(std::int32_t layer);
+  // Behind the answer to the layer before: does much of what `decide` will do, by what the layer used
+  // last, and decides nothing. Experts that were computed have displaced tables and code from the
+  // processor's caches, and ahead of a first miss their way back is what a decision takes.
+  void rehearse(std::int32_t layer);
 
  private:
   bool fetches() const { return rule_ != Rule::kReadyOnGpu; }
   const std::uint8_t* states_of(std::int32_t layer);
+  LayerSlots slots_of(std::int32_t layer, const Ids& experts, const std::uint8_t* states,
+                      const Scores& scores) const;
   void pose(const std::uint8_t* states, const Ids& experts, const Ids& tokens, double now);
   double issue(double ready);
   FetchCopy fetch_of(const SlotCopy& copy, bool is_staged, double now, double cpu_seconds);
@@ -149,6 +155,8 @@ class StepPolicy {
   Rule rule_ = Rule::kReadyOnGpu;
   Foresight* foresight_;
   bool predicts_ = false, asks_ = false;
+  std::vector<Load> last_loads_;  // by layer
+  std::size_t num_rehearsed_ = 0;  // so that no compiler leaves it out
   LayerProblem problem_;
   std::vector<FetchCopy> fetches_;
   std::vector<SlotCopy> ahead_, inserts_, entered_;

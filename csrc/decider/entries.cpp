@@ -48,11 +48,17 @@ Admitted admit(const LayerSlots& layer, Ids asking) {
     if (layer.states[expert] == kReady && !contains(layer.experts, expert))
       leaving.push_back(expert);
   // A lone newcomer replaces the least worthy that came first, several the least by number.
-  const bool is_alone = asking.size() - free == 1;
-  std::stable_sort(leaving.begin(), leaving.end(), [&](std::int32_t a, std::int32_t b) {
-    const std::uint32_t x = layer.worth[a], y = layer.worth[b];
-    return x < y || (x == y && !is_alone && a < b);
-  });
+  const auto is_less = [&](std::int32_t a, std::int32_t b) {
+    return layer.worth[a] < layer.worth[b];
+  };
+  const std::size_t most = std::min(asking.size() - free, leaving.size());
+  if (asking.size() - free == 1 && most == 1)
+    std::iter_swap(leaving.begin(), std::min_element(leaving.begin(), leaving.end(), is_less));
+  else
+    std::partial_sort(leaving.begin(), leaving.begin() + static_cast<std::ptrdiff_t>(most),
+                      leaving.end(), [&](std::int32_t a, std::int32_t b) {
+                        return is_less(a, b) || (!is_less(b, a) && a < b);
+                      });
   for (std::size_t i = free; i < asking.size() && i - free < leaving.size(); ++i) {
     if (layer.worth[asking[i]] <= layer.worth[leaving[i - free]]) break;
     found.emplace_back(asking[i], leaving[i - free]);
