@@ -180,9 +180,9 @@ void bind_policy(nb::module_& m) {
            nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg() = Ids(), nb::arg() = Ids())
       .def("copy_finished", &StepPolicy::copy_finished)
       .def("learn", &StepPolicy::learn)
-      .def("rehearse", [](StepPolicy& self, std::int32_t layer) {
+      .def("warm_up", [](StepPolicy& self, std::int32_t layer) {
         require(layer >= 0, "a layer");
-        self.rehearse(layer);
+        self.warm_up(layer);
       });
 }
 

@@ -51,7 +51,7 @@ void StepDecisions::note(const LayerRecord& record) {
   }
   copying_.submit(copies_.insert, false);
   policy_->learn(static_cast<std::int32_t>(record.layer));
-  policy_->rehearse(static_cast<std::int32_t>(record.layer) + 1);
+  policy_->warm_up(static_cast<std::int32_t>(record.layer) + 1);
 }
 
 // Of a step that is lost: what has got a slot is copied there all the same.

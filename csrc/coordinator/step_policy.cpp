@@ -99,7 +99,7 @@ void StepPolicy::learn(std::int32_t layer) {
   if (predicts_) foresight_->learn();
 }
 
-void StepPolicy::rehearse(std::int32_t layer) {
+void StepPolicy::warm_up(std::int32_t layer) {
   if (has_every_expert_ || !fetches() || layer >= resident_.num_layers) return;
   const auto& [experts, tokens] = last_loads_[layer];
   const SuccessorTable& table = *tables_[layer];
@@ -109,7 +109,7 @@ void StepPolicy::rehearse(std::int32_t layer) {
   pose(states, experts, tokens, 0.0);
   for (const std::int32_t expert : experts) problem_.scores.push_back(scores[expert]);
   const Split split = tandem::split(rule_, problem_);
-  num_rehearsed_ += entries(slots_of(layer, experts, states, scores), {}, {}, 1).size();
+  num_warmed_ += entries(slots_of(layer, experts, states, scores), {}, {}, 1).size();
 }
 
 StepCopies StepPolicy::decide(std::int32_t layer, const Load& load, const Load& guess,

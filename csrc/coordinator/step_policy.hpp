@@ -127,7 +127,7 @@ class StepPolicy {
   // Behind the answer to the layer before: does much of what `decide` will do, by what the layer used
   // last, and decides nothing. Experts that were computed have displaced tables and code from the
   // processor's caches, and ahead of a first miss their way back is what a decision takes.
-  void rehearse(std::int32_t layer);
+  void warm_up(std::int32_t layer);
 
  private:
   bool fetches() const { return rule_ != Rule::kReadyOnGpu; }
@@ -156,7 +156,7 @@ class StepPolicy {
   Foresight* foresight_;
   bool predicts_ = false, asks_ = false;
   std::vector<Load> last_loads_;  // by layer
-  std::size_t num_rehearsed_ = 0;  // so that no compiler leaves it out
+  std::size_t num_warmed_ = 0;  // so that no compiler leaves it out
   LayerProblem problem_;
   std::vector<FetchCopy> fetches_;
   std::vector<SlotCopy> ahead_, inserts_, entered_;

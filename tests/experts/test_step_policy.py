@@ -147,7 +147,7 @@ def replay(
             assert policy.link_free_at() == planner.link.free_at
             planner.learn()
             policy.learn(load.layer)
-            policy.rehearse(load.layer + 1)  # which changes nothing
+            policy.warm_up(load.layer + 1)  # which changes nothing
             timeline.run(load, plan)
             for name, some in zip(("fetched", "ahead", "inserted"), copies, strict=True):
                 counts[name] += len(some)

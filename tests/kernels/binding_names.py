@@ -28,7 +28,7 @@ WITHOUT_MEMORY = {
     "StepCoordinator.take_decided", "StepLostError", "StepPolicy", "StepPolicy.begin_step",
     "StepPolicy.copy_finished", "StepPolicy.decide", "StepPolicy.end_step", "StepPolicy.learn",
     "StepPolicy.link_free_at",
-    "StepPolicy.load", "StepPolicy.rehearse", "StepPolicy.resident", "StepPolicy.set_rule",
+    "StepPolicy.load", "StepPolicy.warm_up", "StepPolicy.resident", "StepPolicy.set_rule",
     "StepSlowError",
     "SuccessorTable",
     "SuccessorTable.followed", "SuccessorTable.learn", "SuccessorTable.note",
