@@ -5,6 +5,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <mutex>
@@ -185,6 +186,11 @@ class Buffer {
   Py_buffer view_;
 };
 
+void require_worth(const Buffer& states, const Buffer& worth) {
+  require(worth.size() == states.size() * static_cast<std::int64_t>(sizeof(std::uint32_t)),
+          "a state and a 32-bit worth for each expert");
+}
+
 // Of a layer's active experts: `states` is a byte by position, `coming` when those are there whose
 // copy is under way, by position too, empty where there are none. `worth` is a 32-bit number by
 // expert. Returns (fetched experts, spilled ones, GPU seconds, CPU seconds).
@@ -222,8 +228,7 @@ Admitted layer_entries(const Ids& experts, nb::handle states, nb::handle worth,
                        const Ids& fetched, std::int64_t room) {
   const Buffer state_by_expert(states), worth_by_expert(worth);
   const auto num_experts = static_cast<std::int32_t>(state_by_expert.size());
-  if (worth_by_expert.size() != num_experts * static_cast<std::int64_t>(sizeof(std::uint32_t)))
-    throw std::invalid_argument("expected a state and a 32-bit worth for each expert");
+  require_worth(state_by_expert, worth_by_expert);
   for (Ids* some : {&members, &staged})
     for (std::int32_t& key : *some) key -= first;
   require_experts(experts, num_experts);
@@ -238,6 +243,20 @@ Admitted layer_entries(const Ids& experts, nb::handle states, nb::handle worth,
   return found;
 }
 
+// The absent experts by worth, at most so many; `states` is a byte by expert, `worth` a 32-bit number.
+// Returns keys, of which `first` is the layer's first.
+Ids most_valued(nb::handle states, nb::handle worth, std::int32_t first, std::int64_t most) {
+  const Buffer state_by_expert(states), worth_by_expert(worth);
+  require_worth(state_by_expert, worth_by_expert);
+  Ids absent;
+  for (std::int32_t expert = 0; expert < state_by_expert.size(); ++expert)
+    if (state_by_expert.data<std::uint8_t>()[expert] == kEmpty) absent.push_back(expert);
+  absent = by_worth(std::move(absent), worth_by_expert.data<std::uint32_t>());
+  absent.resize(std::clamp<std::int64_t>(most, 0, static_cast<std::int64_t>(absent.size())));
+  for (std::int32_t& expert : absent) expert += first;
+  return absent;
+}
+
 void bind_decider(nb::module_& m) {
   nb::class_<Costs>(m, "Costs")
       .def("__init__", [](Costs* self, std::vector<double> cpu, std::vector<double> gpu,
@@ -248,6 +267,7 @@ void bind_decider(nb::module_& m) {
       });
   m.def("split_layer", &split_layer);
   m.def("layer_entries", &layer_entries);
+  m.def("most_valued", &most_valued);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "decider/entries.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace tandem {
 namespace {
@@ -9,14 +10,13 @@ bool contains(const Ids& experts, std::int32_t expert) {
   return std::find(experts.begin(), experts.end(), expert) != experts.end();
 }
 
-// Best first, among equals as they are.
-void rank(const LayerSlots& layer, Ids& experts) {
-  std::stable_sort(experts.begin(), experts.end(), [&](std::int32_t a, std::int32_t b) {
-    return layer.worth[a] > layer.worth[b];
-  });
-}
-
 }  // namespace
+
+Ids by_worth(Ids experts, const std::uint32_t* worth) {
+  std::stable_sort(experts.begin(), experts.end(),
+                   [&](std::int32_t a, std::int32_t b) { return worth[a] > worth[b]; });
+  return experts;
+}
 
 std::int64_t idle_copies(double link, double link_busy, double now, double next_plan) {
   if (link == 0.0) return static_cast<std::int64_t>(kUnlimitedCopies);
@@ -29,7 +29,7 @@ Admitted entries(const LayerSlots& layer, const Ids& staged, const Ids& fetched,
   Ids asking;
   for (const std::int32_t expert : layer.experts)
     if (layer.states[expert] == kEmpty || contains(staged, expert)) asking.push_back(expert);
-  rank(layer, asking);
+  asking = by_worth(std::move(asking), layer.worth);
   std::erase_if(asking, [&](std::int32_t expert) {
     return !contains(fetched, expert) && !contains(staged, expert) && room-- <= 0;
   });
@@ -37,7 +37,7 @@ Admitted entries(const LayerSlots& layer, const Ids& staged, const Ids& fetched,
 }
 
 Admitted admit(const LayerSlots& layer, Ids asking) {
-  rank(layer, asking);
+  asking = by_worth(std::move(asking), layer.worth);
   Admitted found;
   const auto free = static_cast<std::size_t>(layer.free_slots);
   for (std::size_t i = 0; i < asking.size() && i < free; ++i)

@@ -31,6 +31,10 @@ constexpr double kUnlimitedCopies = 1 << 30;
 // How many copies of `link` seconds end before the next layer; one if the link has nothing to do.
 std::int64_t idle_copies(double link, double link_busy, double now, double next_plan);
 
+// Best first, among equals as they are: who asks for a slot, and which experts of its next layer a
+// prompt, which uses nearly all of them, has copied or read ahead.
+Ids by_worth(Ids experts, const std::uint32_t* worth);
+
 // The active experts that are absent ask for a slot, best first, as long as the link has `room` for
 // their copies. Those that are copied anyway always ask: the `fetched` ones, and the active ones that
 // are `staged`, which were copied ahead.

@@ -288,12 +288,11 @@ void HostSlots::order_ahead() {
   const auto next = static_cast<std::size_t>(layer_) + 1;
   if (!is_prompt_ || next >= layers_.size()) return;
   ahead_.resize(layers_[next].num_experts);
-  std::iota(ahead_.rbegin(), ahead_.rend(), 0);
+  std::iota(ahead_.begin(), ahead_.end(), 0);
   const std::uint8_t* states = on_device_.data() + next * resident_.num_experts;
   std::erase_if(ahead_, [&](std::int32_t expert) { return states[expert] == kReady; });
-  const Scores scores = scores_of(static_cast<std::int32_t>(next));
-  std::stable_sort(ahead_.begin(), ahead_.end(),
-                   [&](std::int32_t a, std::int32_t b) { return scores[a] < scores[b]; });
+  ahead_ = by_worth(std::move(ahead_), scores_of(static_cast<std::int32_t>(next)).data());
+  std::reverse(ahead_.begin(), ahead_.end());
 }
 
 void HostSlots::release_handed_out() {

@@ -65,6 +65,7 @@ class Counting:
 
     def __init__(self, decider: Decider, asked: Counter[str]) -> None:
         self._decider, self._asked, self.entries = decider, asked, decider.entries
+        self.most_valued = decider.most_valued
 
     def split(self, rule: Rule, layer: LayerNow, max_fetches: int) -> Split:
         kind = "one" if max(layer.load.tokens) == 1 else "several"
@@ -170,9 +171,10 @@ def test_plans_are_alike_on_recorded_runs(
             timeline.run(load, plan)
             counts["fetched"] += len(plan.fetch)
             counts["entered"] += len(plan.insert)
-            counts["coming"] += len(plan.arriving)
+            counts["ahead"] += len(plan.prefetch)
     check_same(plain, native)
     assert counts["fetched"] + counts["entered"] > 50
+    assert prompt == 1 or counts["ahead"] > 20
 
 
 def as_lists(plan: LayerPlan) -> list[object]:

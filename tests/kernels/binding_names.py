@@ -36,5 +36,6 @@ WITHOUT_MEMORY = {
     "SuccessorTable.values", "TokenSampler", "TwinStream.join", "TwinStream.set_dense_seconds",
     "TwinStream.set_guesses", "TwinStream.set_patience", "TwinStream.times",
     "available_isas", "block_bytes", "block_cols", "grid_lines",
-    "detect_cpu_features", "join_crc32c", "layer_entries", "slot_bytes", "split_layer",
+    "detect_cpu_features", "join_crc32c", "layer_entries", "most_valued", "slot_bytes",
+    "split_layer",
 }  # fmt: skip

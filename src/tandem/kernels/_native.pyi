@@ -525,6 +525,9 @@ def layer_entries(
     room: int,
     /,
 ) -> list[tuple[int, int]]: ...
+def most_valued(
+    states: bytes | bytearray, worth: memoryview, first: int, most: int, /
+) -> list[int]: ...
 
 class MailboxLayout:
     def __init__(

@@ -41,6 +41,9 @@ class Decider(Protocol):
         is planned. The caller carries each pair out before it asks for the next.
         """
 
+    def most_valued(self, layer: int, most: int) -> Sequence[int]:
+        """Return the keys of a layer's absent experts, the most valuable first, at most so many."""
+
 
 class PlainDecider:
     """Decides with any policies."""
@@ -83,6 +86,14 @@ class PlainDecider:
         entering = self._newcomers(layer, in_use, split.fetch, num_ahead, next_plan)
         set_id = self.residency.set_of(layer.load.layer)
         return self._admission.pairs(set_id, entering, in_use)
+
+    def most_valued(self, layer: int, most: int) -> Sequence[int]:
+        """Ask the eviction for scores; among equals the lower key is first."""
+        slot_of, geometry = self.residency.slot_of, self.residency.geometry
+        keys = range(geometry.key(layer, 0), geometry.key(layer + 1, 0))
+        absent = [key for key in keys if slot_of[key] == NOWHERE]
+        scores = dict(zip(absent, self.eviction.scores(absent), strict=True))
+        return sorted(absent, key=lambda key: (-scores[key], key))[:most]
 
     def _newcomers(
         self,

@@ -70,7 +70,7 @@ class Planner:
         self.prediction = prediction
         self._plain = PlainDecider(costs, residency, self.link, eviction)
         self._decider: Decider = (decider and decider(self._plain)) or self._plain
-        self.prompt = PromptCopies(geometry, residency, self.link, eviction)
+        self.prompt = PromptCopies(geometry, residency, self.link, self._decider)
         self.ring = ring
         self._max_fetches = self._most_fetches = max_fetches if ring.size else 0
         self._can_prefetch = self._predicts = can_prefetch

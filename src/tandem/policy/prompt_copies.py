@@ -8,7 +8,7 @@ the link can carry until then, most valuable first. A short prompt is left to th
 import math
 from collections.abc import Container
 
-from tandem.policy.eviction.policy import Eviction
+from tandem.policy.decider import Decider
 from tandem.policy.link_queue import LinkQueue
 from tandem.policy.plan import Copy, Geometry
 from tandem.policy.residency import NOWHERE, Residency
@@ -22,11 +22,11 @@ class PromptCopies:
     """Copies ahead of the layers of a long prompt."""
 
     def __init__(
-        self, geometry: Geometry, residency: Residency, link: LinkQueue, eviction: Eviction
+        self, geometry: Geometry, residency: Residency, link: LinkQueue, decider: Decider
     ) -> None:
         """Give slots of the staging set; a set without any has no copies."""
         self._geometry, self._residency = geometry, residency
-        self._link, self._eviction = link, eviction
+        self._link, self._decider = link, decider
         self.is_on = False
 
     def begin_step(self, num_tokens: int, *, is_prefill: bool) -> None:
@@ -42,7 +42,7 @@ class PromptCopies:
 
         Staged experts of other layers that are not `in_use` leave first.
         """
-        residency, link, experts = self._residency, self._link, self._geometry.num_experts
+        residency, link = self._residency, self._link
         residency.release_passed(layer, in_use)
         room = len(residency.free[residency.staging])
         if link.copy_seconds:
@@ -50,12 +50,9 @@ class PromptCopies:
             room = min(room, math.ceil(idle / link.copy_seconds))
         if room <= 0:
             return ()
-        first = layer * experts
-        absent = [k for k in range(first, first + experts) if residency.slot_of[k] == NOWHERE]
-        scores = dict(zip(absent, self._eviction.scores(absent), strict=True))
         copies = []
-        for key in sorted(absent, key=lambda key: (-scores[key], key))[:room]:
+        for key in self._decider.most_valued(layer, room):
             slot = residency.insert(key, residency.staging)
             link.issue(key, now)
-            copies.append(Copy(layer, key - first, slot, None))
+            copies.append(residency.copy_of(key, slot, NOWHERE))
         return tuple(copies)

@@ -3,7 +3,7 @@
 It is the one that captured steps and host slots ask too (csrc/decider).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tandem.kernels import _native
 from tandem.policy.assignment.problem import Split
@@ -62,11 +62,20 @@ class NativeDecider:
         staged = residency.members[residency.staging]
         if not staged and states.count(READY) == len(states):
             return ()
-        num_experts, set_id = residency.geometry.num_experts, residency.set_of(load.layer)
-        first = load.layer * num_experts
+        first, set_id = residency.geometry.key(load.layer, 0), residency.set_of(load.layer)
         return _native.layer_entries(
-            load.experts, residency.state[first : first + num_experts],
-            self._eviction.values(load.layer), first, residency.members[set_id],
+            load.experts, self._states(load.layer), self._eviction.values(load.layer), first,
+            residency.members[set_id],
             [key for key in staged if key in keys], len(residency.free[set_id]), split.fetch,
             self._link.idle_copies(now, next_plan) - len(split.fetch) - num_ahead,
         )  # fmt: skip
+
+    def most_valued(self, layer: int, most: int) -> Sequence[int]:
+        """Return the keys of a layer's absent experts, the most valuable first, at most so many."""
+        first = self._residency.geometry.key(layer, 0)
+        values = self._eviction.values(layer)
+        return _native.most_valued(self._states(layer), values, first, most)
+
+    def _states(self, layer: int) -> bytearray:
+        geometry = self._residency.geometry
+        return self._residency.state[geometry.key(layer, 0) : geometry.key(layer + 1, 0)]
