@@ -15,7 +15,7 @@ namespace {
 constexpr std::int64_t kSegment = 512;
 // Of keys that lie alone, which all heads have: so many rows that fewer keys are enough work.
 constexpr std::int64_t kJointSegment = 256;
-constexpr std::int64_t kTasksPerThread = 4;
+constexpr std::int64_t kAttentionTasksPerThread = 4;
 // Query rows of a prompt's tile: they read a chunk of keys and values while it is in the cache.
 constexpr std::int64_t kTileRows = 64;
 // More keys and values than this are appended by all threads: each goes to lines of its own.
@@ -24,7 +24,7 @@ constexpr std::int64_t kManyHeads = 32;
 constexpr std::int64_t kManySelected = 1 << 14;
 constexpr std::int64_t kMostPositions = std::int64_t{1} << 31;  // of a row that is a ring
 
-const AttentionKernel& choose([[maybe_unused]] const std::string& isa) {
+const AttentionKernel& choose_attention([[maybe_unused]] const std::string& isa) {
 #if defined(__x86_64__)
   if (isa == "amx") return amx_attention();
   if (has_avx512(isa)) return avx512_attention();
@@ -168,7 +168,7 @@ TileRows& queries() {
 }  // namespace
 
 AttentionEngine::AttentionEngine(ThreadPool& pool, const std::string& isa)
-    : kernel_(choose(isa)), pool_(pool) {}
+    : kernel_(choose_attention(isa)), pool_(pool) {}
 
 void AttentionEngine::append(const AttentionCall& call) {
   require_inside(call);
@@ -235,7 +235,7 @@ void AttentionEngine::plan_tasks() {
   std::int64_t positions = 0;
   for (const Tile& tile : tiles_) positions += tile.end - tile.begin;
   const std::int64_t share =
-      std::max<std::int64_t>(1, segments(positions / (kTasksPerThread * pool_.num_threads())));
+      std::max<std::int64_t>(1, segments(positions / (kAttentionTasksPerThread * pool_.num_threads())));
   tasks_.clear();
   num_parts_ = 0;
   for (std::size_t i = 0; i < tiles_.size(); ++i) {

@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::int64_t kTaskChannels = 64;
 // With fewer values one thread is quicker.
-constexpr std::int64_t kManyValues = 1 << 14;
+constexpr std::int64_t kParallelWork = 1 << 14;
 
 float* kept_at(const WindowCompression& call, std::int64_t slot, std::int64_t position) {
   return call.states + (slot * call.num_kept + position % call.num_kept) * 2 * call.width();
@@ -91,7 +91,7 @@ void CompressionEngine::run(const WindowCompression& call) {
       }
     }
   };
-  if (work_of(call) >= kManyValues) return pool_.run(parts, task);
+  if (work_of(call) >= kParallelWork) return pool_.run(parts, task);
   for (std::int64_t part = 0; part < parts; ++part) task(part);
 }
 

@@ -6,16 +6,13 @@
 namespace tandem {
 namespace {
 
-constexpr std::int64_t kTasksPerThread = 8;
+constexpr std::int64_t kDenseTasksPerThread = 8;
 // Tokens of one task: their int8 activations and their fp32 results stay in a core's cache.
 constexpr std::int64_t kTaskTokens = 128;
 constexpr std::int64_t kMaxTaskBlocks = 8;
 // In a decode step the next job comes some tens of microseconds after this one: it is announced, so
 // that the threads do not fall asleep in between.
 constexpr std::int64_t kStepTokens = 64;
-
-// Rows whose length is a power of two would share the same lines of the cache.
-constexpr std::int64_t kRowPadding = 64;
 
 template <typename T>
 void grow(std::vector<T>& values, std::int64_t size) {
@@ -63,7 +60,7 @@ void DenseEngine::plan_tasks(const DenseCall& call) {
   std::int64_t blocks = 0;
   for (std::int64_t m = 0; m < call.num_matrices; ++m) blocks += call.matrices[m]->packed.blocks;
   const std::int64_t slices = (call.num_tokens + kTaskTokens - 1) / kTaskTokens;
-  const std::int64_t wanted = kTasksPerThread * pool_.num_threads();
+  const std::int64_t wanted = kDenseTasksPerThread * pool_.num_threads();
   std::int64_t chunk = std::max<std::int64_t>(1, blocks * slices / wanted);
   if (call.num_tokens > 1) chunk = std::min(chunk, kMaxTaskBlocks);
   tasks_.clear();

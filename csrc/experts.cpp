@@ -11,7 +11,7 @@ namespace {
 
 // Enough chunks that a thread which the system takes away for a while is worked around, few enough
 // that claiming them costs nothing.
-constexpr std::int64_t kTasksPerThread = 16;
+constexpr std::int64_t kExpertTasksPerThread = 16;
 
 #if defined(__x86_64__)
 bool has_all(const std::vector<std::string>& found, std::initializer_list<const char*> wanted) {
@@ -21,7 +21,7 @@ bool has_all(const std::vector<std::string>& found, std::initializer_list<const 
 }
 #endif
 
-const Kernels& choose(const std::string& isa) {
+const Kernels& choose_kernels(const std::string& isa) {
   const std::vector<std::string> available = available_isas();
   const std::string name = isa.empty() ? available.front() : isa;
   if (std::find(available.begin(), available.end(), name) == available.end())
@@ -66,8 +66,6 @@ constexpr std::int64_t kMaxTaskColumns = 128;
 // Of a few tokens a task takes more: where it begins nothing has been fetched ahead.
 constexpr std::int64_t kFewTokens = 8;
 constexpr std::int64_t kMaxTaskTokens = 256;
-// Rows whose length is a power of two would share the same lines of the cache.
-constexpr std::int64_t kRowPadding = 64;
 // Values of a token that are summed at a time.
 constexpr std::int64_t kSumBlock = 64;
 // Row blocks that a kernel takes together with many tokens.
@@ -146,7 +144,7 @@ Activations ExpertEngine::Rows::view(std::int64_t row, bool is_repeated) const {
 }
 
 ExpertEngine::ExpertEngine(int num_threads, const std::string& isa)
-    : kernels_(&choose(isa)), pool_(num_threads) {}
+    : kernels_(&choose_kernels(isa)), pool_(num_threads) {}
 
 void ExpertEngine::run(const ExpertLayout& layout, const ActivationSpec& activation,
                        const ExpertCall& call) {
@@ -291,7 +289,7 @@ void ExpertEngine::add_tasks(const ExpertCall& call, std::int64_t size, std::int
   std::int64_t active = 0;
   for (std::int64_t e = 0; e < call.num_experts; ++e)
     active += call.row_begin[e + 1] > call.row_begin[e];
-  const std::int64_t wanted = kTasksPerThread * pool_.num_threads();
+  const std::int64_t wanted = kExpertTasksPerThread * pool_.num_threads();
   const std::int64_t even = std::max<std::int64_t>(1, active * size / wanted);
   const std::int64_t largest = std::min(even, std::max(unit, most));
   const std::int64_t parts = (size + largest - 1) / largest;

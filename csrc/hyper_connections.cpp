@@ -14,9 +14,9 @@ constexpr std::int64_t kPart = 1024;
 // Tokens that read a part of the matrix while it is in the cache.
 constexpr std::int64_t kTokensTogether = 16;
 // With fewer values one thread is quicker.
-constexpr std::int64_t kManyValues = 1 << 15;
+constexpr std::int64_t kParallelStreamValues = 1 << 15;
 
-const HyperKernels& choose([[maybe_unused]] const std::string& isa) {
+const HyperKernels& choose_hyper([[maybe_unused]] const std::string& isa) {
 #if defined(__x86_64__)
   if (has_avx512(isa)) return avx512_hyper();
   if (has_avx2(isa)) return avx2_hyper();
@@ -58,7 +58,7 @@ void make_mixture(const MixIn& call, float* mixture) {
 }  // namespace
 
 HyperEngine::HyperEngine(ThreadPool& pool, const std::string& isa)
-    : kernels_(choose(isa)), pool_(pool) {}
+    : kernels_(choose_hyper(isa)), pool_(pool) {}
 
 void HyperEngine::run(const MixIn& call) {
   const std::int64_t blocks = parts_of(call.num_tokens, kTokensTogether);
@@ -79,7 +79,7 @@ void HyperEngine::run(const MixIn& call) {
     finish_block(block);
   };
   if (blocks >= pool_.num_threads()) return pool_.run(blocks, whole);
-  if (call.num_tokens * call.num_values() * call.num_rows() < kManyValues) {
+  if (call.num_tokens * call.num_values() * call.num_rows() < kParallelStreamValues) {
     for (std::int64_t block = 0; block < blocks; ++block) whole(block);
     return;
   }
@@ -111,8 +111,8 @@ void HyperEngine::finish(const MixIn& call, std::int64_t token) {
 
 void HyperEngine::run(const MixOut& call) {
   const std::int64_t values = call.num_streams * call.dim;
-  if (call.num_tokens * values < kManyValues) return kernels_.mix_out(call, 0, call.num_tokens);
-  const std::int64_t each = std::max<std::int64_t>(1, kManyValues / std::max<std::int64_t>(1, values));
+  if (call.num_tokens * values < kParallelStreamValues) return kernels_.mix_out(call, 0, call.num_tokens);
+  const std::int64_t each = std::max<std::int64_t>(1, kParallelStreamValues / std::max<std::int64_t>(1, values));
   pool_.run(parts_of(call.num_tokens, each), [&](std::int64_t i) {
     kernels_.mix_out(call, i * each, std::min(each, call.num_tokens - i * each));
   });

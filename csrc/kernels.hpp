@@ -7,6 +7,9 @@
 
 namespace tandem {
 
+// Between rows of activations: those whose length is a power of two would share the same lines of the cache.
+inline constexpr std::int64_t kRowPadding = 64;
+
 // The numbers are those that tandem.kernels.native passes.
 enum class Activation : int {
   kSwiglu = 0, kGeluTanhGate = 1, kRelu2 = 2, kLimitedSilu = 3, kSoftcapped = 4

@@ -13,7 +13,7 @@ namespace {
 constexpr std::int64_t kPreparedTokens = 128;
 constexpr std::int64_t kTaskChannels = 512;
 // A step's few tokens are not worth other threads.
-constexpr std::int64_t kManyValues = 1 << 16;
+constexpr std::int64_t kParallelStateValues = 1 << 16;
 
 const RecurrentKernels& recurrent_kernels([[maybe_unused]] const std::string& isa) {
 #if defined(__x86_64__)
@@ -71,7 +71,7 @@ void RecurrentEngine::run(const ShortConvolution& call) {
     kernels_.convolve(call, segments_[i / parts], first,
                       std::min(kTaskChannels, call.channels - first));
   };
-  if (call.tokens.count * call.channels >= kManyValues) {
+  if (call.tokens.count * call.channels >= kParallelStateValues) {
     pool_.run(count, task);
   } else {
     for (std::int64_t i = 0; i < count; ++i) task(i);
@@ -88,7 +88,7 @@ PreparedTokens RecurrentEngine::prepare(const Recurrence& call, std::int64_t fir
                           room(kept_, is_by_key ? heads * call.key_dim : heads),
                           room(kept_key_, is_by_key ? heads * call.key_dim : 0)};
   const auto task = [&](std::int64_t t) { kernels_.prepare(call, to, t); };
-  if (keys >= kManyValues) {
+  if (keys >= kParallelStateValues) {
     pool_.run(count, task);
   } else {
     for (std::int64_t t = 0; t < count; ++t) task(t);

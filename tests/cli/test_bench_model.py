@@ -50,6 +50,7 @@ def test_prints_the_ceiling_first_and_json_last(
         assert report["not_native"] is None
 
 
+@pytest.mark.slow
 def test_experts_run_on_the_emulated_device(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

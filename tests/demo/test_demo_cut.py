@@ -10,6 +10,7 @@ from tests.gpu.demo_cut import texts_of, write_demo_cut
 from tests.gpu.models import compare_logits
 
 
+@pytest.mark.slow
 @pytest.mark.demo
 @pytest.mark.usefixtures("all_threads")
 def test_a_cut_says_on_two_processors_what_it_says_on_one(demo_cache: Path, tmp_path: Path) -> None:

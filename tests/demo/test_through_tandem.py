@@ -42,6 +42,7 @@ def test_demo_equals_transformers_eager(
     torch.testing.assert_close(actual, exact, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_demo_in_bf16_is_as_near_to_fp32_as_eager(
     demo_cache: Path, window: torch.Tensor, exact: torch.Tensor
 ) -> None:

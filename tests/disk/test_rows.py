@@ -330,6 +330,7 @@ def test_a_plan_says_that_tables_stay_on_the_disk(
     assert sum(after["parts_bytes"].values()) == sum(before["parts_bytes"].values()) - tables
 
 
+@pytest.mark.slow
 def test_a_table_of_50_gb_takes_little_memory(tmp_path: Path) -> None:
     try:
         command = [sys.executable, "-m", "tests.disk.large_table", str(tmp_path)]

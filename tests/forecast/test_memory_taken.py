@@ -39,6 +39,7 @@ def memory_of(checkpoint: Path) -> tuple[int, int]:
     return forecast, taken
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are mapped ahead on Linux only")
 def test_a_packed_shape_takes_what_was_forecast(tmp_path: Path) -> None:
     shape = MODEL_SHAPES["qwen3-30b-a3b"]

@@ -121,6 +121,7 @@ def test_a_file_that_must_not_be_written_is_refused_first(
     assert not capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_it_has_tried(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

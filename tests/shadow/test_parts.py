@@ -210,6 +210,7 @@ def test_a_machine_is_measured_when_a_model_is_loaded_for_the_first_time(tmp_pat
     assert kept[0] == kept[1]  # measured once
 
 
+@pytest.mark.slow
 def test_where_all_experts_are_resident_nothing_is_handed_over(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     checkpoint = save_tiny_checkpoint(tmp_path / "tiny", "qwen3_moe", num_hidden_layers=2)

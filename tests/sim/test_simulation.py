@@ -99,6 +99,7 @@ def test_prefetch_is_never_slower_than_none(
     assert run_timed(trace, TANDEM, given).decode_tokens_per_second() >= without * (1 - 1e-6)
 
 
+@pytest.mark.slow
 def test_hints_of_a_gate_ahead_bring_speed_as_far_as_they_are_right(trace: RoutingTrace) -> None:
     start = trace.sequences(0, 20)
     draw = np.random.default_rng(0)
