@@ -91,6 +91,15 @@ def fetching_policy(rule: str, num_slots: int, cpu: float = SLOW_CPU) -> _native
 
 def asking_policy(num_slots: int) -> _native.StepPolicy:
     """Return a policy that copies ahead what routers say, and nothing that is expected else."""
+    planner = asking_planner(num_slots)
+    policy = native_step_policy(planner, native_foresight(planner))
+    assert policy is not None
+    policy.set_rule(0, True, True)
+    return policy
+
+
+def asking_planner(num_slots: int) -> Planner:
+    """Return what such a policy is made from."""
     machine = make_machine(cpu=1e-3, gpu=1e-5, link=2e-5)
     settings = PlannerSettings(
         assignment="ready-on-gpu", prediction="foresight", prefetch_count=4,
@@ -110,10 +119,7 @@ def asking_policy(num_slots: int) -> _native.StepPolicy:
             of_hints=state.of_hints._replace(came_true=hinted, countdown=1 << 30),
         )
     )
-    policy = native_step_policy(planner, native_foresight(planner))
-    assert policy is not None
-    policy.set_rule(0, True, True)
-    return policy
+    return planner
 
 
 def _counted(chosen: Tensor) -> tuple[list[int], list[int]]:
