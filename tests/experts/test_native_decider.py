@@ -185,3 +185,25 @@ def check_same(plain: Planner, native: Planner) -> None:
     assert native.residency.slot_of == plain.residency.slot_of
     assert native.residency.members == plain.residency.members
     assert native.link.free_at == plain.link.free_at
+
+
+def test_numbers_that_do_not_fit_are_refused() -> None:
+    costs, worth = (
+        _native.Costs([0.0, 1.0], [0.0, 1.0], 0, 1, 1, 1, 0),
+        memoryview(array("I", [0] * 4)),
+    )
+    absent, two = bytes(2), ((0, 3), (1, 1))
+    with pytest.raises(ValueError, match="expert 4, expected 0 to 3"):
+        _native.split_layer(costs, 3, False, 1, (0, 4), (1, 1), absent, (), worth, 0.0)
+    with pytest.raises(ValueError, match="one of four rules"):
+        _native.split_layer(costs, 4, False, 1, *two, absent, (), worth, 0.0)
+    with pytest.raises(IndexError, match="an expert of 2 tokens, and costs go to 1"):
+        _native.split_layer(costs, 3, False, 1, (0, 3), (1, 2), absent, (), worth, 0.0)
+    with pytest.raises(ValueError, match="a time for each copy under way"):
+        _native.split_layer(costs, 3, False, 1, *two, bytes([COPYING, EMPTY]), (), worth, 0.0)
+    with pytest.raises(ValueError, match="a state and a 32-bit worth"):
+        _native.layer_entries((0, 3), bytes(5), worth, 0, (), (), 1, (), 1)
+    with pytest.raises(ValueError, match="expert 4, expected 0 to 3"):
+        _native.layer_entries((0, 3), bytes(4), worth, 8, (12,), (), 1, (), 1)
+    with pytest.raises(ValueError, match="a state and a 32-bit worth"):
+        _native.most_valued(bytes(5), worth, 0, 1)
