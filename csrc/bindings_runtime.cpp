@@ -214,8 +214,9 @@ nb::tuple split_layer(const Costs& costs, int rule, bool is_never_worse_than_cpu
     problem.wait.push_back(state == kEmpty ? -1.0 : state == kReady ? 0.0 : coming[i]);
     problem.scores.push_back(worth_by_expert.data<std::uint32_t>()[experts[i]]);
   }
-  Split found = split(static_cast<Rule>(rule), problem);
-  if (is_never_worse_than_cpu) found = never_worse_than_cpu(problem, std::move(found));
+  const auto chosen = static_cast<Rule>(rule);
+  Split found = split(chosen, problem);
+  if (is_never_worse_than_cpu) found = never_worse_than_cpu(chosen, problem, std::move(found));
   for (Positions* some : {&found.fetch, &found.spill})
     for (std::int32_t& place : *some) place = experts[place];
   return nb::make_tuple(found.fetch, found.spill, found.gpu_seconds, found.cpu_seconds);

@@ -27,10 +27,10 @@ void pose(const Costs& costs, const Ids& tokens, LayerProblem& problem) {
   problem.copy_wake = costs.copy_wake;
 }
 
-Split never_worse_than_cpu(const LayerProblem& problem, Split found) {
+Split never_worse_than_cpu(Rule rule, const LayerProblem& problem, Split found) {
   double seconds = 0.0;
   for (const double one : problem.cpu) seconds += one;
-  seconds += problem.cpu_first;
+  if (rule != Rule::kDaliInGraph) seconds += problem.cpu_first;  // DALI's equations have no first
   if (seconds >= std::max(found.gpu_seconds, found.cpu_seconds)) return found;
   Split all{{}, {}, 0.0, seconds};
   for (std::size_t i = 0; i < problem.wait.size(); ++i)

@@ -56,8 +56,8 @@ Split split(Rule rule, const LayerProblem& problem);
 Split balanced(const LayerProblem& problem);
 Split in_graph(Rule rule, const LayerProblem& problem);
 
-// The split that a planned step follows: all on the CPU, where that is sooner.
-Split never_worse_than_cpu(const LayerProblem& problem, Split found);
+// The split that a planned step follows: all on the CPU, where the rule's costs say that it is sooner.
+Split never_worse_than_cpu(Rule rule, const LayerProblem& problem, Split found);
 
 // Added up one by one, in the order that is written here: all who decide do.
 inline double added(const std::vector<double>& seconds, const Positions& positions) {

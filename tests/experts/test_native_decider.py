@@ -48,7 +48,7 @@ def test_every_layer_is_split_alike(name: str, layer: LayerProblem) -> None:
         [0.0, *cpu], [0.0, *gpu], layer.cpu_first, layer.link, layer.cpu_slowdown,
         layer.link_slowdown, layer.copy_wake,
     )  # fmt: skip
-    for never_worse in (False, name == "balanced"):
+    for never_worse in (False, True):
         rule = Rule(ASSIGNMENTS.factory(name)(), never_worse_than_cpu=never_worse)
         fetch, spill, *seconds = _native.split_layer(
             costs, NATIVE.index(name), never_worse, layer.max_fetches, layer.experts,
