@@ -196,10 +196,11 @@ void require_worth(const Buffer& states, const Buffer& worth) {
 // expert. Returns (fetched experts, spilled ones, GPU seconds, CPU seconds).
 nb::tuple split_layer(const Costs& costs, int rule, bool is_never_worse_than_cpu,
                       std::int64_t max_fetches, const Ids& experts, const Ids& tokens,
-                      const nb::bytes& states, const std::vector<double>& coming,
-                      nb::handle worth, double link_busy) {
+                      const nb::bytes& states, const std::vector<double>& coming, nb::handle worth,
+                      double link_busy) {
   const Buffer worth_by_expert(worth);
-  require_experts(experts, static_cast<std::int32_t>(worth_by_expert.size() / sizeof(std::uint32_t)));
+  require_experts(experts,
+                  static_cast<std::int32_t>(worth_by_expert.size() / sizeof(std::uint32_t)));
   require(rule >= 0 && rule < kNumAssignments, "one of four rules");
   require(tokens.size() == experts.size() && states.size() == experts.size(),
           "tokens and a state for each expert");
@@ -224,9 +225,9 @@ nb::tuple split_layer(const Costs& costs, int rule, bool is_never_worse_than_cpu
 
 // `states` is a byte by expert, `worth` a 32-bit number; `members` and `staged` are keys, of which
 // `first` is the layer's first. Returns pairs of keys.
-Admitted layer_entries(const Ids& experts, nb::handle states, nb::handle worth,
-                       std::int32_t first, Ids members, Ids staged, std::int64_t free_slots,
-                       const Ids& fetched, std::int64_t room) {
+Admitted layer_entries(const Ids& experts, nb::handle states, nb::handle worth, std::int32_t first,
+                       Ids members, Ids staged, std::int64_t free_slots, const Ids& fetched,
+                       std::int64_t room) {
   const Buffer state_by_expert(states), worth_by_expert(worth);
   const auto num_experts = static_cast<std::int32_t>(state_by_expert.size());
   require_worth(state_by_expert, worth_by_expert);
@@ -260,12 +261,12 @@ Ids most_valued(nb::handle states, nb::handle worth, std::int32_t first, std::in
 
 void bind_decider(nb::module_& m) {
   nb::class_<Costs>(m, "Costs")
-      .def("__init__", [](Costs* self, std::vector<double> cpu, std::vector<double> gpu,
-                          double cpu_first, double link, double cpu_slowdown,
-                          double link_slowdown, double copy_wake) {
-        new (self) Costs{std::move(cpu), std::move(gpu), cpu_first, link,
-                         cpu_slowdown,   link_slowdown,  copy_wake};
-      });
+      .def("__init__",
+           [](Costs* self, std::vector<double> cpu, std::vector<double> gpu, double cpu_first,
+              double link, double cpu_slowdown, double link_slowdown, double copy_wake) {
+             new (self) Costs{std::move(cpu), std::move(gpu), cpu_first, link,
+                              cpu_slowdown,   link_slowdown,  copy_wake};
+           });
   m.def("split_layer", &split_layer);
   m.def("layer_entries", &layer_entries);
   m.def("most_valued", &most_valued);

@@ -206,10 +206,9 @@ class Machine {
       std::vector<SuccessorTable*> tables;
       for (const auto& table : tables_) tables.push_back(table.get());
       policy_ = std::make_unique<StepPolicy>(
-          Costs{std::vector<double>(65, 1e-3), std::vector<double>(65, 1e-4), 0.0, 1e-4,
-                1.05, 1.05, 1e-5},
-          StepPolicy::Limits{5, 2, 1e-4},
-          tables, resident_, &*foresight_);
+          Costs{std::vector<double>(65, 1e-3), std::vector<double>(65, 1e-4), 0.0, 1e-4, 1.05, 1.05,
+                1e-5},
+          StepPolicy::Limits{5, 2, 1e-4}, tables, resident_, &*foresight_);
       change_rule();
     }
     coordinator_->set_decisions(

@@ -219,9 +219,8 @@ void StepPolicy::copy_ahead(std::int32_t layer, std::size_t num_fetched, double 
                 whole_copies(ready, next_plan)});
   if (most <= 0 || costs_.cpu[1] <= 0.0) return;
   const std::int64_t first = layer * resident_.num_experts;
-  for (const std::int32_t expert :
-       foresight_->choose(layer, resident_.slot_of.data() + first, most,
-                          limits_.copy_price / costs_.cpu[1])) {
+  for (const std::int32_t expert : foresight_->choose(layer, resident_.slot_of.data() + first, most,
+                                                      limits_.copy_price / costs_.cpu[1])) {
     const std::int64_t key = first + expert;
     if (is_staged(key)) continue;
     ahead_.push_back({layer, expert, resident_.insert_ahead(key), kNobody});

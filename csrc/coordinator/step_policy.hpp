@@ -69,7 +69,7 @@ class StepPolicy {
   struct Limits {
     std::int64_t max_fetches = 0;  // of one layer
     std::int64_t max_ahead = 0;    // copies ahead of one layer
-    double copy_price = 0.0;       // seconds that one copy costs CPU and device
+    double copy_price = 0.0;  // seconds that one copy costs CPU and device
   };
 
   // A table for each layer; these and `foresight` must outlive it. Without it nothing is predicted.

@@ -19,11 +19,11 @@ constexpr int kNumAssignments = 4;
 // What things cost on one machine, in seconds; as tandem.policy.cost has them.
 struct Costs {
   std::vector<double> cpu, gpu;  // of an expert, by tokens
-  double cpu_first;              // on top, if the CPU has any
-  double link;                   // one copy
-  double cpu_slowdown = 1.0;     // factor on CPU seconds while the link is busy
-  double link_slowdown = 1.0;    // factor in `link`, which a CPU without experts would not cost
-  double copy_wake = 0.0;        // of the copying thread, ahead of a fetch and behind it
+  double cpu_first;  // on top, if the CPU has any
+  double link;  // one copy
+  double cpu_slowdown = 1.0;  // factor on CPU seconds while the link is busy
+  double link_slowdown = 1.0;  // factor in `link`, which a CPU without experts would not cost
+  double copy_wake = 0.0;  // of the copying thread, ahead of a fetch and behind it
 };
 
 // Throws std::out_of_range for more tokens than costs go to.
@@ -32,7 +32,7 @@ double seconds_of(const std::vector<double>& by_tokens, std::int32_t tokens);
 // The active experts of a layer, all by position; as tandem.policy.assignment.problem has them.
 struct LayerProblem {
   std::vector<double> cpu, gpu;  // seconds
-  std::vector<double> wait;      // until it is there: 0 ready, negative: absent
+  std::vector<double> wait;  // until it is there: 0 ready, negative: absent
   Scores scores;
   double cpu_first, link, link_busy;
   double cpu_slowdown, link_slowdown, copy_wake;

@@ -54,8 +54,7 @@ struct Fetches {
   Seconds total{0.0}, done{0.0};
 
   Fetches(const LayerProblem& problem, const Positions& absent, double link) {
-    const auto limit =
-        std::min(static_cast<std::int64_t>(absent.size()), problem.max_fetches);
+    const auto limit = std::min(static_cast<std::int64_t>(absent.size()), problem.max_fetches);
     for (std::int64_t count = 1; count <= limit; ++count) {
       const double seconds = problem.gpu[absent[count - 1]];
       const double arrived = problem.link_busy + static_cast<double>(count) * link;
@@ -121,10 +120,11 @@ Split balanced(const LayerProblem& problem) {
       best = {absent.size(), 0, everything, 0.0};
   }
   absent.resize(best.fetch);
-  return {std::move(absent),
-          {residents.order.begin(), residents.order.begin() + static_cast<std::ptrdiff_t>(best.spill)},
-          best.gpu_seconds,
-          best.cpu_seconds};
+  return {
+      std::move(absent),
+      {residents.order.begin(), residents.order.begin() + static_cast<std::ptrdiff_t>(best.spill)},
+      best.gpu_seconds,
+      best.cpu_seconds};
 }
 
 }  // namespace tandem

@@ -55,10 +55,9 @@ Admitted admit(const LayerSlots& layer, Ids asking) {
   if (asking.size() - free == 1 && most == 1)
     std::iter_swap(leaving.begin(), std::min_element(leaving.begin(), leaving.end(), is_less));
   else
-    std::partial_sort(leaving.begin(), leaving.begin() + static_cast<std::ptrdiff_t>(most),
-                      leaving.end(), [&](std::int32_t a, std::int32_t b) {
-                        return is_less(a, b) || (!is_less(b, a) && a < b);
-                      });
+    std::partial_sort(
+        leaving.begin(), leaving.begin() + static_cast<std::ptrdiff_t>(most), leaving.end(),
+        [&](std::int32_t a, std::int32_t b) { return is_less(a, b) || (!is_less(b, a) && a < b); });
   for (std::size_t i = free; i < asking.size() && i - free < leaving.size(); ++i) {
     if (layer.worth[asking[i]] <= layer.worth[leaving[i - free]]) break;
     found.emplace_back(asking[i], leaving[i - free]);

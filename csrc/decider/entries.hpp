@@ -38,8 +38,7 @@ Ids by_worth(Ids experts, const std::uint32_t* worth);
 // The active experts that are absent ask for a slot, best first, as long as the link has `room` for
 // their copies. Those that are copied anyway always ask: the `fetched` ones, and the active ones that
 // are `staged`, which were copied ahead.
-Admitted entries(const LayerSlots& layer, const Ids& staged, const Ids& fetched,
-                 std::int64_t room);
+Admitted entries(const LayerSlots& layer, const Ids& staged, const Ids& fetched, std::int64_t room);
 
 // Pairs experts that ask for a slot with those that leave, as tandem.policy.admission.
 Admitted admit(const LayerSlots& layer, Ids asking);

@@ -111,8 +111,8 @@ Admitted HostSlots::admitted_back(std::int32_t layer, std::int32_t expert) const
   scores[expert] = table == nullptr ? last_use_[layer][expert] : table->values()[expert];
   // What a use reads meanwhile stays.
   const Ids used = layer == layer_ && !wanted_.empty() ? experts_ : Ids{};
-  const LayerSlots now{used, resident_.state.data() + layer * resident_.num_experts,
-                       scores.data(), resident_.members[layer],
+  const LayerSlots now{used, resident_.state.data() + layer * resident_.num_experts, scores.data(),
+                       resident_.members[layer],
                        static_cast<std::int64_t>(resident_.free[layer].size())};
   return admit(now, {expert});
 }
