@@ -31,6 +31,8 @@ constexpr std::int64_t kStripsOfSuper = kSuperCols / kStripCols;
 
 // The hardware follows a stream to the end of its page only.
 constexpr std::int64_t kLinesAhead = 4096;
+// Factors are a stream too slow for the hardware to follow.
+constexpr std::int64_t kFactorsAhead = 512;
 
 template <class Lookup, Format F>
 void look_up_supers(const PackedMatrix& m, std::int64_t block, std::uint8_t* codes, float* scales) {
@@ -41,6 +43,7 @@ void look_up_supers(const PackedMatrix& m, std::int64_t block, std::uint8_t* cod
   const std::uint8_t* factors = m.scales + block * supers * kFactors;
   for (std::int64_t s = 0; s < supers; ++s) {
     for (std::int64_t at = 0; at < kWords; at += 64) __builtin_prefetch(words + kLinesAhead + at, 0, 2);
+    __builtin_prefetch(factors + kFactorsAhead, 0, 3);
     Lookup::template super<F>(words, factors, codes, scales);
     words += kWords;
     factors += kFactors;

@@ -49,6 +49,8 @@ void matmul_format(const PackedMatrix& m, std::int64_t begin, std::int64_t end,
 template <bool HasTiles>
 void matmul(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const Activations& x,
             std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t stride) {
+  if (is_grid(m.format) && num_tokens == 1)
+    return multiply_one_token(m, begin, end, x, num_rows, out);
   if (is_grid(m.format))
     return multiply_grid({look_up_block<Lookup512>, matmul<HasTiles>}, m, begin, end, x, num_tokens,
                          num_rows, out, stride);

@@ -21,6 +21,8 @@ struct Dpbusd {
 
 void matmul(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const Activations& x,
             std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t stride) {
+  if (is_grid(m.format) && num_tokens == 1)
+    return avx2_kernels().matmul(m, begin, end, x, num_tokens, num_rows, out, stride);
   if (is_grid(m.format))
     return multiply_grid({look_up_avx2, matmul}, m, begin, end, x, num_tokens, num_rows, out, stride);
   const Product product{m, x, num_rows, out, stride};

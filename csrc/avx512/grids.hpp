@@ -2,11 +2,11 @@
 // come out of tables in registers. Included like weights.hpp.
 #pragma once
 
+#include <algorithm>
 #include <bit>
-#include <cstring>
 
 #include "../grid_product.hpp"
-#include "weights.hpp"
+#include "few_tokens.hpp"
 
 namespace tandem {
 namespace {
@@ -90,9 +90,9 @@ class GridLookup {
   TANDEM_INLINE explicit GridLookup(const std::uint8_t* words)
       : words_(words), tables_(grid_tables<F>()) {}
 
-  // Strip S of the super-block.
-  template <int S>
-  TANDEM_INLINE void strip(std::uint8_t* codes) const {
+  // Calls function(J, codes) for each four columns of strip S.
+  template <int S, typename Function>
+  TANDEM_INLINE void strip(const Function& function) const {
     const __m512i signs = signs_of<S>();
     const __m512i numbers = _mm512_load_si512(tables_.numbers);
     constexpr int kFoursOfLines = 8 / kGrid.line_cols;
@@ -106,7 +106,7 @@ class GridLookup {
         constexpr int kChoose = 0xCA;  // a ? b : c
         const __m512i code = _mm512_ternarylogic_epi32(
             _mm512_set1_epi8((1 << kSignBit) - 1), magnitudes, sign, kChoose);
-        _mm512_store_si512(codes + 64 * J, _mm512_permutexvar_epi8(code, numbers));
+        function(std::integral_constant<int, J>{}, _mm512_permutexvar_epi8(code, numbers));
       });
     });
   }
@@ -186,7 +186,9 @@ struct Lookup512 {
                     float* scales) {
     const GridLookup<F> grid(words);
     each<kStripsOfSuper>([&](auto s) TANDEM_INLINED {
-      grid.template strip<decltype(s)::value>(codes + s * kStripCols * kBlockRows);
+      grid.template strip<decltype(s)::value>([&](auto j, __m512i four) TANDEM_INLINED {
+        _mm512_store_si512(codes + s * kStripCols * kBlockRows + 64 * j, four);
+      });
     });
     const __m512 factor = in_units<F>(grid.factors(factors));
     each<kSuperCols / encoding(F).group>([&](auto g) TANDEM_INLINED {
@@ -195,6 +197,61 @@ struct Lookup512 {
     });
   }
 };
+
+// One token: lines are multiplied as they come out of the tables, in the order of other numbers of tokens.
+template <Format F>
+void multiply_lines(const PackedMatrix& m, std::int64_t block, const Activations& x, const Output& out) {
+  constexpr std::int64_t kWords = code_bytes(F, kSuperCols), kGroups = kSuperCols / encoding(F).group;
+  constexpr std::int64_t kFactors = scale_bytes(F, kSuperCols, encoding(F).group);
+  constexpr int kParts = kGroupsOfStrip<F>;
+  const std::int64_t supers = m.cols / kSuperCols;
+  const std::uint8_t* words = m.data + block * supers * kWords;
+  const std::uint8_t* factors = m.scales + block * supers * kFactors;
+  const std::int8_t* q = x.quantized;
+  const std::int32_t* x_sums = x.sums;
+  const float* x_scales = x.scales;
+  __m512 total = _mm512_setzero_ps();
+  for (std::int64_t s = 0; s < supers; ++s, q += kSuperCols, x_sums += kGroups, x_scales += kGroups) {
+    const GridLookup<F> grid(words);
+    const __m512 factor = in_units<F>(grid.factors(factors));
+    _mm_prefetch(reinterpret_cast<const char*>(factors + kFactorsAhead), _MM_HINT_T0);
+    each<kStripsOfSuper>([&](auto strip) TANDEM_INLINED {
+      constexpr int S = decltype(strip)::value;
+      constexpr int kLines = kWords / 64, kFirst = S * kLines / kStripsOfSuper;
+      each<(S + 1) * kLines / kStripsOfSuper - kFirst>([&](auto line) TANDEM_INLINED {
+        prefetch(words + 64 * (kFirst + line), kLinesAhead);
+      });
+      __m512i sums[kParts];
+      each<kParts>([&](auto part) TANDEM_INLINED {
+        sums[part] = _mm512_set1_epi32(x_sums[S * kParts + part]);
+      });
+      grid.template strip<S>([&](auto j, __m512i four) TANDEM_INLINED {
+        constexpr int kPart = decltype(j)::value * kParts / kFoursOfStrip;
+        sums[kPart] = multiply_add_int8(sums[kPart], four, broadcast4(q + S * kStripCols + 4 * j));
+      });
+      each<kParts>([&](auto part) TANDEM_INLINED {
+        constexpr int G = S * kParts + decltype(part)::value;
+        const SumScale<F> scale(_mm512_mul_ps(grid.template scale<G>(), factor));
+        total = _mm512_fmadd_ps(scale.times(sums[part]), _mm512_set1_ps(x_scales[G]), total);
+      });
+    });
+    words += kWords;
+    factors += kFactors;
+  }
+  out.store(0, total);
+}
+
+inline void multiply_one_token(const PackedMatrix& m, std::int64_t begin, std::int64_t end,
+                               const Activations& x, std::int64_t num_rows, float* out) {
+  end = std::min(end, (num_rows + kBlockRows - 1) / kBlockRows);
+  each<kNumFormats>([&](auto number) {
+    constexpr Format F = static_cast<Format>(decltype(number)::value);
+    if constexpr (is_grid(F))
+      if (m.format == F)
+        for (std::int64_t b = begin; b < end; ++b)
+          multiply_lines<F>(m, b, x, Output::of(m, b, num_rows, out, 0));
+  });
+}
 
 }  // namespace
 }  // namespace tandem

@@ -45,6 +45,8 @@ def threads_of(isa: str) -> CpuThreads:
 @example(fmt=find_format("fp16"), rows=1536, cols=576, num_rows=3, is_bf16=False)
 @example(fmt=find_format("bf16"), rows=2048, cols=2048, num_rows=2, is_bf16=False)
 @example(fmt=find_format("fp16"), rows=2048, cols=2048, num_rows=9, is_bf16=False)
+@example(fmt=find_format("iq1_m"), rows=40, cols=300, num_rows=9, is_bf16=False)
+@example(fmt=find_format("iq3_s"), rows=96, cols=512, num_rows=3, is_bf16=False)
 def test_rows_of_a_dense_product(
     isa: str, fmt: WeightFormat, rows: int, cols: int, num_rows: int, is_bf16: bool
 ) -> None:

@@ -14,6 +14,7 @@ from tandem.kernels.dense import (
 )
 from tandem.kernels.formats.weight_format import FORMATS as PACKED_FORMATS
 from tandem.kernels.formats.weight_format import find_format
+from tests.kernels.formats.sources import pack_any
 
 FORMATS = [
     "bf16",
@@ -31,6 +32,8 @@ FORMATS = [
 def weight_of(rows: int, cols: int, fmt: str, seed: int = 0, *, bias: bool = False) -> DenseWeight:
     random = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, cols, generator=random) / cols**0.5
+    if find_format(fmt).encoding.grid is not None:
+        return DenseWeight(pack_any(weight, find_format(fmt)), None)
     offset = torch.randn(rows, generator=random) if bias else None
     return pack_dense(weight, offset, find_format(fmt))
 

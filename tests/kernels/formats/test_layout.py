@@ -120,15 +120,15 @@ def read_lines(packed: PackedMatrix) -> Tensor:
     """Put the file's blocks together again, and have the gguf package say what they stand for."""
     fmt, data = packed.format, packed.data.numpy().tobytes()
     assert fmt.encoding.grid is not None
-    assert packed.scales is not None
-    scales, words = packed.scales.numpy().tobytes(), fmt.encoding.grid.words
+    words = fmt.encoding.grid.words
+    scales = b"" if packed.scales is None else packed.scales.numpy().tobytes()
     rows = []
     for row in range(packed.rows):
         b, r = divmod(row, 16)
         blocks = b""
         for s in range(supers := packed.cols // 256):
             at = b * supers + s
-            blocks += scales[32 * at + 2 * r :][:2] if fmt.kind != "iq1_m" else b""
+            blocks += scales[32 * at + 2 * r :][:2]
             first = 64 * words * at + 4 * r
             blocks += b"".join(data[first + 64 * word :][:4] for word in range(words))
         rows.append(np.frombuffer(blocks, np.uint8))

@@ -144,12 +144,11 @@ class MatrixBlocks:
         return CodedMatrix(codes, _from_blocks(of_rows))
 
     def _write_lines(self, fmt: WeightFormat, chosen: slice, coded: CodedMatrix) -> None:
-        assert self.scales is not None
         assert coded.scales is not None
         assert coded.super_scales is not None
         words = write_words(fmt, coded.codes, coded.scales, coded.super_scales)
         self.words[chosen] = _to_blocks(words)
-        if fmt.encoding.super_bytes:
+        if self.scales is not None and fmt.encoding.super_bytes:
             self.scales[chosen].view(torch.float16).copy_(_to_blocks(coded.super_scales))
 
     def _factors(self) -> Tensor:

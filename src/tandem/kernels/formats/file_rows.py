@@ -150,9 +150,10 @@ def _place(placings: Sequence[Placing]) -> bool:
     fields: list[tuple[_native.PackedPlace, _native.FieldRows]] = []
     for target, fmt, source, _ in placings:
         rows, cols = source.num_rows, source.num_cols
-        if target.scales is None:
+        if fmt.encoding.scale is None:
             raise ValueError(f"rows of a file for {fmt.name}, expected a format with scales")
-        place = fmt.encoding.number, rows, cols, target.words, target.scales, source.factor
+        scales = target.words[..., :0] if target.scales is None else target.scales
+        place = fmt.encoding.number, rows, cols, target.words, scales, source.factor
         if isinstance(source, FileFields):
             fields.append((place, _fields(source, fmt)))
         else:

@@ -24,7 +24,8 @@ class PackedMatrix:
     """A (rows, cols) matrix in the layout that the kernels read.
 
     `data` is flat uint8, `scales` flat in its own dtype (float16; uint8 for bytes and for
-    super-blocks; float32 for fp8), or None for formats without groups.
+    super-blocks; float32 for fp8), or None for formats without groups, and
+    for `iq1_m`, which has all among its codes.
     """
 
     format: WeightFormat
@@ -36,11 +37,11 @@ class PackedMatrix:
     @classmethod
     def empty(cls, rows: int, cols: int, fmt: WeightFormat) -> "PackedMatrix":
         """Allocate the memory of a (rows, cols) matrix."""
-        data = allocate(fmt.data_bytes(rows, cols))
-        if fmt.encoding.scale is None:
+        data, scale_bytes = allocate(fmt.data_bytes(rows, cols)), fmt.scale_bytes(rows, cols)
+        if fmt.encoding.scale is None or not scale_bytes:
             return cls(fmt, rows, cols, data, None)
         dtype = SCALE_DTYPES[fmt.encoding.scale]
-        return cls(fmt, rows, cols, data, allocate(fmt.scale_bytes(rows, cols)).view(dtype))
+        return cls(fmt, rows, cols, data, allocate(scale_bytes).view(dtype))
 
     @property
     def blocks(self) -> MatrixBlocks:
