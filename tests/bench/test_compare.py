@@ -105,6 +105,7 @@ def test_systems_take_turns_and_the_result_can_be_pasted(
     report: dict[str, Any] = json.loads(last)
     assert [cell["system"] for cell in report["speeds"]] == ["tandem", "other"]
     assert report["agreement"]["num_agreed"] == 8
+    assert min(report["memory_bytes"].values()) > 1 << 20
 
 
 def test_a_system_that_cannot_load_is_named(

@@ -1,20 +1,19 @@
 """`tandem datapoint`: what it writes, what it says first, and who reads it."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 from benchmarks.datapoints import BEGIN, FOLDER, table
 
+from tandem.cli import datapoint
 from tandem.cli.main import main
 from tandem.core.errors import ConfigError, FileFormatError
 from tandem.forecast.cpu_forecast import ProfileForecast, forecast_from_profile
 from tandem.forecast.gpu_forecast import shape_sizes
-from tandem.forecast.report import speed_stages
 from tandem.forecast.report.datapoint import FIRST_LINE, read_rows
 from tandem.forecast.report.speed_stages import on_cpu
-from tandem.forecast.report.stages import Stage
+from tandem.forecast.report.stages import Outcome
 from tandem.hardware.profiles import load_profile
 from tandem.hf.config import OffloadConfig
 from tests.forecast.test_report import SMALL
@@ -23,8 +22,8 @@ from tests.forecast.test_report import SMALL
 def test_one_file_says_what_the_machine_is_and_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = Stage("small", partial(on_cpu, SMALL, "int4", rounds=1))
-    monkeypatch.setattr(speed_stages, "CPU_DATAPOINT_STAGES", (stage,))
+    outcome = Outcome("small", "ok", on_cpu(SMALL, "int4", rounds=1), 1.0)
+    monkeypatch.setattr(datapoint, "tried", lambda stages: [outcome])  # without a process
     path = tmp_path / "here.json"
     assert main(["datapoint", str(path), "--json"]) == 0
     said = capsys.readouterr().out

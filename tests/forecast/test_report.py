@@ -125,7 +125,7 @@ def test_a_file_that_must_not_be_written_is_refused_first(
 def test_the_command_writes_what_it_has_tried(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = Stage("small", partial(on_cpu, SMALL, "int4"))
+    stage = Stage("small", partial(on_cpu, SMALL, "int4", rounds=1))
     monkeypatch.setattr(speed_stages, "CPU_SPEED_STAGES", (stage,))
     path = tmp_path / "report.md"
     assert main(["doctor", "--report", str(path), "--threads", "1", "--json"]) == 0

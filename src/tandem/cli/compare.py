@@ -138,21 +138,23 @@ def _compare(
     tell = _silent if options.quiet else _Told(options.rounds)
     speeds: dict[str, Rounds] = {}
     chosen: list[list[Choice]] = []
+    memory: dict[str, int] = {}
     try:
         for group in groups:
             with ExitStack() as stack:
                 with waiting(f"loading {' and '.join(group)}", quiet=options.quiet):
                     turns = stack.enter_context(standing_still(group, setting))
                 names = [name for name in group if name != _LIBRARY]
-                chosen += [turns.choices(name, ids) for name in group if ids and name in choosers]
                 speeds |= measured(turns, names, [options.depth], options.rounds, tell)
+                memory |= {name: 0 if peer.command else turns.peak_bytes(name) for name in names}
+                chosen += [turns.choices(name, ids) for name in group if ids and name in choosers]
     except OSError as error:
         raise ConfigError(f"the comparison stopped: {error}") from error
     return Comparison(
         file=setting.gguf.name, machine=machine,
         versions={TANDEM: version_lines(is_verbose=False)[0], peer.name: peer.name},
         prompt=options.prompt, steps=options.gen, rounds=options.rounds, speeds=speeds,
-        agreement=agreement(*chosen) if chosen else None,
+        memory=memory, agreement=agreement(*chosen) if chosen else None,
         why_not_agreed=_NO_LIBRARY if ids else "",
     )  # fmt: skip
 

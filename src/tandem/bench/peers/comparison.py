@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 
 from tandem.bench.peers.setting import Choice
 from tandem.bench.peers.turns import Rounds, median, ratios, table
+from tandem.core.units import format_bytes
 
 MARGIN = 0.1
 """Where a peer's two best logits are nearer, rounding decides between them."""
@@ -55,6 +56,8 @@ class Comparison:
     steps: int
     rounds: int
     speeds: Mapping[str, Rounds]
+    memory: Mapping[str, int]
+    """Of each system, the most bytes at a time, with what it maps of the file; 0: not known."""
     agreement: Agreement | None
     why_not_agreed: str = ""
     """Why first choices were not compared."""
@@ -78,8 +81,15 @@ class Comparison:
             f"{self.versions[peer]} {theirs.prefill:.1f} and {theirs.decode:.1f} "
             f"({prefill:.2f} and {decode:.2f} times as many). Medians of {self.rounds} rounds in "
             f"turns with the same file and threads, prompt {self.prompt}, answer {self.steps}"
-            f"{f', behind {depth} tokens' if depth else ''}. {agreed}"
+            f"{f', behind {depth} tokens' if depth else ''}.{self._memory_line} {agreed}"
         )
+
+    @property
+    def _memory_line(self) -> str:
+        if not all(self.memory.values()):
+            return ""
+        sizes = " and ".join(format_bytes(size) for size in self.memory.values())
+        return f" They take {sizes} of memory at most."
 
     def json(self) -> dict[str, object]:
         """Return all of it for programs: speeds are medians, ratios Tandem's over the row's."""
@@ -94,5 +104,6 @@ class Comparison:
         return {
             "file": self.file, "machine": self.machine, "versions": dict(self.versions),
             "prompt": self.prompt, "steps": self.steps, "rounds": self.rounds, "speeds": cells,
+            "memory_bytes": dict(self.memory),
             "agreement": None if self.agreement is None else asdict(self.agreement),
         }  # fmt: skip

@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 _LAST_SECONDS = 2.0
@@ -58,6 +59,16 @@ class StillProcess:
         """Its number."""
         assert self._process.pid is not None
         return self._process.pid
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that it has had so far, files that it maps included; 0: not known."""
+        try:
+            status = Path(f"/proc/{self.pid}/status").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return 0
+        peak = next((line for line in status.splitlines() if line.startswith("VmHWM:")), "0 0")
+        return int(peak.split()[1]) << 10
 
     def _receive(self, seconds: float) -> Any:
         if not self._connection.poll(seconds):

@@ -45,6 +45,10 @@ class Turns:
         found: list[Choice] = self._processes[name].ask(asked, _SECONDS)
         return found
 
+    def peak_bytes(self, name: str) -> int:
+        """Return the most memory that a system's process has had so far; 0: not known."""
+        return self._processes[name].peak_bytes
+
 
 @contextmanager
 def standing_still(makers: Mapping[str, Maker], setting: Setting) -> Iterator[Turns]:
