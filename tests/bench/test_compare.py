@@ -3,6 +3,7 @@
 import json
 import stat
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,25 @@ def test_systems_take_turns_and_the_result_can_be_pasted(
     assert [cell["system"] for cell in report["speeds"]] == ["tandem", "other"]
     assert report["agreement"]["num_agreed"] == 8
     assert min(report["memory_bytes"].values()) > 1 << 20
+
+
+def test_a_program_is_timed_and_the_library_says_what_it_would_choose(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"n_prompt": 9, "n_gen": 0, "avg_ts": 25.0}, {"n_prompt": 0, "n_gen": 4, "avg_ts": 5.0}]
+    script = program(file.parent, "llama-bench")
+    script.write_text(f"#!/bin/sh\necho \"$@\" > {file.parent}/asked\necho '{json.dumps(rows)}'\n")
+    peer = Peer("fork", (str(script), "-rtr", "1"), has_library=True)
+    monkeypatch.setattr(finding, "find_peer", lambda wanted: peer)
+    words = ["compare", str(file), "-q", "--rounds", "1", "--tokens", "9", "--threads", "2"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "| fork | 0 | 25.0, 5.0 | 4.00, 2.00 |  |" in shown
+    assert "agree after 8 of 9 tokens" in shown
+    assert (file.parent / "asked").read_text().startswith("-rtr 1 -ngl 0 -m ")
+    monkeypatch.setattr(finding, "find_peer", lambda wanted: replace(peer, has_library=False))
+    assert main(words) == 0
+    assert "pip install llama-cpp-python" in capsys.readouterr().out
 
 
 def test_a_system_that_cannot_load_is_named(

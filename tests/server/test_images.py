@@ -1,4 +1,4 @@
-"""Pictures in the requests of all three APIs: answered as by Transformers, or refused in words."""
+"""Pictures in the requests of all APIs: answered as by Transformers, or refused in words."""
 
 import base64
 import dataclasses
@@ -97,6 +97,13 @@ def ask_responses(server: RunningServer, *urls: str) -> Reply:
     return server.post("/v1/responses", input=items, max_output_tokens=TOKENS, temperature=0)
 
 
+def ask_ollama(server: RunningServer, *urls: str) -> Reply:
+    images = [_source(url)["data"] for url in urls]
+    messages = [{"role": "user", "content": QUESTION, "images": images}]
+    options = {"num_predict": TOKENS, "temperature": 0}
+    return server.post("/api/chat", messages=messages, options=options, stream=False)
+
+
 ASKING = [ask_chat, ask_anthropic, ask_responses]
 
 
@@ -107,6 +114,8 @@ def answered(reply: Reply) -> tuple[str, int]:
         return answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens"]
     if "output" in answer:
         return answer["output"][-1]["content"][0]["text"], answer["usage"]["input_tokens"]
+    if "message" in answer:
+        return answer["message"]["content"], answer["prompt_eval_count"]
     usage = answer["usage"]
     return answer["content"][0]["text"], usage["input_tokens"] + usage["cache_read_input_tokens"]
 
@@ -121,7 +130,7 @@ def test_all_apis_answer_as_transformers_does(seeing: RunningServer, checkpoint:
         prompt = reader.write(f"user: {shown * len(urls)}{QUESTION}assistant:", urls)
         tokens = transformers_tokens(tandem.load(checkpoint), prompt, TOKENS)
         expected = tokenizer.decode(tokens, skip_special_tokens=True)
-        for ask in ASKING:
+        for ask in (*ASKING, ask_ollama):
             assert answered(ask(seeing, *urls)) == (expected, len(prompt.ids)), ask.__name__
 
 

@@ -82,7 +82,7 @@ class Comparison:
             f"({prefill:.2f} and {decode:.2f} times as many). Medians of {self.rounds} rounds in "
             f"turns with the same file and threads, prompt {self.prompt}, answer {self.steps}"
             f"{f', behind {depth} tokens' if depth else ''}.{self._memory_line} {agreed}"
-        )
+        ).rstrip()
 
     @property
     def _memory_line(self) -> str:
