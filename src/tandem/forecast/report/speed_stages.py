@@ -150,7 +150,7 @@ GPU_SPEED_STAGES = tuple(
 CPU_DATAPOINT_STAGES = (
     Stage(
         "olmoe int4",
-        partial(on_cpu, _shape("olmoe"), "int4", rounds=2),
+        partial(on_cpu, _shape("olmoe"), "int4", rounds=1),
         _LIMIT_SECONDS,
     ),
 )
