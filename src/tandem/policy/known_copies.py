@@ -35,8 +35,7 @@ class KnownCopies:
         """Take the loads of layers that are known, in the layers' order."""
         self._loads = {load.layer: load for load in known}
         most = max((max(load.tokens) for load in known), default=0)
-        if most >= len(self._costs.cpu):
-            self._costs.grow(2 * most)
+        self._costs.require(most)
 
     def __contains__(self, layer: int) -> bool:
         """Tell whether a layer's load is known."""
