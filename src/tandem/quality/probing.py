@@ -70,8 +70,10 @@ class ProbingExecutor(ReferenceExecutor):
             own = expert_importance(self._importance, host, self.parameter, expert, weight)
             rounded = _rounded(weight, own, PROBE)
             rounded = rounded.T if weights.is_transposed else rounded
-            is_down = self.parameter.endswith(".down_proj")
-            self._rounded[expert] = replace(weights, **{"down" if is_down else "up": rounded})
+            if self.parameter.endswith(".down_proj"):
+                self._rounded[expert] = replace(weights, down=rounded)
+            else:
+                self._rounded[expert] = replace(weights, up=rounded)
         return self._rounded[expert]
 
 
