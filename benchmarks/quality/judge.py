@@ -3,8 +3,8 @@
 Quantised checkpoints flatter the format that they come from, and so does what descends from them
 (the demo model). This one has never been rounded to less than bf16. 15 M parameters, 8 experts of
 which two compute, in Qwen3-MoE's architecture; trained on free manuals in seven languages and on
-Python's own library, some ten minutes of two cores. Text, seed and steps are fixed; the weights
-repeat bit by bit on one machine alone, since sums of threads and of instruction sets differ.
+Python's own library, some ten minutes of two cores. Text, seed and steps are fixed; bits of the
+weights are not, since threads and instruction sets add in other orders.
 
 Needs Debian's apt-get and dpkg-deb, which fetch the text. None of it is in the held-out text.
 """
