@@ -7,8 +7,14 @@ import pytest
 import torch
 
 import tandem
+from tandem.checkpoint.importance import save_importance
+from tandem.checkpoint.input_squares import InputSquares
 from tandem.cli.main import main
 from tandem.hf.runtime import require_runtime
+from tandem.kernels.formats.weight_format import find_expert_format
+from tests.hf.tiny import save_tiny_dense
+
+TOKENS = torch.tensor([100])
 
 
 def test_a_recipe_is_kept_repeated_and_runs(
@@ -35,7 +41,7 @@ def test_a_recipe_is_kept_repeated_and_runs(
     loaded = tandem.load(tmp_path / "a", threads=1)
     store = require_runtime(loaded).store
     assert [x.layout.format_name for x in store] == [  # type: ignore[union-attr]
-        tandem_name(name) for name in reports[0]["expert_formats"]
+        find_expert_format(name).name for name in reports[0]["expert_formats"]
     ]
     assert kept["packed_format"] == 3
     embeddings = loaded.get_input_embeddings()
@@ -50,12 +56,6 @@ def test_a_recipe_is_kept_repeated_and_runs(
     with torch.no_grad():
         assert torch.equal(copy(input_ids=torch.tensor([[5, 6, 7]])).logits, logits)
     assert main(["run", str(tmp_path / "a"), "-p", "x", "-q", "--max-new-tokens", "2"]) == 0
-
-
-def tandem_name(name: str) -> str:
-    from tandem.kernels.formats.weight_format import find_expert_format
-
-    return find_expert_format(name).name
 
 
 @pytest.mark.parametrize(
@@ -77,13 +77,25 @@ def test_impossible_sizes_are_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     importance = tmp_path / "imatrix.safetensors"
-    from tandem.checkpoint.importance import save_importance
-    from tandem.checkpoint.input_squares import InputSquares
-
-    head = InputSquares(torch.ones(1, 64), torch.tensor([100]))
+    head = InputSquares(torch.ones(1, 64), TOKENS)
     save_importance(importance, {"lm_head.weight": head})
     words = ["pack", model, "-o", str(tmp_path / "x"), "-q", "--importance", str(importance)]
     assert main([*words, *flags]) == 2
     error = capsys.readouterr().err
     assert sentence in error
     assert error.count("\n") == 1
+
+
+def test_a_dense_model_has_a_recipe_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = save_tiny_dense(tmp_path / "tiny")
+    hidden = tandem.load(source, threads=1).config.hidden_size
+    importance = tmp_path / "importance.safetensors"
+    save_importance(importance, {"lm_head.weight": InputSquares(torch.ones(1, hidden), TOKENS)})
+    words = ["pack", str(source), "--bits", "7", "--importance", str(importance), "-q", "--json"]
+    assert main([*words, "-o", str(tmp_path / "packed")]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["expert_formats"] is None
+    assert len(set(report["dense_formats"].values())) > 1
+    with torch.no_grad():
+        found = tandem.load(tmp_path / "packed", threads=1)(input_ids=torch.tensor([[5, 6]])).logits
+    assert found.isfinite().all()

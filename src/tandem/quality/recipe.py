@@ -156,7 +156,7 @@ def measure_parts(
     """
     offload = with_importance_file(offload, checkpoint)
     importance = given_importance(offload)
-    plain = dataclasses.replace(offload, expert_dtype="bf16", dense_dtype="none", importance=None)
+    plain = dataclasses.replace(offload, expert_dtype="auto", dense_dtype="none", importance=None)
     sink = _MeasuringSink(importance, progress)
     model = load_checkpoint(checkpoint, plain, sink=sink)
     require_runtime(model).executor.close()
