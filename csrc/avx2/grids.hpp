@@ -254,7 +254,10 @@ void multiply_lines(const PackedMatrix& m, std::int64_t block, const Activations
   Totals<1> total;
   out.load<1>(total);
   for (std::int64_t s = 0; s < supers; ++s, words += kWords, factors += kFactors) {
-    for (std::int64_t at = 0; at < kWords; at += 64) fetch<Cache::kSecond>(words + kLinesAhead + at);
+    for (std::int64_t at = 0; at < kWords; at += 64) {
+      fetch<Cache::kSecond>(words + kLinesAhead + at);
+      fetch<Cache::kFirst>(words + kLinesNear + at);
+    }
     fetch<Cache::kFirst>(factors + kFactorsAhead);
     for (int half = 0; half < kHalves; ++half) {
       const GridRows<F> rows(words, half);

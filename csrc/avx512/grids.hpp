@@ -219,7 +219,9 @@ void multiply_lines(const PackedMatrix& m, std::int64_t block, const Activations
       constexpr int S = decltype(strip)::value;
       constexpr int kLines = kWords / 64, kFirst = S * kLines / kStripsOfSuper;
       each<(S + 1) * kLines / kStripsOfSuper - kFirst>([&](auto line) TANDEM_INLINED {
-        prefetch(words + 64 * (kFirst + line), kLinesAhead);
+        const std::uint8_t* at = words + 64 * (kFirst + line);
+        prefetch(at, kLinesAhead);
+        _mm_prefetch(reinterpret_cast<const char*>(at + kLinesNear), _MM_HINT_T0);
       });
       __m512i sums[kParts];
       each<kParts>([&](auto part) TANDEM_INLINED {

@@ -56,7 +56,7 @@ def nearest_codes(values: Tensor, fmt: WeightFormat) -> Tensor:
         return values.round().clamp_(*encoding.codes).add_(encoding.offset).to(torch.uint8)
     table, codes = torch.tensor(encoding.table, dtype=torch.float32, device="cpu").sort()
     middles = (table[1:] + table[:-1]) / 2
-    return codes.to(torch.uint8)[torch.bucketize(values, middles)]
+    return codes.to(torch.uint8)[torch.bucketize(values.contiguous(), middles)]
 
 
 def code_values(codes: Tensor, fmt: WeightFormat) -> Tensor:
