@@ -234,8 +234,8 @@ void AttentionEngine::plan_tiles(const AttentionCall& call) {
 void AttentionEngine::plan_tasks() {
   std::int64_t positions = 0;
   for (const Tile& tile : tiles_) positions += tile.end - tile.begin;
-  const std::int64_t share =
-      std::max<std::int64_t>(1, segments(positions / (kAttentionTasksPerThread * pool_.num_threads())));
+  const std::int64_t share = std::max<std::int64_t>(
+      1, segments(positions / (kAttentionTasksPerThread * pool_.num_threads())));
   tasks_.clear();
   num_parts_ = 0;
   for (std::size_t i = 0; i < tiles_.size(); ++i) {

@@ -191,13 +191,20 @@ BlockReader block_reader(BlockKind kind) {
     case BlockKind::kQ5K: return {176, read_q5k};
     case BlockKind::kQ6K: return {210, read_q6k};
     case BlockKind::kIq4Xs: return {136, read_iq4xs};
-    case BlockKind::kIq2Xxs: return {66, read_lines<kIq2Xxs.words>};
-    case BlockKind::kIq2Xs: return {74, read_lines<kIq2Xs.words>};
-    case BlockKind::kIq2S: return {82, read_lines<kIq2S.words>};
-    case BlockKind::kIq3Xxs: return {98, read_lines<kIq3Xxs.words>};
-    case BlockKind::kIq3S: return {110, read_lines<kIq3S.words>};
-    case BlockKind::kIq1S: return {50, read_lines<kIq1S.words>};
-    case BlockKind::kIq1M: return {56, read_iq1m};
+    case BlockKind::kIq2Xxs:
+      return {66, read_lines<kIq2Xxs.words>};
+    case BlockKind::kIq2Xs:
+      return {74, read_lines<kIq2Xs.words>};
+    case BlockKind::kIq2S:
+      return {82, read_lines<kIq2S.words>};
+    case BlockKind::kIq3Xxs:
+      return {98, read_lines<kIq3Xxs.words>};
+    case BlockKind::kIq3S:
+      return {110, read_lines<kIq3S.words>};
+    case BlockKind::kIq1S:
+      return {50, read_lines<kIq1S.words>};
+    case BlockKind::kIq1M:
+      return {56, read_iq1m};
   }
   return {};
 }

@@ -39,8 +39,13 @@ void multiply_grid(const GridKernels& kernels, const PackedMatrix& m, std::int64
   const std::int64_t most = strip_blocks(num_tokens), codes = m.cols * kBlockRows;
   const std::int64_t scales = m.cols / m.group * kBlockRows;
   memory.resize(most * codes, most * scales);
-  PackedMatrix strips{m.group == kStripCols ? Format::kStrips32 : Format::kStrips16, 0, m.cols, m.group,
-                      memory.codes(), reinterpret_cast<const std::uint8_t*>(memory.scales()), nullptr};
+  PackedMatrix strips{m.group == kStripCols ? Format::kStrips32 : Format::kStrips16,
+                      0,
+                      m.cols,
+                      m.group,
+                      memory.codes(),
+                      reinterpret_cast<const std::uint8_t*>(memory.scales()),
+                      nullptr};
   end = std::min(end, (num_rows + kBlockRows - 1) / kBlockRows);
   for (std::int64_t first = begin; first < end; first += most) {
     strips.blocks = std::min(most, end - first);

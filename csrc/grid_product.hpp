@@ -12,7 +12,8 @@ namespace tandem {
 // What an instruction set has for it: a row block's lines become strips (kStrips32 or kStrips16) and their
 // scales; and its product, which takes those.
 struct GridKernels {
-  void (*look_up)(const PackedMatrix& matrix, std::int64_t block, std::uint8_t* codes, float* scales);
+  void (*look_up)(const PackedMatrix& matrix, std::int64_t block, std::uint8_t* codes,
+                  float* scales);
   decltype(Kernels::matmul) matmul;
 };
 
@@ -32,19 +33,21 @@ constexpr std::int64_t kStripsOfSuper = kSuperCols / kStripCols;
 // The hardware follows a stream to the end of its page only, and few lines of so much arithmetic are on
 // their way at once: in two steps they come an eighth faster (Sapphire Rapids).
 constexpr std::int64_t kLinesAhead = 3072;  // into the second cache
-constexpr std::int64_t kLinesNear = 768;    // into the first
+constexpr std::int64_t kLinesNear = 768;  // into the first
 // Factors are a stream too slow for the hardware to follow.
 constexpr std::int64_t kFactorsAhead = 512;
 
 template <class Lookup, Format F>
 void look_up_supers(const PackedMatrix& m, std::int64_t block, std::uint8_t* codes, float* scales) {
-  constexpr std::int64_t kWords = code_bytes(F, kSuperCols), kGroups = kSuperCols / encoding(F).group;
+  constexpr std::int64_t kWords = code_bytes(F, kSuperCols),
+                         kGroups = kSuperCols / encoding(F).group;
   constexpr std::int64_t kFactors = scale_bytes(F, kSuperCols, encoding(F).group);
   const std::int64_t supers = m.cols / kSuperCols;
   const std::uint8_t* words = m.data + block * supers * kWords;
   const std::uint8_t* factors = m.scales + block * supers * kFactors;
   for (std::int64_t s = 0; s < supers; ++s) {
-    for (std::int64_t at = 0; at < kWords; at += 64) __builtin_prefetch(words + kLinesAhead + at, 0, 2);
+    for (std::int64_t at = 0; at < kWords; at += 64)
+      __builtin_prefetch(words + kLinesAhead + at, 0, 2);
     __builtin_prefetch(factors + kFactorsAhead, 0, 3);
     Lookup::template super<F>(words, factors, codes, scales);
     words += kWords;

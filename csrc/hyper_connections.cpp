@@ -111,8 +111,10 @@ void HyperEngine::finish(const MixIn& call, std::int64_t token) {
 
 void HyperEngine::run(const MixOut& call) {
   const std::int64_t values = call.num_streams * call.dim;
-  if (call.num_tokens * values < kParallelStreamValues) return kernels_.mix_out(call, 0, call.num_tokens);
-  const std::int64_t each = std::max<std::int64_t>(1, kParallelStreamValues / std::max<std::int64_t>(1, values));
+  if (call.num_tokens * values < kParallelStreamValues)
+    return kernels_.mix_out(call, 0, call.num_tokens);
+  const std::int64_t each =
+      std::max<std::int64_t>(1, kParallelStreamValues / std::max<std::int64_t>(1, values));
   pool_.run(parts_of(call.num_tokens, each), [&](std::int64_t i) {
     kernels_.mix_out(call, i * each, std::min(each, call.num_tokens - i * each));
   });

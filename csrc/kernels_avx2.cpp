@@ -35,7 +35,8 @@ void matmul(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const A
   const Product product{m, x, num_rows, out, stride};
   if (is_grid(m.format) && num_tokens == 1) return multiply_one_token(product, begin, end);
   if (is_grid(m.format))
-    return multiply_grid({look_up_avx2, matmul}, m, begin, end, x, num_tokens, num_rows, out, stride);
+    return multiply_grid({look_up_avx2, matmul}, m, begin, end, x, num_tokens, num_rows, out,
+                         stride);
   if (multiply_integers<Maddubs>(product, begin, end, num_tokens)) return;
   multiply_floats(product, begin, end, num_tokens);
 }

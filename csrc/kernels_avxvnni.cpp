@@ -24,7 +24,8 @@ void matmul(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const A
   if (is_grid(m.format) && num_tokens == 1)
     return avx2_kernels().matmul(m, begin, end, x, num_tokens, num_rows, out, stride);
   if (is_grid(m.format))
-    return multiply_grid({look_up_avx2, matmul}, m, begin, end, x, num_tokens, num_rows, out, stride);
+    return multiply_grid({look_up_avx2, matmul}, m, begin, end, x, num_tokens, num_rows, out,
+                         stride);
   const Product product{m, x, num_rows, out, stride};
   if (multiply_integers<Dpbusd>(product, begin, end, num_tokens)) return;
   avx2_kernels().matmul(m, begin, end, x, num_tokens, num_rows, out, stride);

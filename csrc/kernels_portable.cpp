@@ -70,9 +70,12 @@ int number_at(const std::uint8_t* super, const BitField& field, int i, std::int6
 int signs_at(const std::uint8_t* super, const Grid& grid, int eight, std::int64_t row) {
   const int bits = number_at(super, grid.signs, eight, row);
   switch (grid.sign_kind()) {
-    case Signs::kOne: return bits ? 255 : 0;
-    case Signs::kEven: return bits | (std::popcount(static_cast<unsigned>(bits)) & 1) << 7;
-    case Signs::kEight: return bits;
+    case Signs::kOne:
+      return bits ? 255 : 0;
+    case Signs::kEven:
+      return bits | (std::popcount(static_cast<unsigned>(bits)) & 1) << 7;
+    case Signs::kEight:
+      return bits;
   }
   return 0;
 }
@@ -114,7 +117,8 @@ float half_at(const std::uint8_t* bytes) {
 
 float grid_scale_at(const PackedMatrix& m, std::int64_t block, std::int64_t g, std::int64_t row) {
   const Encoding& e = encoding(m.format);
-  const std::int64_t groups = kSuperCols / m.group, super = (block * m.cols + g * m.group) / kSuperCols;
+  const std::int64_t groups = kSuperCols / m.group,
+                     super = (block * m.cols + g * m.group) / kSuperCols;
   const std::uint8_t* words = m.data + code_bytes(m.format, super * kSuperCols);
   float factor;
   if (e.grid->factor.width == 0) {
@@ -179,8 +183,7 @@ void multiply_codes(const PackedMatrix& m, std::int64_t b, const Activations& x,
     std::int32_t sums[kTokens][kBlockRows] = {};
     for (std::int64_t k = g * m.group; k < (g + 1) * m.group; k += step) {
       const std::int64_t begin = k % kStripCols;
-      if (begin == 0)
-        unpack(m, block, k, std::min(kStripCols, m.cols - k), codes);
+      if (begin == 0) unpack(m, block, k, std::min(kStripCols, m.cols - k), codes);
       for (std::int64_t t = 0; t < num_tokens; ++t) {
         const std::int8_t* q = x.quantized + t * x.stride + k;
         step == 16 ? add_products<16>(codes, begin, q, sums[t])
@@ -393,7 +396,8 @@ void read_row(const PackedMatrix& m, std::int64_t row, std::int64_t cols, float*
   for (std::int64_t begin = 0; begin < cols; begin += kStripCols) {
     const std::uint8_t* at = codes + code_bytes(m.format, begin);
     const std::int64_t width = std::min(kStripCols, m.cols - begin);
-    if (is_integer(m.format)) unpack(m, codes, begin, width, strip);
+    if (is_integer(m.format))
+      unpack(m, codes, begin, width, strip);
     else to_floats(m.format, at, width, weights);
     Scale s{1, 0};
     for (std::int64_t k = begin; k < std::min(begin + width, cols); ++k) {

@@ -62,7 +62,7 @@ struct Encoding {
   std::int64_t group = 0;            // columns that share a scale; 0: the matrix says
   const std::uint8_t* table = nullptr;  // from 16 stored codes to unsigned ones
   float unit = 1;                       // what a code of one stands for, of tables; a power of two
-  const Grid* grid = nullptr;           // `table` has its signs above the numbers' bits; no planes
+  const Grid* grid = nullptr;  // `table` has its signs above the numbers' bits; no planes
 };
 
 // Twice the values of e2m1, plus 12.
@@ -81,32 +81,32 @@ constexpr std::uint8_t kIq2Table[8] = {51, 68, 86, 43, 35, 18, 0, 43};
 constexpr std::uint8_t kIq1Table[8] = {2, 10, 18, 9, 0, 8, 16, 9};
 
 constexpr Encoding kEncodings[] = {
-    {16},                                                    // kBf16
-    {8, ScaleKind::kFp16, false, 128, 255},                  // kInt8
-    {4, ScaleKind::kFp16, false, 8, 15},                     // kInt4
-    {4, ScaleKind::kFp16, true, 0, 15},                      // kInt4Zero
-    {4, ScaleKind::kE8m0, false, 12, 24, 32, kE2m1Table},    // kMxfp4
-    {16},                                                    // kFp16
-    {8, ScaleKind::kFp32OfBlock, false, 0, 0, 128},          // kFp8
-    {4, ScaleKind::kInt8OfSuper, true, 0, 15, 32},           // kQ4K
-    {5, ScaleKind::kInt8OfSuper, true, 0, 31, 32},           // kQ5K
-    {6, ScaleKind::kInt8OfSuper, false, 32, 63, 16},         // kQ6K
-    {5, ScaleKind::kFp16, true, 0, 31, 32},                  // kInt5Zero
-    {4, ScaleKind::kFp16, false, 127, 240, 32, kIq4Table},   // kIq4Nl
-    {4, ScaleKind::kInt8OfSuper, false, 127, 240, 32, kIq4Table},           // kIq4Xs
-    {4, ScaleKind::kE4m3OfRow, false, 12, 24, 16, kE2m1Table, 0.5f},        // kNvfp4
-    {2, ScaleKind::kNibblesOfSuper, true, 0, 3, 16},                        // kQ2K
-    {3, ScaleKind::kInt8OfSuper, false, 4, 7, 16},                          // kQ3K
+    {16},  // kBf16
+    {8, ScaleKind::kFp16, false, 128, 255},  // kInt8
+    {4, ScaleKind::kFp16, false, 8, 15},  // kInt4
+    {4, ScaleKind::kFp16, true, 0, 15},  // kInt4Zero
+    {4, ScaleKind::kE8m0, false, 12, 24, 32, kE2m1Table},  // kMxfp4
+    {16},  // kFp16
+    {8, ScaleKind::kFp32OfBlock, false, 0, 0, 128},  // kFp8
+    {4, ScaleKind::kInt8OfSuper, true, 0, 15, 32},  // kQ4K
+    {5, ScaleKind::kInt8OfSuper, true, 0, 31, 32},  // kQ5K
+    {6, ScaleKind::kInt8OfSuper, false, 32, 63, 16},  // kQ6K
+    {5, ScaleKind::kFp16, true, 0, 31, 32},  // kInt5Zero
+    {4, ScaleKind::kFp16, false, 127, 240, 32, kIq4Table},  // kIq4Nl
+    {4, ScaleKind::kInt8OfSuper, false, 127, 240, 32, kIq4Table},  // kIq4Xs
+    {4, ScaleKind::kE4m3OfRow, false, 12, 24, 16, kE2m1Table, 0.5f},  // kNvfp4
+    {2, ScaleKind::kNibblesOfSuper, true, 0, 3, 16},  // kQ2K
+    {3, ScaleKind::kInt8OfSuper, false, 4, 7, 16},  // kQ3K
     {0, ScaleKind::kOfGrid, false, 31, 62, 32, kIq3XxsTable, 0.5f, &kIq3Xxs},
     {0, ScaleKind::kOfGrid, false, 15, 30, 32, kIq3STable, 1, &kIq3S},
     {0, ScaleKind::kOfGrid, false, 43, 86, 32, kIq2Table, 0.125f, &kIq2Xxs},
     {0, ScaleKind::kOfGrid, false, 43, 86, 16, kIq2Table, 0.125f, &kIq2Xs},
-    {5, ScaleKind::kFp16, false, 16, 31, 32},                               // kInt5
+    {5, ScaleKind::kFp16, false, 16, 31, 32},  // kInt5
     {0, ScaleKind::kOfGrid, false, 43, 86, 16, kIq2Table, 0.125f, &kIq2S},
     {0, ScaleKind::kOfGrid, false, 9, 18, 32, kIq1Table, 0.125f, &kIq1S},
     {0, ScaleKind::kOfGrid, false, 9, 18, 16, kIq1Table, 0.125f, &kIq1M},
-    {8, ScaleKind::kFp32, false, 0, 255, 32},                               // kStrips32
-    {8, ScaleKind::kFp32, false, 0, 255, 16},                               // kStrips16
+    {8, ScaleKind::kFp32, false, 0, 255, 32},  // kStrips32
+    {8, ScaleKind::kFp32, false, 0, 255, 16},  // kStrips16
 };
 constexpr int kNumEncodings = sizeof kEncodings / sizeof kEncodings[0];
 constexpr int kNumFormats = kNumEncodings - 2;  // that experts may have
@@ -120,8 +120,8 @@ constexpr bool is_grid(Format format) { return encoding(format).grid != nullptr;
 // tables and scales others have; the portable kernels have them all.
 constexpr bool has_vector_kernels(Format format) {
 #if defined(TANDEM_FORMATS_OF_EACH_KIND)
-  for (const Format alike : {Format::kQ5K, Format::kQ3K, Format::kIq4Nl, Format::kIq4Xs,
-                             Format::kInt5})
+  for (const Format alike :
+       {Format::kQ5K, Format::kQ3K, Format::kIq4Nl, Format::kIq4Xs, Format::kInt5})
     if (format == alike) return false;
 #endif
   return !is_grid(format);
@@ -193,7 +193,8 @@ constexpr std::int64_t scale_bytes(Format format, std::int64_t cols, std::int64_
       return cols / kSuperCols * lines * (32 + kSuperCols / group * 16);
     case ScaleKind::kNibblesOfSuper: return cols / kSuperCols * (64 + kSuperCols / group * 16);
     case ScaleKind::kE4m3OfRow: return kRowFactorBytes + cols / group * 16;
-    case ScaleKind::kFp32: return cols / group * 64;
+    case ScaleKind::kFp32:
+      return cols / group * 64;
     case ScaleKind::kOfGrid:
       return encoding(format).grid->factor.width > 0 ? 0 : cols / kSuperCols * 32;
   }

@@ -58,9 +58,9 @@ class GridRows {
       if constexpr (kGrid.high.width == 0 || kGrid.high.base == kGrid.low.base + 8) {
         constexpr int kAt = kGrid.low.at(S * kLines + L);  // where bytes begin
         const std::uint8_t* place = words_ + 64 * (kAt / 32) + kAt % 32 / 8;
-        look_up([&](int row) TANDEM_INLINED {
-          return whole_number<kGrid.high.width>(place + 4 * row);
-        }, numbers);
+        look_up([&](int row)
+                    TANDEM_INLINED { return whole_number<kGrid.high.width>(place + 4 * row); },
+                numbers);
       } else {
         alignas(32) std::int32_t place[8];
         _mm256_store_si256(reinterpret_cast<__m256i*>(place), line_number<S * kLines + L>());
@@ -132,8 +132,8 @@ class GridRows {
       return _mm256_cmpgt_epi8(signs, _mm256_setzero_si256());
     if constexpr (kGrid.sign_kind() == Signs::kEight) return signs;
     const __m256i halves = _mm256_xor_si256(signs, _mm256_srli_epi16(signs, 4));
-    const __m256i are_odd = _mm256_broadcastsi128_si256(_mm_setr_epi8(
-        0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0));
+    const __m256i are_odd = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0));
     const __m256i eighth =
         _mm256_shuffle_epi8(are_odd, _mm256_and_si256(halves, _mm256_set1_epi8(15)));
     return _mm256_or_si256(signs, eighth);
@@ -147,7 +147,8 @@ class GridRows {
       std::memcpy(&four, lines_ + 4 * place(row), sizeof four);
       return four;
     };
-    codes[0] = _mm256_setr_epi32(line(0), line(1), line(2), line(3), line(4), line(5), line(6), line(7));
+    codes[0] =
+        _mm256_setr_epi32(line(0), line(1), line(2), line(3), line(4), line(5), line(6), line(7));
   }
 
   template <typename Place>
@@ -169,7 +170,8 @@ class GridRows {
     constexpr int kByte = J / 2;
     const __m256i of_row = _mm256_broadcastsi128_si256(_mm_add_epi8(
         _mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12), _mm_set1_epi8(kByte)));
-    const __m256i bits = _mm256_set1_epi32(static_cast<int>(J % 2 == 0 ? 0x08040201u : 0x80402010u));
+    const __m256i bits =
+        _mm256_set1_epi32(static_cast<int>(J % 2 == 0 ? 0x08040201u : 0x80402010u));
     const __m256i own = _mm256_and_si256(_mm256_shuffle_epi8(signs, of_row), bits);
     return _mm256_cmpeq_epi8(own, bits);
   }
@@ -195,11 +197,11 @@ struct Lookup256 {
       const GridRows<F> rows(words, half);
       each<kStripsOfSuper>([&](auto s) TANDEM_INLINED {
         std::uint8_t* out = codes + s * kStripCols * kBlockRows + 32 * half;
-        rows.template strip<decltype(s)::value>([&](auto j, __m256i numbers, __m256i signs)
-                                                    TANDEM_INLINED {
-          _mm256_store_si256(reinterpret_cast<__m256i*>(out + 64 * j),
-                             codes_of_numbers<F>(numbers, signs));
-        });
+        rows.template strip<decltype(s)::value>(
+            [&](auto j, __m256i numbers, __m256i signs) TANDEM_INLINED {
+              _mm256_store_si256(reinterpret_cast<__m256i*>(out + 64 * j),
+                                 codes_of_numbers<F>(numbers, signs));
+            });
       });
       const __m256 factor = in_units<F>(rows.factors(factors + 16 * half));
       each<kSuperCols / encoding(F).group>([&](auto g) TANDEM_INLINED {
@@ -214,7 +216,8 @@ struct Lookup256 {
 // in the order of other numbers of tokens. `half` is that of the super-block's rows.
 template <Format F>
 TANDEM_INLINE void multiply_super(const GridRows<F>& rows, __m256 factor, const std::int8_t* q,
-                                  const std::int32_t* x_sums, const float* x_scales, __m256& total) {
+                                  const std::int32_t* x_sums, const float* x_scales,
+                                  __m256& total) {
   constexpr int kParts = kGroupsOfStrip<F>, kFours = kFoursOfStrip / kParts;
   constexpr int kLargest = encoding(F).largest - (kHasSigns<F> ? encoding(F).offset : 0);
   constexpr int kHeld = kLargest <= 15 ? 8 : kLargest <= 31 ? 4 : 2;  // that 16 bits have room for
@@ -245,8 +248,10 @@ TANDEM_INLINE void multiply_super(const GridRows<F>& rows, __m256 factor, const 
 }
 
 template <Format F>
-void multiply_lines(const PackedMatrix& m, std::int64_t block, const Activations& x, const Output& out) {
-  constexpr std::int64_t kWords = code_bytes(F, kSuperCols), kGroups = kSuperCols / encoding(F).group;
+void multiply_lines(const PackedMatrix& m, std::int64_t block, const Activations& x,
+                    const Output& out) {
+  constexpr std::int64_t kWords = code_bytes(F, kSuperCols),
+                         kGroups = kSuperCols / encoding(F).group;
   constexpr std::int64_t kFactors = scale_bytes(F, kSuperCols, encoding(F).group);
   const std::int64_t supers = m.cols / kSuperCols;
   const std::uint8_t* words = m.data + block * supers * kWords;
@@ -275,7 +280,8 @@ inline void multiply_one_token(const Product& p, std::int64_t begin, std::int64_
     constexpr Format F = static_cast<Format>(decltype(number)::value);
     if constexpr (is_grid(F))
       if (p.m.format == F)
-        for (std::int64_t b = begin; b < end; ++b) multiply_lines<F>(p.m, b, p.x, p.block(b, true, true));
+        for (std::int64_t b = begin; b < end; ++b)
+          multiply_lines<F>(p.m, b, p.x, p.block(b, true, true));
   });
 }
 

@@ -41,7 +41,8 @@ const std::uint8_t* scales_at(const PackedMatrix& m, std::int64_t block, std::in
     case ScaleKind::kInt8OfSuper:
     case ScaleKind::kNibblesOfSuper: return m.scales + super_begin(F, index) + in_super(F, index);
     case ScaleKind::kE8m0: return m.scales + index * 16;
-    case ScaleKind::kFp32: return m.scales + index * 64;
+    case ScaleKind::kFp32:
+      return m.scales + index * 64;
     default: return m.scales + index * (kHasMinima<F> ? 64 : 32);
   }
 }

@@ -27,7 +27,8 @@ struct GridTables {
       low[i] = static_cast<std::uint8_t>(kGrid.lines[i] & 255);
       high[i] = static_cast<std::uint8_t>(kGrid.lines[i] >> 8);
     }
-    for (int i = 0; i < 64; ++i) numbers[i] = encoding(F).table[i % (kGrid.line_cols == 8 ? 8 : 16)];
+    for (int i = 0; i < 64; ++i)
+      numbers[i] = encoding(F).table[i % (kGrid.line_cols == 8 ? 8 : 16)];
     for (unsigned i = 0; i < 128; ++i)
       even_signs[i] = static_cast<std::uint8_t>(i | (std::popcount(i) & 1u) << 7);
   }
@@ -49,8 +50,8 @@ TANDEM_INLINE __m512i places() {
     return static_cast<char>((own + 32 * row + 64) % 64);
   };
   return _mm512_broadcast_i32x4(_mm_setr_epi8(
-      kAt(0, 0), kAt(0, 1), kAt(0, 2), kAt(0, 3), kAt(1, 0), kAt(1, 1), kAt(1, 2), kAt(1, 3), kAt(0, 0),
-      kAt(0, 1), kAt(0, 2), kAt(0, 3), kAt(1, 0), kAt(1, 1), kAt(1, 2), kAt(1, 3)));
+      kAt(0, 0), kAt(0, 1), kAt(0, 2), kAt(0, 3), kAt(1, 0), kAt(1, 1), kAt(1, 2), kAt(1, 3),
+      kAt(0, 0), kAt(0, 1), kAt(0, 2), kAt(0, 3), kAt(1, 0), kAt(1, 1), kAt(1, 2), kAt(1, 3)));
 }
 
 constexpr __mmask64 kUpperBytes = 0xCCCCCCCCCCCCCCCCull;  // the third and the fourth of each dword
@@ -67,8 +68,8 @@ TANDEM_INLINE __m512i four_numbers(const std::uint8_t* words) {
   } else {  // two in the next word
     const __m512i offsets = places<kBit, Step, kBit + 2 * Step - 32>();
     const __m512i next = _mm512_loadu_si512(words + 64 * (kWord + 1));
-    return _mm512_mask_multishift_epi64_epi8(_mm512_multishift_epi64_epi8(offsets, word), kUpperBytes,
-                                             offsets, next);
+    return _mm512_mask_multishift_epi64_epi8(_mm512_multishift_epi64_epi8(offsets, word),
+                                             kUpperBytes, offsets, next);
   }
 }
 
@@ -100,12 +101,13 @@ class GridLookup {
       __m512i line[2];
       lines<S * kFoursOfLines + decltype(part)::value>(line);
       each<kFoursOfStrip / kFoursOfLines>([&](auto i) TANDEM_INLINED {
-        constexpr int J = decltype(part)::value * (kFoursOfStrip / kFoursOfLines) + decltype(i)::value;
+        constexpr int J =
+            decltype(part)::value * (kFoursOfStrip / kFoursOfLines) + decltype(i)::value;
         const __m512i magnitudes = magnitudes_of<decltype(i)::value>(line);
         const __m512i sign = _mm512_multishift_epi64_epi8(places<4 * J - kSignBit, 1>(), signs);
         constexpr int kChoose = 0xCA;  // a ? b : c
-        const __m512i code = _mm512_ternarylogic_epi32(
-            _mm512_set1_epi8((1 << kSignBit) - 1), magnitudes, sign, kChoose);
+        const __m512i code = _mm512_ternarylogic_epi32(_mm512_set1_epi8((1 << kSignBit) - 1),
+                                                       magnitudes, sign, kChoose);
         function(std::integral_constant<int, J>{}, _mm512_permutexvar_epi8(code, numbers));
       });
     });
@@ -126,7 +128,8 @@ class GridLookup {
     __m512i halves = _mm512_setzero_si512();
     each<4>([&](auto part) TANDEM_INLINED {
       constexpr int kAt = kGrid.factor.at(decltype(part)::value);
-      const __m512i word = _mm512_srli_epi32(_mm512_loadu_si512(words_ + 64 * (kAt / 32)), kAt % 32);
+      const __m512i word =
+          _mm512_srli_epi32(_mm512_loadu_si512(words_ + 64 * (kAt / 32)), kAt % 32);
       const __m512i own = _mm512_and_si512(word, _mm512_set1_epi32(15));
       halves = _mm512_or_si512(halves, _mm512_slli_epi32(own, 4 * decltype(part)::value));
     });
@@ -200,8 +203,10 @@ struct Lookup512 {
 
 // One token: lines are multiplied as they come out of the tables, in the order of other numbers of tokens.
 template <Format F>
-void multiply_lines(const PackedMatrix& m, std::int64_t block, const Activations& x, const Output& out) {
-  constexpr std::int64_t kWords = code_bytes(F, kSuperCols), kGroups = kSuperCols / encoding(F).group;
+void multiply_lines(const PackedMatrix& m, std::int64_t block, const Activations& x,
+                    const Output& out) {
+  constexpr std::int64_t kWords = code_bytes(F, kSuperCols),
+                         kGroups = kSuperCols / encoding(F).group;
   constexpr std::int64_t kFactors = scale_bytes(F, kSuperCols, encoding(F).group);
   constexpr int kParts = kGroupsOfStrip<F>;
   const std::int64_t supers = m.cols / kSuperCols;
@@ -211,7 +216,8 @@ void multiply_lines(const PackedMatrix& m, std::int64_t block, const Activations
   const std::int32_t* x_sums = x.sums;
   const float* x_scales = x.scales;
   __m512 total = _mm512_setzero_ps();
-  for (std::int64_t s = 0; s < supers; ++s, q += kSuperCols, x_sums += kGroups, x_scales += kGroups) {
+  for (std::int64_t s = 0; s < supers;
+       ++s, q += kSuperCols, x_sums += kGroups, x_scales += kGroups) {
     const GridLookup<F> grid(words);
     const __m512 factor = in_units<F>(grid.factors(factors));
     _mm_prefetch(reinterpret_cast<const char*>(factors + kFactorsAhead), _MM_HINT_T0);

@@ -26,18 +26,18 @@ struct Case {
 };
 
 constexpr Case kBlocks[] = {
-    {Format::kInt4, BlockKind::kQ4_0},        {Format::kInt4Zero, BlockKind::kQ4_1},
-    {Format::kInt5, BlockKind::kQ5_0},        {Format::kInt5Zero, BlockKind::kQ5_1},
-    {Format::kInt8, BlockKind::kQ8_0},        {Format::kMxfp4, BlockKind::kMxfp4},
-    {Format::kNvfp4, BlockKind::kNvfp4},      {Format::kIq4Nl, BlockKind::kIq4Nl},
-    {Format::kInt8, BlockKind::kIq4Nl, 256},  {Format::kQ2K, BlockKind::kQ2K},
-    {Format::kQ3K, BlockKind::kQ3K},          {Format::kQ6K, BlockKind::kQ3K, 256},
-    {Format::kQ4K, BlockKind::kQ4K},          {Format::kQ5K, BlockKind::kQ4K},
-    {Format::kQ5K, BlockKind::kQ5K},          {Format::kQ6K, BlockKind::kQ6K},
-    {Format::kIq4Xs, BlockKind::kIq4Xs},      {Format::kIq2Xxs, BlockKind::kIq2Xxs},
-    {Format::kIq2Xs, BlockKind::kIq2Xs},      {Format::kIq2S, BlockKind::kIq2S},
-    {Format::kIq3Xxs, BlockKind::kIq3Xxs},    {Format::kIq3S, BlockKind::kIq3S},
-    {Format::kIq1S, BlockKind::kIq1S},        {Format::kIq1M, BlockKind::kIq1M},
+    {Format::kInt4, BlockKind::kQ4_0},       {Format::kInt4Zero, BlockKind::kQ4_1},
+    {Format::kInt5, BlockKind::kQ5_0},       {Format::kInt5Zero, BlockKind::kQ5_1},
+    {Format::kInt8, BlockKind::kQ8_0},       {Format::kMxfp4, BlockKind::kMxfp4},
+    {Format::kNvfp4, BlockKind::kNvfp4},     {Format::kIq4Nl, BlockKind::kIq4Nl},
+    {Format::kInt8, BlockKind::kIq4Nl, 256}, {Format::kQ2K, BlockKind::kQ2K},
+    {Format::kQ3K, BlockKind::kQ3K},         {Format::kQ6K, BlockKind::kQ3K, 256},
+    {Format::kQ4K, BlockKind::kQ4K},         {Format::kQ5K, BlockKind::kQ4K},
+    {Format::kQ5K, BlockKind::kQ5K},         {Format::kQ6K, BlockKind::kQ6K},
+    {Format::kIq4Xs, BlockKind::kIq4Xs},     {Format::kIq2Xxs, BlockKind::kIq2Xxs},
+    {Format::kIq2Xs, BlockKind::kIq2Xs},     {Format::kIq2S, BlockKind::kIq2S},
+    {Format::kIq3Xxs, BlockKind::kIq3Xxs},   {Format::kIq3S, BlockKind::kIq3S},
+    {Format::kIq1S, BlockKind::kIq1S},       {Format::kIq1M, BlockKind::kIq1M},
 };
 
 Bytes drawn(Random& random, Index count, Index most) {

@@ -52,7 +52,8 @@ inline void fill_scales(Random& random, Format format, std::int64_t group, std::
   const std::int64_t factors = encoding(format).has_minima ? 64 : 32;
   switch (encoding(format).scale) {
     case ScaleKind::kNone:
-    case ScaleKind::kFp32: return;
+    case ScaleKind::kFp32:
+      return;
     case ScaleKind::kOfGrid:
     case ScaleKind::kFp16:
       for (std::int64_t i = 0; i < bytes; i += 2) put_half(random, scales + i);
