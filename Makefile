@@ -28,14 +28,17 @@ PYTEST := $(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder $(if $(ISA)
 # that follow.
 WHEEL_PYTHONS ?= $(PYTHON)
 
-.PHONY: release release-files lock test-fast test-slow test-all-isas fuzz-files wheel check-wheel check-clang check-commits check-format check-threads check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs-models docs-modules docs-datapoints docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
+.PHONY: beside-unit release release-files lock test-fast test-slow test-all-isas fuzz-files wheel check-wheel check-clang check-commits check-format check-threads check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs-models docs-modules docs-datapoints docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
 
-# What waits, for downloads or servers, runs beside what computes; unit, which takes longest, early.
-test: $(BIN)/python  ## Everything that CI runs
-	@$(MAKE) --no-print-directory -j3 -Oline lint floors unit sanitize check-clang types seam-oldest fuzz-files
+# The tests take longest, so that what runs beside them takes the processor that they leave.
+test: setup  ## Everything that CI runs
+	@$(MAKE) --no-print-directory -j4 -Oline unit beside-unit
+
+beside-unit:
+	@nice -n 5 $(MAKE) --no-print-directory lint floors sanitize check-clang types seam-oldest fuzz-files
 
 setup: $(VENV)/dev.stamp
 

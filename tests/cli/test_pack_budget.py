@@ -10,6 +10,7 @@ import tandem
 from tandem.checkpoint.importance import save_importance
 from tandem.checkpoint.input_squares import InputSquares
 from tandem.cli.main import main
+from tandem.hf.config import PACKED_FORMAT_VERSION
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.formats.weight_format import find_expert_format
 from tests.hf.tiny import save_tiny_dense
@@ -43,7 +44,7 @@ def test_a_recipe_is_kept_repeated_and_runs(
     assert [x.layout.format_name for x in store] == [  # type: ignore[union-attr]
         find_expert_format(name).name for name in reports[0]["expert_formats"]
     ]
-    assert kept["packed_format"] == 3
+    assert kept["packed_format"] == PACKED_FORMAT_VERSION
     embeddings = loaded.get_input_embeddings()
     wanted = reports[0]["dense_formats"]["model.embed_tokens"]
     assert embeddings.packed.matrix.format.name == wanted

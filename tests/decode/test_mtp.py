@@ -259,7 +259,7 @@ def test_answers_with_it_are_those_without(
 def test_right_layers_are_always_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.policy.speculation.paid_drafts._TRIALS", 10**6)
     WithMtp(tmp_path, "deepseek_v3", 2, is_right=True)
-    model = tandem.load(tmp_path, dtype="bfloat16", dense_dtype="int8-g32", threads=1)
+    model = tandem.load(tmp_path, dtype="float32", dense_dtype="int8-g32", threads=1)
     model.generation_config.eos_token_id = None
     generator = Generator(model, speculate="mtp")
     answers = generator.generate([IDS, [70, 71, 72]], max_new_tokens=30, temperature=0)

@@ -13,7 +13,7 @@ from tandem.cli.parser import COMMANDS
 from tests.hf.tiny import save_tiny_checkpoint
 
 COMMIT = "a" * 40
-WITHOUT_A_MODEL = {"completion", "models", "simulate"}
+WITHOUT_A_MODEL = {"completion", "datapoint", "models", "simulate"}
 CODE = """
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.conversion_mapping import (
