@@ -75,6 +75,7 @@ def test_a_gpu_that_is_lost_costs_its_requests_and_a_new_process(breakable: Runn
     assert after.json["choices"] == expected.json["choices"]
 
 
+@pytest.mark.slow
 def test_who_waits_comes_next_when_a_step_fails(tiny_checkpoint: Path, tmp_path: Path) -> None:
     with running_server(
         tiny_checkpoint, "--max-running", "1", cache=tmp_path, module="tests.server.breakable"

@@ -194,6 +194,7 @@ def test_kernels_beside_compressed_keys_are_tried_where_a_model_has_them(
                 assert find(CUDA) is None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Triton is not installed")
 def test_a_machine_is_measured_when_a_model_is_loaded_for_the_first_time(tmp_path: Path) -> None:
     checkpoint = save_tiny_checkpoint(tmp_path / "tiny", num_hidden_layers=1)
@@ -226,6 +227,7 @@ def test_where_all_experts_are_resident_nothing_is_handed_over(tmp_path: Path) -
         assert "publish" not in gpu.launched
 
 
+@pytest.mark.slow
 def test_slots_change_in_number_after_captured_steps(tmp_path: Path) -> None:
     """What steps knew of the slots before is not written into those after."""
     pytest.importorskip("triton")

@@ -253,6 +253,7 @@ def test_an_mtp_layer_drafts_from_what_a_step_tells(
     assert answers[0].drafted_tokens > 0
 
 
+@pytest.mark.slow
 def test_images_are_read_on_the_gpu(tmp_path: Path) -> None:
     checkpoint = save_image_checkpoint(tmp_path / "tiny", "qwen3_vl_moe")
     alone: Any = tandem.load(checkpoint, dtype="float32", threads=1)
@@ -262,6 +263,7 @@ def test_images_are_read_on_the_gpu(tmp_path: Path) -> None:
         assert ids_of(Generator(endless(model)).generate(prompt, **GREEDY)) == ids_of(expected)
 
 
+@pytest.mark.slow
 def test_states_and_prompts_are_taken_up_again(tmp_path: Path) -> None:
     """From a slot's checkpoints, which lie on the host."""
     checkpoint = save_tiny_checkpoint(tmp_path / "tiny", "lfm2_moe")
@@ -277,6 +279,7 @@ def test_states_and_prompts_are_taken_up_again(tmp_path: Path) -> None:
     assert answers[2][0].reused_tokens > 0
 
 
+@pytest.mark.slow
 def test_delays_of_a_projection_lie_on_the_gpu(tmp_path: Path) -> None:
     checkpoint = save_tiny_checkpoint(tmp_path / "tiny", "zaya")
     expected = Generator(tandem.load(checkpoint, dtype="float32")).slot_pool(1).prefill({0: TEXT})
