@@ -120,25 +120,35 @@ std::vector<StepPolicy::KnownLoad> known_loads(std::vector<KnownTuple> known,
   return found;
 }
 
+void make_policy(StepPolicy* self, const Costs& costs, std::int64_t max_fetches,
+                 std::int64_t max_ahead, double copy_price, std::vector<SuccessorTable*> tables,
+                 Foresight* foresight, const nb::bytes& state, std::vector<std::int32_t> slot_of,
+                 std::vector<Ids> members, std::vector<Ids> free, Ids staging,
+                 std::vector<std::int64_t> ahead, Ids free_ahead) {
+  if (tables.size() != members.size())
+    throw std::invalid_argument("expected a table for each layer");
+  new (self) StepPolicy(costs, {max_fetches, max_ahead, copy_price}, std::move(tables),
+                        resident_of(state, std::move(slot_of), std::move(members), std::move(free),
+                                    std::move(staging), std::move(ahead), std::move(free_ahead)),
+                        foresight);
+}
+
+nb::tuple decide(StepPolicy& self, std::int32_t layer, const Ids& experts, const Ids& tokens,
+                 double now, const Ids& guessed, const Ids& guessed_tokens) {
+  require(guessed.size() == guessed_tokens.size(), "tokens of each expert that is guessed");
+  for (const std::int32_t expert : guessed)
+    require(expert >= 0 && expert < self.resident().num_experts, "experts that exist");
+  const StepCopies copies = self.decide(layer, {experts, tokens}, {guessed, guessed_tokens}, now);
+  std::vector<SlotCopy> fetch;
+  for (const FetchCopy& found : copies.fetch) fetch.push_back(found.copy);
+  return nb::make_tuple(as_tuples(fetch), as_tuples(copies.ahead), as_tuples(copies.insert));
+}
+
 void bind_policy(nb::module_& m) {
   nb::class_<StepPolicy>(m, "StepPolicy")
-      .def(
-          "__init__",
-          [](StepPolicy* self, const Costs& costs, std::int64_t max_fetches, std::int64_t max_ahead,
-             double copy_price, std::vector<SuccessorTable*> tables, Foresight* foresight,
-             const nb::bytes& state, std::vector<std::int32_t> slot_of, std::vector<Ids> members,
-             std::vector<Ids> free, Ids staging, std::vector<std::int64_t> ahead, Ids free_ahead) {
-            if (tables.size() != members.size())
-              throw std::invalid_argument("expected a table for each layer");
-            new (self) StepPolicy(
-                costs, {max_fetches, max_ahead, copy_price}, std::move(tables),
-                resident_of(state, std::move(slot_of), std::move(members), std::move(free),
-                            std::move(staging), std::move(ahead), std::move(free_ahead)),
-                foresight);
-          },
-          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
-          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::keep_alive<1, 6>(),
-          nb::keep_alive<1, 7>())
+      .def("__init__", make_policy, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>())
       .def("load",
            [](StepPolicy& self, const nb::bytes& state, std::vector<std::int32_t> slot_of,
               std::vector<Ids> members, std::vector<Ids> free, Ids staging,
@@ -169,22 +179,8 @@ void bind_policy(nb::module_& m) {
           },
           nb::arg(), nb::arg() = std::vector<KnownTuple>(), nb::arg() = 0.0)
       .def("end_step", &StepPolicy::end_step)
-      .def(
-          "decide",
-          [](StepPolicy& self, std::int32_t layer, const Ids& experts, const Ids& tokens,
-             double now, const Ids& guessed, const Ids& guessed_tokens) {
-            require(guessed.size() == guessed_tokens.size(),
-                    "tokens of each expert that is guessed");
-            for (const std::int32_t expert : guessed)
-              require(expert >= 0 && expert < self.resident().num_experts, "experts that exist");
-            const StepCopies copies =
-                self.decide(layer, {experts, tokens}, {guessed, guessed_tokens}, now);
-            std::vector<SlotCopy> fetch;
-            for (const FetchCopy& found : copies.fetch) fetch.push_back(found.copy);
-            return nb::make_tuple(as_tuples(fetch), as_tuples(copies.ahead),
-                                  as_tuples(copies.insert));
-          },
-          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg() = Ids(), nb::arg() = Ids())
+      .def("decide", decide, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg() = Ids(),
+           nb::arg() = Ids())
       .def("copy_finished", &StepPolicy::copy_finished)
       .def("learn", &StepPolicy::learn)
       .def("warm_up", [](StepPolicy& self, std::int32_t layer) {

@@ -186,21 +186,21 @@ class Buffer {
   Py_buffer view_;
 };
 
-void require_worth(const Buffer& states, const Buffer& worth) {
-  require(worth.size() == states.size() * static_cast<std::int64_t>(sizeof(std::uint32_t)),
-          "a state and a 32-bit worth for each expert");
+void require_scores(const Buffer& states, const Buffer& scores) {
+  require(scores.size() == states.size() * static_cast<std::int64_t>(sizeof(std::uint32_t)),
+          "a state and a 32-bit score for each expert");
 }
 
 // Of a layer's active experts: `states` is a byte by position, `coming` when those are there whose
-// copy is under way, by position too, empty where there are none. `worth` is a 32-bit number by
+// copy is under way, by position too, empty where there are none. `scores` is a 32-bit number by
 // expert. Returns (fetched experts, spilled ones, GPU seconds, CPU seconds).
 nb::tuple split_layer(const Costs& costs, int rule, bool is_never_worse_than_cpu,
                       std::int64_t max_fetches, const Ids& experts, const Ids& tokens,
-                      const nb::bytes& states, const std::vector<double>& coming, nb::handle worth,
+                      const nb::bytes& states, const std::vector<double>& coming, nb::handle scores,
                       double link_busy) {
-  const Buffer worth_by_expert(worth);
+  const Buffer score_by_expert(scores);
   require_experts(experts,
-                  static_cast<std::int32_t>(worth_by_expert.size() / sizeof(std::uint32_t)));
+                  static_cast<std::int32_t>(score_by_expert.size() / sizeof(std::uint32_t)));
   require(rule >= 0 && rule < kNumAssignments, "one of four rules");
   require(tokens.size() == experts.size() && states.size() == experts.size(),
           "tokens and a state for each expert");
@@ -213,7 +213,7 @@ nb::tuple split_layer(const Costs& costs, int rule, bool is_never_worse_than_cpu
     const auto state = static_cast<std::uint8_t>(states.c_str()[i]);
     require(state != kCopying || !coming.empty(), "a time for each copy under way");
     problem.wait.push_back(state == kEmpty ? -1.0 : state == kReady ? 0.0 : coming[i]);
-    problem.scores.push_back(worth_by_expert.data<std::uint32_t>()[experts[i]]);
+    problem.scores.push_back(score_by_expert.data<std::uint32_t>()[experts[i]]);
   }
   const auto chosen = static_cast<Rule>(rule);
   Split found = split(chosen, problem);
@@ -223,37 +223,37 @@ nb::tuple split_layer(const Costs& costs, int rule, bool is_never_worse_than_cpu
   return nb::make_tuple(found.fetch, found.spill, found.gpu_seconds, found.cpu_seconds);
 }
 
-// `states` is a byte by expert, `worth` a 32-bit number; `members` and `staged` are keys, of which
+// `states` is a byte by expert, `scores` a 32-bit number; `members` and `staged` are keys, of which
 // `first` is the layer's first. Returns pairs of keys.
-Admitted layer_entries(const Ids& experts, nb::handle states, nb::handle worth, std::int32_t first,
+Admitted layer_entries(const Ids& experts, nb::handle states, nb::handle scores, std::int32_t first,
                        Ids members, Ids staged, std::int64_t free_slots, const Ids& fetched,
                        std::int64_t room) {
-  const Buffer state_by_expert(states), worth_by_expert(worth);
+  const Buffer state_by_expert(states), score_by_expert(scores);
   const auto num_experts = static_cast<std::int32_t>(state_by_expert.size());
-  require_worth(state_by_expert, worth_by_expert);
+  require_scores(state_by_expert, score_by_expert);
   for (Ids* some : {&members, &staged})
     for (std::int32_t& key : *some) key -= first;
   require_experts(experts, num_experts);
   require_experts(members, num_experts);
   Admitted found = entries({experts, state_by_expert.data<std::uint8_t>(),
-                            worth_by_expert.data<std::uint32_t>(), members, free_slots},
+                            score_by_expert.data<std::uint32_t>(), members, free_slots},
                            staged, fetched, room);
-  for (auto& [newcomer, victim] : found) {
-    newcomer += first;
+  for (auto& [entering, victim] : found) {
+    entering += first;
     if (victim != kNobody) victim += first;
   }
   return found;
 }
 
-// The absent experts by worth, at most so many; `states` is a byte by expert, `worth` a 32-bit number.
+// The absent experts by score, at most so many; `states` is a byte by expert, `scores` a 32-bit number.
 // Returns keys, of which `first` is the layer's first.
-Ids most_valued(nb::handle states, nb::handle worth, std::int32_t first, std::int64_t most) {
-  const Buffer state_by_expert(states), worth_by_expert(worth);
-  require_worth(state_by_expert, worth_by_expert);
+Ids most_valued(nb::handle states, nb::handle scores, std::int32_t first, std::int64_t most) {
+  const Buffer state_by_expert(states), score_by_expert(scores);
+  require_scores(state_by_expert, score_by_expert);
   Ids absent;
   for (std::int32_t expert = 0; expert < state_by_expert.size(); ++expert)
     if (state_by_expert.data<std::uint8_t>()[expert] == kEmpty) absent.push_back(expert);
-  absent = by_worth(std::move(absent), worth_by_expert.data<std::uint32_t>());
+  absent = by_score(std::move(absent), score_by_expert.data<std::uint32_t>());
   absent.resize(std::clamp<std::int64_t>(most, 0, static_cast<std::int64_t>(absent.size())));
   for (std::int32_t& expert : absent) expert += first;
   return absent;

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
-# Of llama.h's llama_ftype; those of IQ2 and IQ3_XXS are refused without an imatrix.
+# Of llama.h's llama_ftype; those of NEEDS_IMPORTANCE are refused without an imatrix.
 TYPES = {
     "Q4_0": 2, "Q8_0": 7, "Q2_K": 10, "Q3_K_S": 11, "Q3_K_M": 12, "Q3_K_L": 13, "Q4_K_S": 14,
     "Q4_K_M": 15, "Q5_K_S": 16, "Q5_K_M": 17, "Q6_K": 18, "IQ2_XXS": 19, "IQ2_XS": 20,
     "IQ3_XS": 22, "IQ3_XXS": 23, "IQ4_NL": 25, "IQ3_S": 26, "IQ3_M": 27, "IQ2_S": 28, "IQ2_M": 29,
     "IQ4_XS": 30,
 }  # fmt: skip
-NEEDS_IMPORTANCE = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ3_XXS", "IQ3_XS", "Q2_K_S")
+NEEDS_IMPORTANCE = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ3_XXS", "IQ3_XS")
 _NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",

@@ -10,7 +10,7 @@ With `--fetches` steps are decided by `balanced-in-graph` ahead of the first mis
 count in which a fetched expert has come in time; what is last is then a miss or a copy. The thread
 that copies needs a third core.
 
-With `--alone` nobody plays the device: a step's layers are all published before it begins, so that
+With `--alone` no one plays the device: a step's layers are all published before it begins, so that
 on two cores the answering thread has one and the copying thread the other. That is what the code
 takes, from the doorbell to the first miss and from the last miss or copy to the answer, without
 threads that wait for each other's core.

@@ -34,7 +34,7 @@ struct GridTables {
   }
 };
 
-// Made when they are first used: before that nobody knows whether the processor has these registers.
+// Made when they are first used: before that it is not known whether the processor has these registers.
 template <Format F>
 const GridTables<F>& grid_tables() {
   static const GridTables<F> tables;

@@ -247,16 +247,16 @@ void StepPolicy::copy_known(const KnownLoad& known, double ready, double publish
 
 // Gives slots to admitted experts, those that were copied ahead their own.
 void StepPolicy::enter(std::int32_t layer, const Admitted& admitted) {
-  for (const auto& [newcomer, victim] : admitted) {
+  for (const auto& [entering, victim] : admitted) {
     if (victim != kNobody) resident_.remove(layer, victim);
-    if (is_ahead(layer, newcomer)) {
-      resident_.adopt(layer, newcomer);
-      const std::int32_t slot = resident_.slot_of[layer * resident_.num_experts + newcomer];
-      entered_.push_back({layer, newcomer, slot, victim});
+    if (is_ahead(layer, entering)) {
+      resident_.adopt(layer, entering);
+      const std::int32_t slot = resident_.slot_of[layer * resident_.num_experts + entering];
+      entered_.push_back({layer, entering, slot, victim});
       if (victim != kNobody) left_.push_back(layer * resident_.num_experts + victim);
       continue;
     }
-    entered_.push_back({layer, newcomer, resident_.insert(layer, newcomer), victim});
+    entered_.push_back({layer, entering, resident_.insert(layer, entering), victim});
     inserts_.push_back(entered_.back());
   }
 }

@@ -27,6 +27,13 @@ void pose(const Costs& costs, const Ids& tokens, LayerProblem& problem) {
   problem.copy_wake = costs.copy_wake;
 }
 
+void sort_by_cpu(const LayerProblem& problem, Positions& order) {
+  std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
+    return problem.cpu[a] > problem.cpu[b] ||
+           (problem.cpu[a] == problem.cpu[b] && problem.scores[a] > problem.scores[b]);
+  });
+}
+
 Split never_worse_than_cpu(Rule rule, const LayerProblem& problem, Split found) {
   double seconds = 0.0;
   for (const double one : problem.cpu) seconds += one;

@@ -44,6 +44,9 @@ void pose(const Costs& costs, const Ids& tokens, LayerProblem& problem);
 
 using Positions = Ids;
 
+// Those that take the CPU longest first; of equals those of the higher score.
+void sort_by_cpu(const LayerProblem& problem, Positions& order);
+
 struct Split {
   Positions fetch;  // absent ones that the device takes, in the order of their copies
   Positions spill;  // those with a slot that the CPU takes

@@ -25,12 +25,13 @@ struct Residents {
   Seconds spilled;      // CPU seconds
 
   Residents(const LayerProblem& problem, Positions resident) : order(std::move(resident)) {
-    const auto worth = [&](std::int32_t i) {
+    const auto cpu_over_gpu = [&](std::int32_t i) {
       const double held = std::max(problem.wait[i], problem.gpu[i]);
       return held != 0.0 ? problem.cpu[i] / held : 1e99;
     };
-    std::stable_sort(order.begin(), order.end(),
-                     [&](std::int32_t a, std::int32_t b) { return worth(a) < worth(b); });
+    std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
+      return cpu_over_gpu(a) < cpu_over_gpu(b);
+    });
     left = floor = spilled = {0.0};
     std::vector<std::pair<double, double>> under_way;  // arrival, GPU seconds
     for (auto i = order.rbegin(); i != order.rend(); ++i) {
@@ -104,10 +105,7 @@ Split balanced(const LayerProblem& problem) {
   Positions absent, resident;
   for (std::size_t i = 0; i < problem.wait.size(); ++i)
     (problem.wait[i] < 0.0 ? absent : resident).push_back(static_cast<std::int32_t>(i));
-  std::stable_sort(absent.begin(), absent.end(), [&](std::int32_t a, std::int32_t b) {
-    return problem.cpu[a] > problem.cpu[b] ||
-           (problem.cpu[a] == problem.cpu[b] && problem.scores[a] > problem.scores[b]);
-  });
+  sort_by_cpu(problem, absent);
   const Fetches fetches(problem, absent, problem.link);
   const Residents residents(problem, std::move(resident));
   Pair best = best_pair(problem, absent, fetches, residents);

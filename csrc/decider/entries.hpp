@@ -15,7 +15,7 @@ namespace tandem {
 struct LayerSlots {
   const Ids& experts;          // active ones, ascending
   const std::uint8_t* states;  // by expert: kEmpty, kCopying, kReady
-  const std::uint32_t* worth;  // by expert: what keeping it is worth
+  const std::uint32_t* scores;  // by expert, of the eviction
   const Ids& members;          // experts with a slot, in the order in which they got it
   std::int64_t free_slots;
 };
@@ -33,7 +33,7 @@ std::int64_t idle_copies(double link, double link_busy, double now, double next_
 
 // Best first, among equals as they are: who asks for a slot, and which experts of its next layer a
 // prompt, which uses nearly all of them, has copied or read ahead.
-Ids by_worth(Ids experts, const std::uint32_t* worth);
+Ids by_score(Ids experts, const std::uint32_t* scores);
 
 // The active experts that are absent ask for a slot, best first, as long as the link has `room` for
 // their copies. Those that are copied anyway always ask: the `fetched` ones, and the active ones that

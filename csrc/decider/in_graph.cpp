@@ -75,10 +75,7 @@ Split ready_on_gpu(const LayerProblem& problem) {
 Split balanced_in_graph(const LayerProblem& problem) {
   const Published layer(problem);
   Positions order = layer.absent;
-  std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
-    return problem.cpu[a] > problem.cpu[b] ||
-           (problem.cpu[a] == problem.cpu[b] && problem.scores[a] > problem.scores[b]);
-  });
+  sort_by_cpu(problem, order);
   const std::span<const std::int32_t> all(order);
   std::vector<std::uint8_t> is_fetched(problem.wait.size());
   Price best = priced(problem, layer, {}, is_fetched);

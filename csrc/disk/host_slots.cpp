@@ -191,15 +191,15 @@ void HostSlots::admit_absent(const Scores& scores, Ids absent) {
   const LayerSlots now{experts_, resident_.state.data() + layer_ * resident_.num_experts,
                        scores.data(), resident_.members[layer_],
                        static_cast<std::int64_t>(resident_.free[layer_].size())};
-  for (const auto& [newcomer, victim] : admit(now, std::move(absent))) {
-    const auto place = std::find(experts_.begin(), experts_.end(), newcomer);
+  for (const auto& [entering, victim] : admit(now, std::move(absent))) {
+    const auto place = std::find(experts_.begin(), experts_.end(), entering);
     Wanted& wanted = wanted_[place - experts_.begin()];
     if (wanted.slot != nullptr && (!has_one_size_ || wanted.slot->num_holders > 0)) continue;
     if (victim != kNobody) resident_.remove(layer_, victim);
-    Slot& slot = slots_[layer_][resident_.insert(layer_, newcomer)];
+    Slot& slot = slots_[layer_][resident_.insert(layer_, entering)];
     wanted.is_asked = wanted.slot == nullptr;
     if (wanted.is_asked)
-      read_into(slot, layer_, newcomer, Cause::kDemand);
+      read_into(slot, layer_, entering, Cause::kDemand);
     else
       slot.trade(*wanted.slot);
     wanted.slot = &slot;
@@ -291,7 +291,7 @@ void HostSlots::order_ahead() {
   std::iota(ahead_.begin(), ahead_.end(), 0);
   const std::uint8_t* states = on_device_.data() + next * resident_.num_experts;
   std::erase_if(ahead_, [&](std::int32_t expert) { return states[expert] == kReady; });
-  ahead_ = by_worth(std::move(ahead_), scores_of(static_cast<std::int32_t>(next)).data());
+  ahead_ = by_score(std::move(ahead_), scores_of(static_cast<std::int32_t>(next)).data());
   std::reverse(ahead_.begin(), ahead_.end());
 }
 

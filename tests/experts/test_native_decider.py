@@ -43,7 +43,7 @@ def test_every_layer_is_split_alike(name: str, layer: LayerProblem) -> None:
     scores = [i * 7 % 3 for i in range(len(cpu))]
     layer = layer._replace(cpu=cpu, scores=scores, copy_wake=layer.cpu_first)
     states = [EMPTY if w < 0 else COPYING if w else READY for w in layer.wait]
-    worth = array("I", [0] * 3 + scores)
+    table = array("I", [0] * 3 + scores)
     costs = _native.Costs(
         [0.0, *cpu], [0.0, *gpu], layer.cpu_first, layer.link, layer.cpu_slowdown,
         layer.link_slowdown, layer.copy_wake,
@@ -52,7 +52,7 @@ def test_every_layer_is_split_alike(name: str, layer: LayerProblem) -> None:
         rule = Rule(ASSIGNMENTS.factory(name)(), never_worse_than_cpu=never_worse)
         fetch, spill, *seconds = _native.split_layer(
             costs, NATIVE.index(name), never_worse, layer.max_fetches, layer.experts,
-            range(1, len(cpu) + 1), bytes(states), layer.wait, memoryview(worth), layer.link_busy,
+            range(1, len(cpu) + 1), bytes(states), layer.wait, memoryview(table), layer.link_busy,
         )  # fmt: skip
         expected = rule.split(layer)
         assert ([*fetch], [*spill], *seconds) == (
@@ -188,22 +188,22 @@ def check_same(plain: Planner, native: Planner) -> None:
 
 
 def test_numbers_that_do_not_fit_are_refused() -> None:
-    costs, worth = (
+    costs, table = (
         _native.Costs([0.0, 1.0], [0.0, 1.0], 0, 1, 1, 1, 0),
         memoryview(array("I", [0] * 4)),
     )
     absent, two = bytes(2), ((0, 3), (1, 1))
     with pytest.raises(ValueError, match="expert 4, expected 0 to 3"):
-        _native.split_layer(costs, 3, False, 1, (0, 4), (1, 1), absent, (), worth, 0.0)
+        _native.split_layer(costs, 3, False, 1, (0, 4), (1, 1), absent, (), table, 0.0)
     with pytest.raises(ValueError, match="one of four rules"):
-        _native.split_layer(costs, 4, False, 1, *two, absent, (), worth, 0.0)
+        _native.split_layer(costs, 4, False, 1, *two, absent, (), table, 0.0)
     with pytest.raises(IndexError, match="an expert of 2 tokens, and costs go to 1"):
-        _native.split_layer(costs, 3, False, 1, (0, 3), (1, 2), absent, (), worth, 0.0)
+        _native.split_layer(costs, 3, False, 1, (0, 3), (1, 2), absent, (), table, 0.0)
     with pytest.raises(ValueError, match="a time for each copy under way"):
-        _native.split_layer(costs, 3, False, 1, *two, bytes([COPYING, EMPTY]), (), worth, 0.0)
-    with pytest.raises(ValueError, match="a state and a 32-bit worth"):
-        _native.layer_entries((0, 3), bytes(5), worth, 0, (), (), 1, (), 1)
+        _native.split_layer(costs, 3, False, 1, *two, bytes([COPYING, EMPTY]), (), table, 0.0)
+    with pytest.raises(ValueError, match="a state and a 32-bit score"):
+        _native.layer_entries((0, 3), bytes(5), table, 0, (), (), 1, (), 1)
     with pytest.raises(ValueError, match="expert 4, expected 0 to 3"):
-        _native.layer_entries((0, 3), bytes(4), worth, 8, (12,), (), 1, (), 1)
-    with pytest.raises(ValueError, match="a state and a 32-bit worth"):
-        _native.most_valued(bytes(5), worth, 0, 1)
+        _native.layer_entries((0, 3), bytes(4), table, 8, (12,), (), 1, (), 1)
+    with pytest.raises(ValueError, match="a state and a 32-bit score"):
+        _native.most_valued(bytes(5), table, 0, 1)

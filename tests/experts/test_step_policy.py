@@ -21,7 +21,7 @@ from tandem.kernels import _native
 from tandem.policy.assignment import IN_GRAPH
 from tandem.policy.cost import GRAPH, HardwareProfile, ShapeCosts
 from tandem.policy.eviction.next_use import NextUse
-from tandem.policy.plan import Copy, Geometry, LayerLoad
+from tandem.policy.plan import Copy, Geometry, Hint, LayerLoad, LayerPlan
 from tandem.policy.planner import Planner
 from tandem.policy.prediction.regression_predictor import RegressionPredictor
 from tandem.policy.settings import PlannerSettings, make_planner_on
@@ -90,6 +90,23 @@ def test_what_tokens_alone_decide_is_copied_ahead_alike(
     assert counts["ahead"] > 20
 
 
+def check_layer(
+    planner: Planner, policy: _native.StepPolicy, load: LayerLoad, now: float, known: Sequence[Hint]
+) -> LayerPlan:
+    """Let both decide for one layer and learn from it; return the plan."""
+    plan = planner.plan(load, now, known)
+    assert not plan.arriving
+    guess = known[0].load[1:3] if known else ((), ())
+    native = policy.decide(load.layer, load.experts, load.tokens, now, *guess)
+    copies = plan.fetch, plan.prefetch, plan.insert
+    assert native == tuple(as_tuples(some) for some in copies)
+    assert policy.link_free_at() == planner.link.free_at
+    planner.learn()
+    policy.learn(load.layer)
+    policy.warm_up(load.layer + 1)  # which changes nothing
+    return plan
+
+
 def replay(
     trace: RoutingTrace,
     hardware: str,
@@ -138,17 +155,9 @@ def replay(
             for arrival in timeline.arrivals():
                 planner.copy_finished(*arrival)
                 policy.copy_finished(*arrival)
-            plan = planner.plan(load, timeline.now, known)
-            assert not plan.arriving
-            guess = known[0].load[1:3] if known else ((), ())
-            native = policy.decide(load.layer, load.experts, load.tokens, timeline.now, *guess)
-            copies = plan.fetch, plan.prefetch, plan.insert
-            assert native == tuple(as_tuples(some) for some in copies)
-            assert policy.link_free_at() == planner.link.free_at
-            planner.learn()
-            policy.learn(load.layer)
-            policy.warm_up(load.layer + 1)  # which changes nothing
+            plan = check_layer(planner, policy, load, timeline.now, known)
             timeline.run(load, plan)
+            copies = plan.fetch, plan.prefetch, plan.insert
             for name, some in zip(("fetched", "ahead", "inserted"), copies, strict=True):
                 counts[name] += len(some)
     check_same_residency(planner, policy.resident())

@@ -1,4 +1,4 @@
-"""`tandem datapoint`: this machine in one anonymous file, within a minute; nothing is sent."""
+"""`tandem datapoint`: this machine in one anonymous file; nothing is sent."""
 
 import argparse
 import json

@@ -100,13 +100,15 @@ def collect(
 
     windows = cut_windows(texts, tokenizer, options.tokens)
     bar = None if options.quiet else progress_bar()
-    shown = functools.partial(functools.partial, bar) if bar is not None else lambda _: None
-    squares = collect_importance(model, windows, shown("tokens"))
+    tokens, parts = (
+        None if bar is None else functools.partial(bar, what) for what in ("tokens", "parts")
+    )
+    squares = collect_importance(model, windows, tokens)
     divergence = {}
     if options.probe_tokens:
         probes = cut_windows(texts, tokenizer, options.probe_tokens, _PROBE_WINDOW)
         importance = Importance(Path(found.model), squares.get)
-        divergence = probe(model, probes, importance, shown("parts"))
+        divergence = probe(model, probes, importance, parts)
     model.close()
     checkpoint = open_model(Path(found.model), may_run_code=found.trust_remote_code)
     path = Path(options.output or kept_importance(checkpoint, cache_dir()))

@@ -509,14 +509,14 @@ def split_layer(
     tokens: Sequence[int],
     states: bytes,
     coming: Sequence[float],
-    worth: memoryview,
+    scores: memoryview,
     link_busy: float,
     /,
 ) -> tuple[list[int], list[int], float, float]: ...
 def layer_entries(
     experts: Sequence[int],
     states: bytes | bytearray,
-    worth: memoryview,
+    scores: memoryview,
     first: int,
     members: Sequence[int],
     staged: Sequence[int],
@@ -526,7 +526,7 @@ def layer_entries(
     /,
 ) -> list[tuple[int, int]]: ...
 def most_valued(
-    states: bytes | bytearray, worth: memoryview, first: int, most: int, /
+    states: bytes | bytearray, scores: memoryview, first: int, most: int, /
 ) -> list[int]: ...
 
 class MailboxLayout:

@@ -83,7 +83,7 @@ class PlainDecider:
     ) -> Iterable[tuple[int, int]]:
         """Ask the eviction who wants a slot, without those the link has no time for."""
         in_use = frozenset(layer.keys)
-        entering = self._newcomers(layer, in_use, split.fetch, num_ahead, next_plan)
+        entering = self._entering(layer, in_use, split.fetch, num_ahead, next_plan)
         set_id = self.residency.set_of(layer.load.layer)
         return self._admission.pairs(set_id, entering, in_use)
 
@@ -95,7 +95,7 @@ class PlainDecider:
         scores = dict(zip(absent, self.eviction.scores(absent), strict=True))
         return sorted(absent, key=lambda key: (-scores[key], key))[:most]
 
-    def _newcomers(
+    def _entering(
         self,
         layer: LayerNow,
         in_use: frozenset[int],

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from tandem.policy.admission import Admission
 from tandem.policy.cost import CostTable
-from tandem.policy.link_queue import UNLIMITED, LinkQueue
+from tandem.policy.link_queue import LinkQueue
 from tandem.policy.plan import Copy, Geometry, LayerLoad
 from tandem.policy.residency import NOWHERE, Residency
 
@@ -68,10 +68,8 @@ class KnownCopies:
 
     def in_graph(self, load: LayerLoad, ready: float, published: float) -> list[Copy]:
         """Give clear slots to a layer's misses, as many as come from `ready` until `published`."""
-        residency, copy_seconds = self._residency, self._link.copy_seconds
-        idle = (
-            int(min((published - ready) / copy_seconds, UNLIMITED)) if copy_seconds else UNLIMITED
-        )
+        residency = self._residency
+        idle = self._link.whole_copies(published - ready)
         most = max(0, min(len(residency.free[residency.staging]), idle))
         return [
             residency.copy_of(key, residency.insert(key, residency.staging), NOWHERE)

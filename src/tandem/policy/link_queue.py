@@ -29,6 +29,10 @@ class LinkQueue:
         """Return how long the link still works on what it has."""
         return self.free_at - now if self.free_at > now else 0.0
 
+    def whole_copies(self, seconds: float) -> int:
+        """Return how many copies fit into `seconds`, whatever the link has to do before."""
+        return int(min(seconds / self.copy_seconds, UNLIMITED)) if self.copy_seconds else UNLIMITED
+
     def idle_copies(self, now: float, next_plan: float) -> int:
         """Return how many copies end before the next layer; one if the link has nothing to do."""
         busy = self.busy_seconds(now)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from tandem.policy.admission import Admission
 from tandem.policy.cost import CostTable
 from tandem.policy.known_copies import KnownCopies
-from tandem.policy.link_queue import UNLIMITED, LinkQueue
+from tandem.policy.link_queue import LinkQueue
 from tandem.policy.plan import Copy, Geometry
 from tandem.policy.prediction.policy import Prediction
 from tandem.policy.prefetch import PrefetchChoice, PrefetchTerms, Recurrence
@@ -113,7 +113,7 @@ class PredictedCopies:
     def _of_predicted(self, layer: int, ready: float, next_plan: float) -> tuple[Copy, ...]:
         residency, link = self._residency, self._link
         first, room = layer * self._geometry.num_experts, len(residency.free[residency.staging])
-        idle = self._whole_copies(next_plan - ready)
+        idle = self._link.whole_copies(next_plan - ready)
         if layer == self._geometry.num_layers or room == 0 or idle <= 0:
             return ()
         forecast = self._prediction.predict(layer)
@@ -127,17 +127,13 @@ class PredictedCopies:
             if key not in link.pending  # it has been fetched for one use, late
         )
 
-    def _whole_copies(self, seconds: float) -> int:
-        copy_seconds = self._link.copy_seconds
-        return int(min(seconds / copy_seconds, UNLIMITED)) if copy_seconds else UNLIMITED
-
     def _copies_in_time(self, layer: int, idle_seconds: float) -> int:
         """Return how many copies ahead of a layer the link can carry while it is idle.
 
         Where the layer's router has been asked, a copy may also end later than the layer begins, if
         the CPU would need longer still: what is named would otherwise be fetched then.
         """
-        copy_seconds, count = self._link.copy_seconds, self._whole_copies(idle_seconds)
+        copy_seconds, count = self._link.copy_seconds, self._link.whole_copies(idle_seconds)
         if count or self.is_staged or idle_seconds <= 0.0:
             return count
         is_sooner = copy_seconds - idle_seconds < self._costs.cpu[1]

@@ -21,7 +21,7 @@ from tandem.kernels.reference import ExpertWeights
 
 # By which a part's sensitivity is measured: coarse, so that its loss stands out from noise.
 PROBE = find_format("q3_k")
-# Of one size each the best that is written; a choice between more would not be worth the time.
+# Of one size each the best that is written; a choice between more takes longer than it gains.
 CHOICES = tuple(
     find_format(name)
     for name in (
@@ -30,6 +30,12 @@ CHOICES = tuple(
     )
 )  # fmt: skip
 _MOST_EXPERTS, _MOST_ROWS = 8, 256  # of a sample
+
+
+def linear_importance(importance: Importance | None, path: str, cols: int) -> Tensor | None:
+    """Return what a linear layer's inputs count, (cols,), if that is known."""
+    found = None if importance is None else importance.of(f"{path}.weight", (1, cols))
+    return None if found is None else found[0]
 
 
 def linear_groups(
@@ -42,7 +48,7 @@ def linear_groups(
     groups: dict[tuple[int, int, float], dict[str, nn.Linear]] = {}
     for path, parent, _, linear in packable_layers(model):
         cols = linear.weight.shape[1]
-        weighed = None if importance is None else importance.of(f"{path}.weight", (1, cols))
+        weighed = linear_importance(importance, path, cols)
         mark = -1.0 if weighed is None else float(weighed.square().sum())
         groups.setdefault((id(parent), cols, mark), {})[path] = linear
     yield from groups.values()

@@ -26,6 +26,7 @@ from tandem.quality.parts import (
     embeddings_of,
     expert_importance,
     linear_groups,
+    linear_importance,
     projection,
     projections,
 )
@@ -52,9 +53,11 @@ class ProbingExecutor(ReferenceExecutor):
     def rounding(self, parameter: str) -> Iterator[None]:
         """Round a projection, inside."""
         self.parameter = parameter
-        yield
-        self.parameter = ""
-        self._rounded.clear()
+        try:
+            yield
+        finally:
+            self.parameter = ""
+            self._rounded.clear()
 
     def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
         """Compute a call, expert by expert where it is to be rounded."""
@@ -136,8 +139,8 @@ def _rounded_group(
     for path, module in group.items():
         weight = module.weight
         assert isinstance(weight, nn.Parameter)
-        weighed = importance.of(f"{path}.weight", (1, weight.shape[1]))
-        rounded = _rounded(weight.detach(), None if weighed is None else weighed[0], fmt)
+        weighed = linear_importance(importance, path, weight.shape[1])
+        rounded = _rounded(weight.detach(), weighed, fmt)
         before.append((module, weight))
         # Another parameter: one that is tied stays as it is in the other module.
         module.weight = nn.Parameter(rounded.to(weight.dtype), requires_grad=False)

@@ -1,7 +1,7 @@
 """Recipes: which format each part of a model is packed in, to lose least in a number of bytes.
 
 Each part's loss is the divergence that it was found to cause (`probing`), by the squared error of
-a format over the probe's. Where nobody has probed the model, as in llama.cpp's files, relative
+a format over the probe's. Where the model has not been probed, as in llama.cpp's files, relative
 errors of all parts count alike.
 """
 
@@ -41,6 +41,7 @@ from tandem.quality.parts import (
     embeddings_of,
     expert_losses,
     linear_groups,
+    linear_importance,
     projections,
     sampled_losses,
 )
@@ -219,10 +220,9 @@ def _linear_options(
         sizes = [0] * len(CHOICES)
         for path, module in group.items():
             weight = module.get_parameter("weight").detach()
-            weighed = None
-            if importance is not None and path not in embeddings:
-                weighed = importance.of(f"{path}.weight", (1, weight.shape[1]))
-            squares += sampled_losses(weight, None if weighed is None else weighed[0], CHOICES)
+            known = None if path in embeddings else importance
+            weighed = linear_importance(known, path, weight.shape[1])
+            squares += sampled_losses(weight, weighed, CHOICES)
             has_bias = getattr(module, "bias", None) is not None
             for number, fmt in enumerate(CHOICES):
                 bias = 4 * fmt.padded_rows(len(weight)) * has_bias
