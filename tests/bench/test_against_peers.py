@@ -52,6 +52,11 @@ def test_a_rival_that_fails_is_an_error_that_says_why(tmp_path: Path) -> None:
         LlamaBench([str(path)], SETTING).measure(0)
     with pytest.raises(OSError, match="reports no prompt"):
         LlamaBench([str(program(tmp_path, "echo '[]'"))], SETTING).measure(0)
+    for rubbish in ("echo '[{}]'", "echo fast", "printf '\\377\\376'"):
+        with pytest.raises(OSError, match="expected llama-bench's JSON"):
+            LlamaBench([str(program(tmp_path, rubbish))], SETTING).measure(0)
+    with pytest.raises(OSError, match="ended with 3: it wrote nothing"):
+        LlamaBench([str(program(tmp_path, "exit 3"))], SETTING).measure(0)
     for text in ("fork", "=x", f"fork={tmp_path}/missing"):
         with pytest.raises(ArgumentTypeError, match="write NAME=PATH_TO_LLAMA_BENCH"):
             rival(text)

@@ -69,6 +69,11 @@ def test_llama_cpp_is_found_in_path_beside_its_programs_or_as_a_package(
     assert fork.command == (str(bench), "-rtr", "1")
     with pytest.raises(ConfigError, match="there is no program 'nothing'"):
         find_peer("nothing", path=str(tmp_path))
+    monkeypatch.chdir(built)
+    assert find_peer("./llama-bench", path=str(tmp_path)).command == (str(bench),)
+    for command, message in (("", "--with is empty"), ("a 'b", "No closing quotation")):
+        with pytest.raises(ConfigError, match=message):
+            find_peer(command, path=str(tmp_path))
     monkeypatch.setattr(finding, "_library_version", lambda: "0.3")
     found = find_peer(path=str(tmp_path))
     assert (found.command, found.has_library) == ((), True)

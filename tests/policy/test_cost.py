@@ -108,6 +108,10 @@ def test_tables_are_read_between_and_beyond_their_entries() -> None:
         ({"shapes": 3}, "shapes is 3; expected a list of objects"),
         ({"cpu_secondz": []}, r"unknown key 'cpu_secondz'; did you mean 'cpu_seconds'"),
         ({"format": 2}, "format is 2; expected 1"),
+        ({"dense_seconds": [1e308] * 13}, "expected a time of at least 0 seconds and at most 1e6"),
+        ({"shape": 5}, "shape is 5; expected a text"),
+        ({"name": "\x1b[2J"}, "expected a text without control characters"),
+        ({"gpu_memory_bytes": 10**400}, "gpu_memory_bytes is 10+; expected an integer"),
         ({"host": 3}, "machine.json: host is 3; expected a list of objects"),
         ({"host": [{"path": "graph"}]}, r"host\[0\]: step_seconds is missing"),
         ({"host": [GRAPH | {"layer_seconds": -1}]}, r"host\[0\]: layer_seconds is -1; expected"),
@@ -125,6 +129,7 @@ def test_a_wrong_profile_is_named_in_one_sentence(changes: Any, message: str) ->
     [
         ("{", "machine.json: not JSON"),
         ("[]", "machine.json: found a JSON list; expected an object"),
+        ("[" * 100_000, "machine.json: not JSON"),
         ('{"shapes": [3]}', r"shapes\[0\]: found 3; expected an object"),
         ('{"shapes": [{}]}', r"shapes\[0\]: shape is missing"),
         ('{"shapes": []}', "machine.json: name is missing"),

@@ -42,7 +42,11 @@ def run(flags: argparse.Namespace) -> int:
     require_writable(path, FIRST_LINE, "datapoint")
     print(f"{path} will hold:")
     print("\n".join(f"- {one}" for one in HOLDS))
-    print("It names no user, host, directory or network. Nothing is sent.\n", flush=True)
+    print(
+        "It names no user, host or network, and of directories what stands for them (~, HERE, "
+        "TEMP). Nothing is sent.\n",
+        flush=True,
+    )
     begin = time.perf_counter()
     import_transformers(quiet=False, has_bars=False)
 

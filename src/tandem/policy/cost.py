@@ -47,6 +47,7 @@ class ShapeCosts:
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, what was found and what is expected."""
         given = dataclasses.asdict(self)
+        _require("shape", self.shape, "a text without control characters", _is_text)
         for name in ("num_moe_layers", "num_experts", "top_k", "expert_bytes"):
             _require(name, given[name], "an integer of at least 1", _is_count)
         if self.top_k > self.num_experts:
@@ -59,12 +60,17 @@ class ShapeCosts:
             if len(table) != len(steps):
                 raise ConfigError(f"{name} has {len(table)} entries; expected {len(steps)}")
             for place, value in enumerate(table):
-                _require(f"{name}[{place}]", value, "a time of at least 0 seconds", _is_time)
+                _require(
+                    f"{name}[{place}]",
+                    value,
+                    "a time of at least 0 seconds and at most 1e6",
+                    _is_seconds,
+                )
         for name in (
             "cpu_first_expert_seconds", "link_seconds_per_expert", "second_launch_seconds",
             "copy_wake_seconds", "asking_seconds",
         ):  # fmt: skip
-            _require(name, given[name], "at least 0", _is_time)
+            _require(name, given[name], "at least 0 and at most 1e6", _is_seconds)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +161,7 @@ class HardwareProfile:
             raise ConfigError(f"format is {self.format!r}; expected {PROFILE_FORMAT}")
         given = dataclasses.asdict(self)
         for name in ("name", "source", "cpu", "gpu"):
-            _require(name, given[name], "a text", lambda value: isinstance(value, str))
+            _require(name, given[name], "a text without control characters", _is_text)
         for name in ("cpu_threads", "gpu_memory_bytes", "host_memory_bytes"):
             _require(name, given[name], "an integer of at least 1", _is_count)
         rate = self.link_bytes_per_second
@@ -220,7 +226,7 @@ class HardwareProfile:
         """Read a profile; `FileFormatError` names `where`, field, what was found and expected."""
         try:
             values = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise FileFormatError(f"{where}: not JSON ({error}); expected a profile") from None
         if not isinstance(values, dict):
             found = type(values).__name__
@@ -264,11 +270,21 @@ def _build(kind: type[T], values: object, where: str) -> T:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) < math.inf  # which integers are asked that no float holds, too
 
 
 def _is_time(value: object) -> bool:
     return _is_number(value) and value >= 0
+
+
+def _is_seconds(value: object) -> bool:
+    return _is_number(value) and 0 <= value <= 1e6  # beyond it sums of them are not finite
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and not any(ord(letter) < 32 for letter in value)
 
 
 def _is_factor(value: object) -> bool:
@@ -276,7 +292,7 @@ def _is_factor(value: object) -> bool:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 1 << 63
 
 
 def _require(name: str, value: object, expected: str, holds: Callable[[object], bool]) -> None:

@@ -37,7 +37,7 @@ def find_peer(wanted: str = LLAMA_CPP, path: str | None = None) -> Peer:
     """
     library = _library_version()
     if wanted != LLAMA_CPP:
-        words = shlex.split(wanted)
+        words = _words(wanted)
         return Peer(Path(words[0]).name, _command(words, path), library is not None)
     program = next(filter(None, (_bench_beside(name, path) for name in _BESIDE)), None)
     if program is not None:
@@ -50,10 +50,23 @@ def find_peer(wanted: str = LLAMA_CPP, path: str | None = None) -> Peer:
     return Peer(f"{LLAMA_CPP} ({_PACKAGE} {library})", (), has_library=True)
 
 
+def _words(command: str) -> list[str]:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"--with {command!r}: {error}; expected PROGRAM [OPTION ...]") from None
+    if not words:
+        raise ConfigError(f"--with is empty; expected {LLAMA_CPP} or PROGRAM [OPTION ...]")
+    return words
+
+
 def _command(words: Sequence[str], path: str | None) -> tuple[str, ...]:
     """Return a command whose program is there: a file, a directory with llama-bench, or in PATH."""
     given = Path(words[0]).expanduser()
-    program = shutil.which(str(given / _BENCH if given.is_dir() else given), path=path)
+    given = given / _BENCH if given.is_dir() else given
+    # Where a path is meant it is not looked for in PATH: `Path` drops a leading "./".
+    named = str(given.absolute() if os.sep in words[0] else given)
+    program = shutil.which(named, path=path)
     if program is None:
         raise ConfigError(
             f"there is no program {words[0]!r}; name {LLAMA_CPP}, or a program with {_BENCH}'s "

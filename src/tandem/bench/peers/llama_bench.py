@@ -36,12 +36,19 @@ class LlamaBench:
             "-p", str(setting.prompt), "-n", str(setting.steps), "-o", "json",
             *(["-d", str(depth)] if depth else []),  # which older ones do not know
         ]  # fmt: skip
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            words, capture_output=True, text=True, errors="backslashreplace", check=False
+        )
         if done.returncode != 0:
-            raise OSError(f"{self._command[0]} ended with {done.returncode}: {done.stderr[-500:]}")
-        rows = json.loads(done.stdout)
-        prefill = [row["avg_ts"] for row in rows if row["n_gen"] == 0]
-        decode = [row["avg_ts"] for row in rows if row["n_prompt"] == 0]
-        if not prefill or not decode:
-            raise OSError(f"{self._command[0]} reports no prompt or no generation")
-        return Speeds(prefill[0], decode[0], 0.0, 0.0)
+            last = done.stderr[-500:].strip() or "it wrote nothing to standard error"
+            raise OSError(f"{self._command[0]} ended with {done.returncode}: {last}")
+        try:
+            rows = json.loads(done.stdout)
+            prefill = next(float(row["avg_ts"]) for row in rows if row["n_gen"] == 0)
+            decode = next(float(row["avg_ts"]) for row in rows if row["n_prompt"] == 0)
+        except (ValueError, KeyError, TypeError, RecursionError, StopIteration):
+            raise OSError(
+                f"{self._command[0]} reports no prompt and generation: it wrote "
+                f"{done.stdout[:60]!r}; expected llama-bench's JSON (-o json)"
+            ) from None
+        return Speeds(prefill, decode, 0.0, 0.0)

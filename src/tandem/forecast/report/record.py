@@ -103,6 +103,9 @@ def _places() -> list[tuple[str, str]]:
         package: "tandem", Path(sys.prefix): "PYTHON", Path(sys.base_prefix): "PYTHON",
         Path(tempfile.gettempdir()): "TEMP", Path.cwd(): "HERE", Path.home(): "~",
     }  # fmt: skip
+    for name in ("TANDEM_CACHE", "XDG_CACHE_HOME"):
+        if chosen := os.environ.get(name):
+            named[Path(chosen).expanduser().absolute()] = name
     places = [(str(path), name) for path, name in named.items() if path != Path(path.anchor)]
     return sorted(places, key=lambda place: -len(place[0]))
 

@@ -41,11 +41,11 @@ def _profile_in(text: str) -> str:
     """Return the profile that the text of a datapoint holds, or the text: it may be a profile."""
     try:
         values = json.loads(text)
-    except ValueError:
-        return text
+    except (ValueError, RecursionError):
+        return text  # of which the profile's own reader says what is wrong
     if not isinstance(values, dict) or DATAPOINT not in values:
         return text
-    if values[DATAPOINT] != DATAPOINT_FORMAT:
+    if values[DATAPOINT] is True or values[DATAPOINT] != DATAPOINT_FORMAT:
         raise ConfigError(
             f"the datapoint's format is {values[DATAPOINT]!r}; expected {DATAPOINT_FORMAT}"
         )
