@@ -84,6 +84,10 @@ class ExpertEngine {
   void load(const void* from, ValueType type, std::int64_t count, float* to) const;
   void store(const float* from, std::int64_t count, ValueType type, void* to) const;
 
+  // Some rows of a tensor, each of `size` values side by side, to fp32.
+  void load_rows(const void* from, ValueType type, std::int64_t size,
+                 const std::vector<std::int32_t>& rows, float* to);
+
   // The same bits whoever computed the rows: a product and an addition each round by themselves.
   void add_rows(const RowSum& sum);
 

@@ -14,6 +14,7 @@ import pstats
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,7 @@ def _resize(executor: HybridExecutor, share: float) -> None:
     cache = executor.cache
     num_experts = cache.geometry.num_layers * cache.geometry.num_experts
     if share == 1.0:
-        extra = cache.settings.extra_slots(num_experts)
-        executor.resize_now(num_experts + extra, list(range(num_experts)))
+        executor.resize_now(cache.settings.slots_for(num_experts), list(range(num_experts)))
     else:
         executor.resize_now(max(1, int(share * num_experts)))
 
@@ -90,15 +90,17 @@ def _profile(model: Any, name: str, batch: int, options: argparse.Namespace) -> 
         if number == 0:
             pool.prefill(filled)
         elif number == 1:
-            seconds = _timed(lambda filled=filled: pool.prefill(filled))
+            seconds = _timed(partial(pool.prefill, filled))
             print(f"prompt: {seconds * 1e3:.1f} ms, {batch * length / seconds:.0f} tok/s")
-            _host_functions(lambda: (_forget(pool), pool.prefill(filled)))  # noqa: B023
+            _forget(pool)
+            _host_functions(partial(pool.prefill, filled))
         else:
-            _kernels(lambda filled=filled: pool.prefill(filled), 1, options.out / f"{name}-prompt")
+            _kernels(partial(pool.prefill, filled), 1, options.out / f"{name}-prompt")
     _decode(pool, WARM_STEPS, batch)
     seconds = _timed(lambda: _decode(pool, 32, batch)) / 32
     print(f"step: {seconds * 1e3:.3f} ms, captured: {pool.step.is_replaying} {pool.step.why_not}")
-    _kernels(lambda: _decode(pool, STEPS, batch), STEPS, options.out / f"{name}-step")
+    _host_functions(partial(_decode, pool, STEPS, batch))
+    _kernels(partial(_decode, pool, STEPS, batch), STEPS, options.out / f"{name}-step")
     sys.stdout.flush()
 
 

@@ -71,7 +71,7 @@ def test_a_model_that_fits_is_captured_whole(tmp_path: Path) -> None:
     alone, hybrid = load_pair(tmp_path, "mixtral", torch.bfloat16)
     cache = runtime_in(hybrid).executor.cache
     every = list(range(cache.geometry.num_layers * cache.geometry.num_experts))
-    cache.resize(len(every) + cache.settings.extra_slots(len(every)), every)
+    cache.resize(cache.settings.slots_for(len(every)), every)
     captured = gpu_pool(hybrid, PROMPTS, 60, has_replay=True)
     plain = WholePool(Generator(alone).slot_pool(len(PROMPTS)), PROMPTS)
     captured.prefill(), plain.prefill()

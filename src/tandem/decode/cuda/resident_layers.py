@@ -40,7 +40,7 @@ class GraphedLayers:
         self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: ExpertFunctions
     ) -> Tensor | None:
         """Queue a layer; None if it needs a graph break."""
-        if not self._layers.serves(functions, len(hidden)):
+        if not self._layers.serves(functions):
             return None
         self._chosen[layer] = index
         return self._layers.execute(layer, hidden, index, weights, functions)
@@ -59,7 +59,7 @@ class GraphedLayers:
 
     def begin_step(self) -> None:
         """Note when a replay begins."""
-        if not self._chosen:  # too many tokens: all layers are graph breaks
+        if not self._chosen:  # all layers are graph breaks
             return
         self._begin = self._device.streams.record(Stream.COMPUTE, is_timed=True)
 

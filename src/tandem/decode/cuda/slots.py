@@ -32,6 +32,7 @@ from tandem.decode.token_routed import TokenRouted
 from tandem.decode.trial import NOT_IN_SLOTS, why_other_logits
 from tandem.devices.cuda.captures import Capture, CudaCapture
 from tandem.devices.cuda.embedding import StepRows, given_rows
+from tandem.devices.cuda.host_twin import on_its_way
 from tandem.experts.cache.expert_cache import SHRINK
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.foreign_types import PreTrainedModel
@@ -39,7 +40,7 @@ from tandem.hf.steps import MAX_STEP_TOKENS
 from tandem.kernels.attention import Segment
 from tandem.kernels.opaque_calls import intercepted
 from tandem.kv_cache.cuda.cache import StaticKvCache
-from tandem.kv_cache.cuda.layers import DecodeKernels, on_its_way
+from tandem.kv_cache.cuda.layers import DecodeKernels
 from tandem.kv_cache.stand_ins import sees_all
 from tandem.recording.replay import ReplayedStep
 
@@ -256,7 +257,8 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         return logits
 
     def _pad(self, count: int, index: Tensor) -> Tensor:
-        return index if count == 1 else index.masked_fill(self._inputs_of(count).is_idle, -1)
+        # One kernel: in a graph of kernels alone a launch costs the host next to nothing.
+        return index if count == 1 else index | self._inputs_of(count).idle
 
     def _recorded(self, count: int) -> Callable[[], Tensor]:
         """Do a step of so many rows and return it in fewer operations."""

@@ -24,7 +24,7 @@ from tandem.experts.cache.expert_cache import SHRINK, ExpertCache
 from tandem.experts.cache.sizing import OutOfDeviceMemoryError
 from tandem.experts.execution.batch import CallSide, ExpertFunctions, RoutedCall
 from tandem.experts.execution.captured_steps import CapturedSteps
-from tandem.experts.execution.device import Device, DeviceLostError
+from tandem.experts.execution.device import Device, DeviceLostError, WholeCache
 from tandem.experts.execution.executor import Executor, computed_in_chunks
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.launching import launch
@@ -87,6 +87,7 @@ class HybridExecutor(Executor):
         self._wanted_slots: int | None = None
         self._step_copies: tuple[Copy, ...] = ()
         self._done: _Done | None = None
+        self._whole = device.resident(cache)
         self._is_deferring = False
 
     @property
@@ -157,6 +158,7 @@ class HybridExecutor(Executor):
 
     def settle(self) -> None:
         """Learn and report of the last layer, and take the size that was asked for."""
+        self._report_whole(waits=True)
         self.catch_up()
         if self._wanted_slots is not None:
             wanted, self._wanted_slots = self._wanted_slots, None
@@ -170,6 +172,7 @@ class HybridExecutor(Executor):
         if self.captured is not None:
             self.captured.leave()
         self.cache.resize(num_slots, resident)
+        self._whole = self.device.resident(self.cache)
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
@@ -236,6 +239,11 @@ class HybridExecutor(Executor):
 
     def _execute_chunk(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
         self.catch_up()
+        if self._whole is not None and self._whole.serves(functions):
+            try:
+                return self._execute_whole(self._whole, call, functions)
+            except (OutOfDeviceMemoryError, torch.OutOfMemoryError):
+                self._recover(shrink=True)
         layer, hidden, top_k_index, top_k_weights = call
         host, cache = self.store[layer], self.cache
         index, tokens = self.device.download(top_k_index, hidden)
@@ -263,8 +271,26 @@ class HybridExecutor(Executor):
             self.catch_up()
         return out
 
+    def _execute_whole(
+        self, whole: WholeCache, call: RoutedCall, functions: ExpertFunctions
+    ) -> Tensor:
+        """Queue a layer whose experts are all resident, without a wait for the router's choice."""
+        layer, hidden, index, weights = call
+        self.cache.clock.run_dense(hidden.shape[0])
+        out = whole.execute(layer, hidden, index, weights, functions)
+        if self.listeners:
+            whole.note(layer, index)
+        return out
+
+    def _report_whole(self, *, waits: bool) -> None:
+        if self._whole is not None:
+            for event in self._whole.noted(self.cache.clock.now, waits=waits):
+                for listener in self.listeners:
+                    listener(event)
+
     def catch_up(self) -> None:
         """Learn from the last layer and report it, if that has not been done."""
+        self._report_whole(waits=False)
         if self._done is None:
             return
         done, self._done = self._done, None
@@ -336,6 +362,7 @@ class HybridExecutor(Executor):
         slots = self.cache.num_slots
         with contextlib.suppress(Exception):  # then the cache is left empty
             self.cache.resize(int(slots * SHRINK) if shrink else slots)
+        self._whole = self.device.resident(self.cache)
         self._last_layer = len(self.store)
 
     def _report(self, done: _Done) -> None:
