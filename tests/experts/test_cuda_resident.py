@@ -79,7 +79,7 @@ def test_a_planned_step_asks_nothing_of_the_host_for_them(
             of_the_reference(store, layer, call),
         )
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    executor.settle()
+    executor.catch_up()
     assert [event.layer for event in events] == [*range(GEOMETRY.num_layers)]
     assert all(event.plan is not None and not event.plan.cpu for event in events)
     executor.resize_now(num_slots - 1)

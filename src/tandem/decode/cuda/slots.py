@@ -190,13 +190,14 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         logits = step.replayed()
         for layers in step.resident:
             layers.end_step()
+        self._report(but=step)
         return logits
 
-    def _report(self) -> None:
-        """Report the layers of the last step to listeners, if they were part of its segments."""
+    def _report(self, but: _Step | None = None) -> None:
+        """Report to listeners the layers of segments, but for those of a step's last replay."""
         for step in self._steps.values():
             for layers in step.resident:
-                layers.report()
+                layers.report(but=int(step is but))
 
     def _inputs_of(self, count: int) -> StepInputs:
         if count not in self._inputs:
@@ -207,7 +208,6 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
 
     def _follow_executor(self) -> None:
         """Drop what was captured for another executor, other slots, or before all were resident."""
-        self._report()
         executor = self._model.executor
         if executor is not None:
             executor.settle()  # a replay of whole steps would never come to it
@@ -217,11 +217,13 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         if len(self._captured_for) != len(now) or any(
             a is not b for a, b in zip(now, self._captured_for, strict=True)
         ):
+            self._report()
             self._captured_for = now
             self._steps.clear()
 
     def _step_at(self, count: int) -> _Step:
         if self._generation != self.cache.generation:
+            self._report()
             self._generation = self.cache.generation
             self._steps.clear()
         key = count, *self.cache.form

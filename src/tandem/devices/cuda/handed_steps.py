@@ -29,7 +29,6 @@ from tandem.experts.execution.asked_routers import AskedRouter
 from tandem.experts.execution.captured_steps import PATIENCE_SECONDS, CapturedSteps
 from tandem.experts.execution.device import DeviceLostError
 from tandem.experts.store.packed_layer import PackedLayer
-from tandem.experts.tracing.events import Listener
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.native import TOKEN_DTYPES
@@ -171,14 +170,14 @@ class HandedSteps(CapturedSteps):
     def _bring_table(self) -> None:
         self._device_table.copy_(self._host_table, non_blocking=True)
 
-    def finish(self, listeners: Sequence[Listener]) -> None:
+    def finish(self, *, is_heard: bool) -> None:
         """End a step whose graph has been launched; raises `DeviceLostError` if nothing helps.
 
         `RuntimeError` where the device has given a layer up: what it computed then is not used.
         """
         self._end = self._streams.record(Stream.COMPUTE, is_timed=True)
         try:
-            super().finish(listeners)
+            super().finish(is_heard=is_heard)
         except _native.StepLostError:
             self.wait_for_device()
             raise

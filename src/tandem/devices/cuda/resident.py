@@ -92,9 +92,9 @@ class ResidentLayers:
         streams.run(Stream.COMPUTE, bring)
         self._noted.append((layer, host, streams.record(Stream.COMPUTE)))
 
-    def noted(self, now: float, *, waits: bool) -> Iterator[LayerExecuted]:
-        """Yield what has happened in the noted layers, of which the choice has come, or of all."""
-        while self._noted and (waits or self._noted[0][2].query()):
+    def noted(self, now: float) -> Iterator[LayerExecuted]:
+        """Yield what has happened in the noted layers, each once; waits for their choices."""
+        while self._noted:
             layer, chosen, come = self._noted.popleft()
             come.synchronize()
             yield resident_event(self._cache.store[layer], chosen, now)

@@ -53,8 +53,8 @@ class WholeCache(Protocol):
     def note(self, layer: int, top_k_index: Tensor) -> None:
         """Queue the copy of a choice to the host, to be told by `noted`."""
 
-    def noted(self, now: float, *, waits: bool) -> Iterator[LayerExecuted]:
-        """Yield what has happened in the noted layers, of which the choice has come, or of all."""
+    def noted(self, now: float) -> Iterator[LayerExecuted]:
+        """Yield what has happened in the noted layers, each once; waits for their choices."""
 
 
 class Device(MemoryPool, Protocol):

@@ -5,7 +5,7 @@
 
 `execute` reads from top to bottom as it happens. The CPU's threads begin first, as they are the
 last to end; this thread starts the device and the link and then computes beside them. What the
-layer's result does not need (`catch_up`) can wait until the caller has queued what comes next.
+layer's result does not need (`_learn_of_last_layer`) can wait until the caller has queued what comes next.
 Whatever the plan, the result has the same bits as `CpuExecutor`'s where the device's arithmetic is
 the CPU's; a GPU's is not (docs/runtime.md).
 """
@@ -124,12 +124,13 @@ class HybridExecutor(Executor):
         assert self.captured is not None
         with self._turn:
             self._announced, self._last_layer = None, len(self.store)
-            self.catch_up()
+            self._learn_of_last_layer()
             self.captured.abort()
             with self._losing_at_most_a_step():
                 begin(self.take_known())
                 yield
-                self.captured.finish(self.listeners)
+                self.captured.report(self.listeners)  # the step before, while this one is computed
+                self.captured.finish(is_heard=bool(self.listeners))
 
     @contextlib.contextmanager
     def _losing_at_most_a_step(self) -> Iterator[None]:
@@ -157,9 +158,8 @@ class HybridExecutor(Executor):
         self._wanted_slots = num_slots
 
     def settle(self) -> None:
-        """Learn and report of the last layer, and take the size that was asked for."""
-        self._report_whole(waits=True)
-        self.catch_up()
+        """Learn of the last layer, and take the size that was asked for."""
+        self._learn_of_last_layer()
         if self._wanted_slots is not None:
             wanted, self._wanted_slots = self._wanted_slots, None
             self.resize_now(wanted)
@@ -169,6 +169,7 @@ class HybridExecutor(Executor):
 
         Captured steps know slots by what they held, so they are left first.
         """
+        self.catch_up()
         if self.captured is not None:
             self.captured.leave()
         self.cache.resize(num_slots, resident)
@@ -186,10 +187,12 @@ class HybridExecutor(Executor):
         finally:
             self._is_deferring = False
             with self._turn:
-                self.catch_up()
+                self._learn_of_last_layer()
 
     def close(self) -> None:
         """End all threads and give the device's memory back."""
+        with contextlib.suppress(RuntimeError):  # a device that is lost
+            self.catch_up()
         if self.captured is not None:
             self.captured.close()
         self.cache.close()
@@ -220,6 +223,7 @@ class HybridExecutor(Executor):
         return computed_in_chunks(call, lambda chunk: self._execute_chunk(chunk, functions))
 
     def _begin_step(self, num_tokens: int) -> None:
+        self.catch_up()
         if self.captured is not None:
             self.captured.leave()
         self.settle()
@@ -238,7 +242,7 @@ class HybridExecutor(Executor):
             cache.submit(ahead, is_needed=cache.planner.prompt.is_on)
 
     def _execute_chunk(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
-        self.catch_up()
+        self._learn_of_last_layer()
         if self._whole is not None and self._whole.serves(functions):
             try:
                 return self._execute_whole(self._whole, call, functions)
@@ -268,7 +272,7 @@ class HybridExecutor(Executor):
             out = self._carry_out(step, plan)
         self._done = _Done(load, plan, begin, plan_seconds, step)
         if not self._is_deferring:
-            self.catch_up()
+            self._learn_of_last_layer()
         return out
 
     def _execute_whole(
@@ -282,15 +286,20 @@ class HybridExecutor(Executor):
             whole.note(layer, index)
         return out
 
-    def _report_whole(self, *, waits: bool) -> None:
+    def catch_up(self) -> None:
+        """Learn from the last layer, and report all that has been computed and not been reported.
+
+        Of captured steps, and of layers that were computed without a plan, the next step reports.
+        """
+        self._learn_of_last_layer()
+        if self.captured is not None:
+            self.captured.report(self.listeners)
         if self._whole is not None:
-            for event in self._whole.noted(self.cache.clock.now, waits=waits):
+            for event in self._whole.noted(self.cache.clock.now):
                 for listener in self.listeners:
                     listener(event)
 
-    def catch_up(self) -> None:
-        """Learn from the last layer and report it, if that has not been done."""
-        self._report_whole(waits=False)
+    def _learn_of_last_layer(self) -> None:
         if self._done is None:
             return
         done, self._done = self._done, None
