@@ -51,13 +51,14 @@ class CopyThread(CopyEngine):
         self._thread = threading.Thread(target=self._loop, name="tandem-link", daemon=True)
         self._thread.start()
 
-    def submit(self, copy: Copy, *, is_needed: bool) -> None:
-        """Queue a copy; raises the error that has stopped the link, if one has."""
-        key = self._geometry.key(copy.layer, copy.expert)
+    def submit(self, copies: Sequence[Copy], *, is_needed: bool) -> None:
+        """Queue copies; raises the error that has stopped the link, if one has."""
         with self.slots.changed:
             self._raise_error()
-            generation = self.slots.plan_copy(copy.slot, key)
-            self._queue.append(Job(copy, generation, is_needed))
+            for copy in copies:
+                key = self._geometry.key(copy.layer, copy.expert)
+                generation = self.slots.plan_copy(copy.slot, key)
+                self._queue.append(Job(copy, generation, is_needed))
             self.slots.changed.notify_all()
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:

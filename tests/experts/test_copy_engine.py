@@ -84,7 +84,7 @@ def copy(expert: int, slot: int, layer: int = 0) -> Copy:
 def test_virtual_bytes_come_only_when_something_waits(
     store: HostStore, slots: Slots, virtual: VirtualCopyEngine
 ) -> None:
-    virtual.submit(copy(3, slot=1), is_needed=True)
+    virtual.submit([copy(3, slot=1)], is_needed=True)
     assert not torch.equal(slots.memory(1), image(store, 3))
     (found,) = virtual.use([1], [3]).images()
     assert torch.equal(found, image(store, 3))
@@ -95,7 +95,7 @@ def test_virtual_bytes_come_with_their_arrival(
 ) -> None:
     clock = virtual._clock
     clock.issue((copy(3, slot=1),))
-    virtual.submit(copy(3, slot=1), is_needed=False)
+    virtual.submit([copy(3, slot=1)], is_needed=False)
     assert list(virtual.arrivals()) == []
     clock.run_dense(1)
     clock.run_dense(1)
@@ -104,24 +104,24 @@ def test_virtual_bytes_come_with_their_arrival(
 
 
 def test_a_slot_cannot_be_used_for_another_expert(virtual: VirtualCopyEngine) -> None:
-    virtual.submit(copy(3, slot=1), is_needed=True)
+    virtual.submit([copy(3, slot=1)], is_needed=True)
     with pytest.raises(AssertionError, match="slot 1 is for expert 3, not for 4"):
         virtual.use([1], [4])
 
 
 def test_the_old_expert_cannot_be_used_once_a_copy_is_planned(virtual: VirtualCopyEngine) -> None:
-    virtual.submit(copy(3, slot=1), is_needed=True)
+    virtual.submit([copy(3, slot=1)], is_needed=True)
     virtual.drain()
-    virtual.submit(copy(5, slot=1), is_needed=False)
+    virtual.submit([copy(5, slot=1)], is_needed=False)
     with pytest.raises(AssertionError, match="slot 1 is for expert 5, not for 3"):
         virtual.use([1], [3])
 
 
 def test_virtual_bytes_never_overwrite_what_is_in_use(virtual: VirtualCopyEngine) -> None:
-    virtual.submit(copy(3, slot=1), is_needed=True)
+    virtual.submit([copy(3, slot=1)], is_needed=True)
     use = virtual.use([1], [3])
     use.images()
-    virtual.submit(copy(5, slot=1), is_needed=True)
+    virtual.submit([copy(5, slot=1)], is_needed=True)
     with pytest.raises(AssertionError, match="slot 1 is in use"):
         virtual.drain()
     use.end()
@@ -132,11 +132,11 @@ def test_a_slot_is_not_overwritten_while_it_is_in_use(
     store: HostStore, slots: Slots, link: CopyThread, gate: Gate
 ) -> None:
     gate.open()
-    link.submit(copy(3, slot=1), is_needed=True)
+    link.submit([copy(3, slot=1)], is_needed=True)
     use = link.use([1], [3])
     (held,) = use.images()
-    link.submit(copy(5, slot=1), is_needed=True)  # must wait for the use
-    link.submit(copy(6, slot=2), is_needed=False)  # need not
+    link.submit([copy(5, slot=1)], is_needed=True)  # must wait for the use
+    link.submit([copy(6, slot=2)], is_needed=False)  # need not
     link.use([2], [6]).images()
     assert torch.equal(held, image(store, 3))
     assert (0, 5) not in gate.reached
@@ -146,7 +146,7 @@ def test_a_slot_is_not_overwritten_while_it_is_in_use(
 
 
 def test_a_use_waits_for_the_last_byte(store: HostStore, link: CopyThread, gate: Gate) -> None:
-    link.submit(copy(3, slot=1), is_needed=True)
+    link.submit([copy(3, slot=1)], is_needed=True)
     use = link.use([1], [3])
     found: list[Tensor] = []
     reader = threading.Thread(target=lambda: found.append(use.images()[0].clone()))
@@ -164,7 +164,7 @@ def test_two_experts_through_one_slot_are_each_used_in_turn(
     """The ring: copy, use, copy, use, all submitted before anything has landed."""
     uses = []
     for expert in (3, 5, 6):
-        link.submit(copy(expert, slot=1), is_needed=True)
+        link.submit([copy(expert, slot=1)], is_needed=True)
         uses.append((expert, link.use([1], [expert])))
     gate.open()
     for expert, use in uses:
@@ -175,17 +175,17 @@ def test_two_experts_through_one_slot_are_each_used_in_turn(
 def test_only_copies_that_nobody_waits_for_are_cancelled(
     store: HostStore, slots: Slots, link: CopyThread, gate: Gate
 ) -> None:
-    link.submit(copy(0, slot=0), is_needed=False)  # begins
+    link.submit([copy(0, slot=0)], is_needed=False)  # begins
     assert gate.at_gate.wait(SECONDS)
-    link.submit(copy(1, slot=1), is_needed=True)
-    link.submit(copy(2, slot=2), is_needed=False)
-    link.submit(copy(3, slot=3, layer=1), is_needed=False)
+    link.submit([copy(1, slot=1)], is_needed=True)
+    link.submit([copy(2, slot=2)], is_needed=False)
+    link.submit([copy(3, slot=3, layer=1)], is_needed=False)
     assert link.cancel(0, [0, 1, 2, 3]) == [2]
     gate.open()
     link.drain()
     assert torch.equal(slots.memory(1), image(store, 1))
     assert not slots.memory(2).any()
-    link.submit(copy(4, slot=2), is_needed=True)
+    link.submit([copy(4, slot=2)], is_needed=True)
     assert torch.equal(link.use([2], [4]).images()[0], image(store, 4))
 
 
@@ -197,11 +197,11 @@ def test_an_error_on_the_link_reaches_whoever_waits_submits_or_asks(
 
     disturbance = Disturbance(random.Random(0), fault=fail)
     link = DisturbedLink(store, slots, GEOMETRY, WallClock(), disturbance=disturbance)
-    link.submit(copy(0, slot=0), is_needed=True)
+    link.submit([copy(0, slot=0)], is_needed=True)
     with pytest.raises(OSError, match="the bus is gone"):
         link.use([0], [0]).images()
     with pytest.raises(RuntimeError, match="the link has stopped: the bus is gone"):
-        link.submit(copy(1, slot=1), is_needed=True)
+        link.submit([copy(1, slot=1)], is_needed=True)
     with pytest.raises(RuntimeError, match="the link has stopped"):
         link.drain()
     slots.forget_uses()

@@ -156,7 +156,7 @@ def test_copies_ahead_are_held_until_the_link_needs_them_and_queued_together(
     slow = make_twin(store, streams, NUM_EXPERTS, SETTINGS[0], Link(1e3)).cache.engine
     streams.num_copies.clear()
     for expert in range(6):
-        slow.submit(Copy(0, expert, expert, None), is_needed=False)
+        slow.submit([Copy(0, expert, expert, None)], is_needed=False)
     slow.flush()
     assert streams.num_copies == [2 * len(store[0].extents(0))]  # two experts in one call
     assert slow.cancel(0, [0, 1, 4, 5]) == [4, 5]  # what is queued is copied
@@ -165,7 +165,7 @@ def test_copies_ahead_are_held_until_the_link_needs_them_and_queued_together(
         arrived |= {expert for _, expert, _ in slow.arrivals()}
     assert arrived == {0, 1, 2, 3}
     # A cancelled copy's slot is free for the next one.
-    slow.submit(Copy(1, 7, 4, None), is_needed=True)
+    slow.submit([Copy(1, 7, 4, None)], is_needed=True)
     slow.drain()
     data = store[1].extents(7)[0].data
     assert torch.equal(slow.slots.memory(4)[: len(data)], data)
@@ -175,7 +175,7 @@ def test_a_batch_that_claims_a_held_copy_has_it_queued(store: HostStore) -> None
     streams = LazyStreams(6)
     engine = make_twin(store, streams, NUM_EXPERTS, SETTINGS[0], Link(1e3)).cache.engine
     for expert in range(4):
-        engine.submit(Copy(0, expert, expert, None), is_needed=False)
+        engine.submit([Copy(0, expert, expert, None)], is_needed=False)
     engine.flush()
     use = engine.use([3], [3])
     (memory,) = use.images()
@@ -309,7 +309,7 @@ def test_a_copy_reports_once_its_bytes_are_there(store: HostStore) -> None:
     streams = LazyStreams(3)
     executor = make_twin(store, streams, 4, SETTINGS[0])
     engine = executor.cache.engine
-    engine.submit(Copy(0, 5, 0, None), is_needed=False)
+    engine.submit([Copy(0, 5, 0, None)], is_needed=False)
     engine.flush()
     arrived = [arrival for _ in range(40) for arrival in engine.arrivals()]
     assert [(layer, expert) for layer, expert, _ in arrived] == [(0, 5)]

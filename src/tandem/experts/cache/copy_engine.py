@@ -28,8 +28,8 @@ class CopyEngine(Protocol):
 
     slots: Slots
 
-    def submit(self, copy: Copy, *, is_needed: bool) -> None:
-        """Queue a copy; those that a layer waits for go before those for later."""
+    def submit(self, copies: Sequence[Copy], *, is_needed: bool) -> None:
+        """Queue copies; those that a layer waits for go before those for later."""
 
     def flush(self) -> None:
         """Begin with what has been submitted, as far as it may: the last of several is in."""
@@ -64,8 +64,12 @@ class VirtualCopyEngine(CopyEngine):
         self._pending: dict[Claim, tuple[int, int]] = {}  # -> layer, expert
         self._claim_of: dict[tuple[int, int], Claim] = {}
 
-    def submit(self, copy: Copy, *, is_needed: bool) -> None:
-        """Note a copy; its bytes come when a batch waits for them, or when it arrives."""
+    def submit(self, copies: Sequence[Copy], *, is_needed: bool) -> None:
+        """Note copies; their bytes come when a batch waits for them, or when they arrive."""
+        for copy in copies:
+            self._note(copy)
+
+    def _note(self, copy: Copy) -> None:
         generation = self.slots.plan_copy(copy.slot, self._geometry.key(copy.layer, copy.expert))
         older = copy.slot, generation - 1
         if older in self._pending:  # no batch has waited for it, and its slot is planned again

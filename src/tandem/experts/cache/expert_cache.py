@@ -79,9 +79,8 @@ class ExpertCache:
         )
         self._under_way.clear()
         slot_of = self.planner.residency.slot_of
-        for key in resident:
-            layer, expert = self.geometry.expert_id(key)
-            self.engine.submit(Copy(layer, expert, slot_of[key], None), is_needed=True)
+        ids = [(*self.geometry.expert_id(key), slot_of[key]) for key in resident]
+        self.engine.submit([Copy(*each, None) for each in ids], is_needed=True)
         self.engine.drain()
 
     @property
@@ -146,9 +145,8 @@ class ExpertCache:
 
     def submit(self, copies: Sequence[Copy], *, is_needed: bool) -> None:
         """Hand planned copies to the link."""
-        for copy in copies:
-            self._under_way.add((copy.layer, copy.expert))
-            self.engine.submit(copy, is_needed=is_needed)
+        self._under_way |= {(copy.layer, copy.expert) for copy in copies}
+        self.engine.submit(copies, is_needed=is_needed)
         if copies and not is_needed:
             self.engine.flush()
 
