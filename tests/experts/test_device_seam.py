@@ -1,5 +1,6 @@
 """The device's side of a layer: rows that stay there, the host's rows brought to it once."""
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -7,11 +8,12 @@ from tandem.devices.emulated import EmulatedDevice
 from tandem.experts.cache.copy_engine import VirtualCopyEngine
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.cache.slots import SlotUse
-from tandem.experts.execution.batch import ExpertBatch
+from tandem.experts.execution.batch import CallSide, ExpertBatch
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.hybrid_executor import HybridExecutor
-from tandem.experts.execution.routing import SumRows
+from tandem.experts.execution.layer_call import LayerCall
+from tandem.experts.execution.routing import Routing, SumRows
 from tandem.experts.execution.row_memory import RowMemory
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.kernels.dense import CpuThreads
@@ -89,3 +91,24 @@ def test_host_rows_are_brought_to_the_device_once_a_layer_and_added_there() -> N
             wanted.append(sum(tokens[expert] for expert in plan.cpu))
     assert device.uploads == wanted != []
     assert device.sums == sum(len(p.cpu) < len(d.experts) for d, p in plans if d and p)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_a_batch_reads_its_own_tokens_in_their_dtype(dtype: torch.dtype, num_tokens: int) -> None:
+    """The same bits as in fp32; others' tokens, NaN here, are not looked at."""
+    store = make_store()
+    hidden, index, _ = route(num_tokens, torch.Generator().manual_seed(2))
+    routing = Routing(index, GEOMETRY.num_experts)
+    call = LayerCall(store[0], FUNCTIONS, routing, routing.experts)
+    hidden, found = hidden.to(dtype), []
+    for tokens in (hidden, hidden.float()):
+        rows = torch.zeros(routing.num_rows, tokens.shape[1])
+        batch = call.batch(1, 3, CallSide(tokens.clone(), rows))
+        others = torch.ones(num_tokens, dtype=torch.bool)
+        others[batch.token.long()] = False
+        batch.side.hidden[others] = torch.nan
+        ExpertKernels(CpuThreads(num_threads=2)).run(batch)
+        found.append(rows)
+    assert found[0].any()
+    assert torch.equal(*found)

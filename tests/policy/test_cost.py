@@ -165,6 +165,17 @@ def test_the_hosts_work_is_charged_where_it_is_waited_for() -> None:
         profile.charged(alone, "graf")
 
 
+def test_prompts_pay_what_the_cpu_costs_planned_steps() -> None:
+    segments = {**GRAPH, "path": "segments", "cpu_begin_seconds": 4.0, "cpu_end_seconds": 2.0}
+    values = json.loads(text(host=[GRAPH, segments]))
+    profile = HardwareProfile.from_json(json.dumps(values), where="machine.json")
+    costs = CostTable(profile.charged(shape_costs(first=0.25)))
+    assert costs.cpu_first == 0.25 + 0.5 + 0.125
+    assert costs.planned_first == 0.25 + 4.0 + 2.0
+    alone = CostTable(shape_costs(first=0.25))
+    assert alone.planned_first == alone.cpu_first == 0.25
+
+
 def test_a_profile_without_host_costs_charges_none() -> None:
     alone = shape_costs()
     assert load_profile("dali-testbed").charged(alone) == alone

@@ -1,5 +1,6 @@
 """Planner properties over every policy: exactly once, capacity, nothing in use leaves."""
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -189,6 +190,26 @@ def test_resident_experts_spill_where_the_cpu_is_quicker() -> None:
     plan = chosen.plan(LayerLoad(0, (0, 1), (1, 1)), 0.0)
     assert (plan.gpu, plan.cpu, plan.seconds) == ((0,), (1,), 1.0)
     assert chosen.plan(LayerLoad(0, (0, 2), (1, 1)), 0.0).cpu == (2,)
+
+
+def test_in_planned_steps_they_spill_only_where_that_pays_the_hosts_work_too() -> None:
+    shape = shape_costs(cpu=(1.0, 2.0), gpu=(1.0, 1.0))
+    costs = CostTable(dataclasses.replace(shape, planned_first_expert_seconds=1.5))
+    keys = [GEOMETRY.key(0, expert) for expert in range(3)]
+    chosen = make_planner(PlannerSettings(), GEOMETRY, costs, NUM_SLOTS, resident=keys)
+    chosen.begin_step(1, 0.0)
+    assert chosen.plan(LayerLoad(0, (0, 1), (1, 1)), 0.0).cpu == ()
+
+
+@pytest.mark.parametrize("num_cached", [1, 6, 100, 768, 1536, 1664, 6144])
+@pytest.mark.parametrize("prefetch", ["pays", "none"])
+def test_so_many_slots_leave_the_cache_what_it_needs(num_cached: int, prefetch: str) -> None:
+    settings = PlannerSettings(prefetch=prefetch)
+    num_slots = settings.slots_for(num_cached)
+    assert num_slots - settings.extra_slots(num_slots) >= num_cached
+    assert num_slots == num_cached or (
+        num_slots - 1 - settings.extra_slots(num_slots - 1) < num_cached
+    )
 
 
 @given(given_steps=steps())
