@@ -203,45 +203,7 @@ bool fit_affine(const Group& group, float top, bool has_search, AffineFit& fit) 
 
 #include "quantize_tables.inl"
 
-// The magnitude as an e2m1 code 0..7 in units of a power of two: the lowest of the lines through the
-// codes at steps of 0.5, 1 and 2 counts; ties go to even codes.
-inline Vector e2m1_code(Vector scaled) {
-  const Vector code = smaller(smaller(scaled + 2.0f, scaled * 2.0f), scaled * 0.5f + 4.0f);
-  return rounded(smaller(code, broadcast(7.0f)));
-}
-
-inline Vector e2m1_magnitude(Vector code) {
-  return larger(larger(code * 0.5f, code - 2.0f), code * 2.0f - 8.0f);
-}
-
-inline Vector power_of_two(Integers exponent) {  // -126..127
-  return from_bits((exponent + 127) << 23);
-}
-
-Vector e2m1_error(const Group& group, Integers exponent) {
-  const Vector to_unit = power_of_two(-exponent);
-  Vector error{};
-  for (std::int64_t c = 0; c < group.size; ++c) {
-    const Vector scaled = size_of(group.tile[c]) * to_unit;
-    const Vector loss = e2m1_magnitude(e2m1_code(scaled)) - scaled;
-    error += group.weighed(loss * loss, c);
-  }
-  return error;
-}
-
-constexpr std::int32_t kE8m0Bias = 127, kLargestE8m0 = 252;
-
-Integers fit_exponent(const QuantizeCall& call, const Group& group) {
-  const Vector peak = larger(group.high, -group.low);
-  Integers exponent = (bits_of(peak) >> 23) - 129;  // of a peak in 4..8 times the unit
-  exponent = exponent < -kE8m0Bias ? Integers{} - kE8m0Bias : exponent;
-  exponent = peak == 0.0f ? Integers{} - 3 : exponent;
-  if (!call.has_search) return exponent;
-  const Vector near = e2m1_error(group, exponent), far = e2m1_error(group, exponent + 1);
-  exponent -= 4.0f * far < near;  // errors in units of 4^exponent; true is -1
-  const Integers largest = Integers{} + (kLargestE8m0 - kE8m0Bias);
-  return exponent > largest ? largest : exponent;
-}
+#include "quantize_mxfp4.inl"
 
 // The part's scales into line `line` of a block's.
 inline void write_halves(std::uint8_t* scales, std::int64_t line, int part, Vector values) {
@@ -334,6 +296,8 @@ bool write_floats(const QuantizeCall& call, const Group& group, const Place& pla
 
 #include "quantize_supers.inl"
 
+#include "quantize_grids.inl"
+
 bool write_group(const QuantizeCall& call, const Group& group, const Place& place) {
   switch (call.format) {
     case Format::kInt4: return write_symmetric<Format::kInt4>(call, group, place);
@@ -349,6 +313,11 @@ bool write_group(const QuantizeCall& call, const Group& group, const Place& plac
     case Format::kQ5K: return write_super<Format::kQ5K>(call, group, place);
     case Format::kQ6K: return write_super<Format::kQ6K>(call, group, place);
     case Format::kMxfp4: return write_mxfp4(call, group, place);
+    case Format::kIq2Xxs: return write_grid<Format::kIq2Xxs>(call, group, place);
+    case Format::kIq2Xs: return write_grid<Format::kIq2Xs>(call, group, place);
+    case Format::kIq2S: return write_grid<Format::kIq2S>(call, group, place);
+    case Format::kIq3Xxs: return write_grid<Format::kIq3Xxs>(call, group, place);
+    case Format::kIq3S: return write_grid<Format::kIq3S>(call, group, place);
     default: return write_floats(call, group, place);
   }
 }
@@ -376,10 +345,9 @@ bool round_block(const QuantizeCall& call, std::int64_t block) {
   std::uint8_t* scales = call.scales + block * call.scale_stride;
   const bool is_alone = call.group && !has_supers(call.format);  // a group, from all others
   const std::int64_t step = is_alone ? call.group : kWidest;
-  const std::int64_t line_bytes = code_bytes(call.format, 8);
   for (std::int64_t col = 0; col < call.padded_cols; col += step) {
     const std::int64_t size = std::min(step, call.padded_cols - col);
-    std::uint8_t* to = data + col / 8 * line_bytes;
+    std::uint8_t* to = data + code_bytes(call.format, col);
     for (int part = 0; part < kParts; ++part) {
       load_tile(call, block * kBlockRows + part * TANDEM_LANES, col, size, tiles[part]);
       parts[part] = {tiles[part], size, call.importance ? call.importance + col : nullptr,

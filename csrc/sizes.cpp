@@ -200,8 +200,7 @@ void require_room(const QuantizeCall& call, const QuantizeBytes& bytes) {
   require_columns(call.format, call.group, call.padded_cols);
   const Encoding& e = encoding(call.format);
   constexpr Index kWidestGroup = 128;
-  const bool has_table = is_grid(call.format) || (e.table != nullptr && e.table != kIq4Table);
-  const bool is_rounded = call.format == Format::kMxfp4 || !has_table;
+  const bool is_rounded = call.format != Format::kNvfp4 && e.table != kIq1Table;
   require(is_rounded && call.group <= kWidestGroup, "the format", static_cast<Index>(call.format),
           "one that weights are rounded to");
   require(call.padded_cols >= call.cols, "padded columns", call.padded_cols,

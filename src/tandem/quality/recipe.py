@@ -37,7 +37,7 @@ from tandem.kernels.formats.weight_format import (
 from tandem.quality.budget import Option, choose_within
 from tandem.quality.parts import (
     CHOICES,
-    PROBE,
+    MEASURED,
     embeddings_of,
     expert_losses,
     linear_groups,
@@ -185,7 +185,7 @@ def _layer_options(layer: HostLayer, importance: Importance | None) -> list[Opti
     losses = [
         _losses(name, squares, importance)
         for name, squares in zip(
-            projections(layer), expert_losses(layer, importance, CHOICES), strict=True
+            projections(layer), expert_losses(layer, importance, MEASURED), strict=True
         )
     ]
     options = []
@@ -216,13 +216,13 @@ def _linear_options(
     groups: list[Mapping[str, nn.Module]] = [*linear_groups(model, importance)]
     found: dict[tuple[str, ...], list[Option]] = {}
     for group in [*groups, embeddings] if embeddings else groups:
-        squares = torch.zeros(len(CHOICES) + 1, dtype=torch.float64, device="cpu")
+        squares = torch.zeros(len(MEASURED) + 1, dtype=torch.float64, device="cpu")
         sizes = [0] * len(CHOICES)
         for path, module in group.items():
             weight = module.get_parameter("weight").detach()
             known = None if path in embeddings else importance
             weighed = linear_importance(known, path, weight.shape[1])
-            squares += sampled_losses(weight, weighed, CHOICES)
+            squares += sampled_losses(weight, weighed, MEASURED)
             has_bias = getattr(module, "bias", None) is not None
             for number, fmt in enumerate(CHOICES):
                 bias = 4 * fmt.padded_rows(len(weight)) * has_bias
@@ -234,10 +234,9 @@ def _linear_options(
 
 
 def _losses(parameter: str, squares: Tensor, importance: Importance | None) -> Sequence[float]:
-    """Return the loss of a part by format, from its squared errors and, last, its own squares."""
-    errors, own = squares[:-1], squares[-1].clamp(min=1e-30)
+    """Return the loss of a part by format, from `MEASURED`'s squared errors and its own squares."""
+    errors, (of_probe, own) = squares[:-2], squares[-2:].clamp(min=1e-30)
     probed = None if importance is None else importance.divergence_of(parameter)
-    of_probe = errors[CHOICES.index(PROBE)].clamp(min=1e-30)
     losses: list[float] = (
         errors / own if probed is None else errors / of_probe * max(probed, _LEAST_LOSS)
     ).tolist()

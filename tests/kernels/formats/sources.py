@@ -23,7 +23,8 @@ from tandem.kernels.formats.packed import PackedMatrix, pack, write_codes, write
 SHAPES = [(16, 32), (16, 128), (15, 127), (37, 75), (1, 1), (48, 257), (130, 300)]
 
 # Formats that weights are rounded to; files bring the others.
-ROUNDED = [f for f in FORMATS if f.encoding.grid is None]
+ROUNDED = [f for f in FORMATS if not f.kind.startswith("iq1")]
+GRIDS = [f for f in ROUNDED if f.encoding.grid is not None]
 # Formats that `pack_codes` fills; blocks of GGUF files bring the others.
 CODED = [f for f in FORMATS if f.group_size and not (f.encoding.super_cols or f.encoding.table)]
 
@@ -83,7 +84,7 @@ def draw_lines(rows: int, cols: int, fmt: WeightFormat) -> CodedMatrix:
 
 
 def pack_any(weights: Tensor, fmt: WeightFormat, **how: Any) -> PackedMatrix:
-    """Round weights to a format, or draw others of their shape where only files have it."""
+    """Round weights to a format; of one with a grid draw others of their shape, with any lines."""
     if fmt.encoding.grid is None:
         return pack(weights, fmt, **how)
     rows, cols = weights.shape

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.core.errors import ModelError
 from tandem.kernels.formats import WeightFormat, find_format, pack, unpack
-from tests.kernels.formats.sources import ROUNDED, draw_weights
+from tests.kernels.formats.sources import GRIDS, ROUNDED, draw_weights
 from tests.kernels.formats.test_layout import by_name
 
 # Largest distance of a weight to its value without the search, as a share of its group's largest
@@ -70,7 +70,7 @@ weight_matrices = st.builds(
 )
 
 
-@pytest.mark.parametrize("fmt", GROUPED, ids=by_name)
+@pytest.mark.parametrize("fmt", [f for f in GROUPED if f not in GRIDS], ids=by_name)
 @settings(max_examples=30)
 @given(weights=weight_matrices)
 def test_no_weight_is_further_than_half_a_step(fmt: WeightFormat, weights: Tensor) -> None:
@@ -116,6 +116,14 @@ def test_importance_moves_the_error_to_what_matters_less(fmt: WeightFormat) -> N
     assert weighed.sum() <= even.sum()
 
 
+def test_mxfp4_cuts_a_peak_that_counts_little() -> None:
+    weights, importance = torch.full((16, 32), 0.1875), torch.ones(32)
+    weights[:, 0], importance[0] = 1.9, 1e-3
+    values = unpack(pack(weights, find_format("mxfp4"), importance=importance))
+    assert torch.equal(values[:, 1:], weights[:, 1:])  # halves of the peak's own steps
+    assert torch.equal(values[:, 0], torch.full((16,), 0.75))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("fmt", ROUNDED, ids=by_name)
 def test_nan_and_infinity_are_refused_by_name(fmt: WeightFormat, bad: float) -> None:
@@ -125,7 +133,7 @@ def test_nan_and_infinity_are_refused_by_name(fmt: WeightFormat, bad: float) -> 
         pack(weights, fmt, name="experts.3.up")
 
 
-@pytest.mark.parametrize("name", ["fp16", "int4", "int4z", "int8-g32", "int8", "q4_k", "q6_k"])
+@pytest.mark.parametrize("name", ["fp16", "int4", "int4z", "int8", "q4_k", "q6_k", "iq2_s"])
 def test_weights_too_large_for_fp16_scales_are_refused(name: str) -> None:
     weights = torch.full((16, 128), 1e30)
     with pytest.raises(
@@ -134,9 +142,22 @@ def test_weights_too_large_for_fp16_scales_are_refused(name: str) -> None:
         pack(weights, find_format(name), name="w")
 
 
-def test_nothing_is_rounded_to_a_grid() -> None:
-    with pytest.raises(ModelError, match=r"w is to be rounded to iq2_xxs, .* lie on a grid"):
-        pack(draw_weights(16, 256), find_format("iq2_xxs"), name="w")
+def test_nothing_is_rounded_to_iq1() -> None:
+    with pytest.raises(ModelError, match=r"w is to be rounded to iq1_s, .* only files that have"):
+        pack(draw_weights(16, 256), find_format("iq1_s"), name="w")
+
+
+# Relative errors that llama.cpp's quantiser leaves these weights, which all count alike (0.3.36 of
+# llama-cpp-python); with importance it is 5 to 9 % above ours.
+LLAMA_CPP = {
+    "iq2_xxs": 0.3435, "iq2_xs": 0.2993, "iq2_s": 0.2485, "iq3_xxs": 0.1817, "iq3_s": 0.1367,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fmt", GRIDS, ids=by_name)
+def test_lines_lose_less_than_llama_cpps(fmt: WeightFormat) -> None:
+    weights = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1))
+    assert (unpack(pack(weights, fmt)) - weights).norm() / weights.norm() < LLAMA_CPP[fmt.kind]
 
 
 @pytest.mark.parametrize("name", ["bf16", "mxfp4", "fp8"])

@@ -24,8 +24,8 @@ def read_words(fmt: WeightFormat, words: Tensor) -> tuple[Tensor, Tensor, Tensor
     lines = _numbers(supers, grid.low, _SUPER_COLS // grid.line_cols)
     if grid.high is not None:
         lines = lines | _numbers(supers, grid.high, lines.shape[-1]) << 8
-    codes = _spread(_lines_of(fmt)[lines], grid.line_cols, grid.line_bits)
-    signs = _spread(_eight_signs(grid, _numbers(supers, grid.signs, _EIGHTS)), 8, 1)
+    codes = spread(lines_of(fmt)[lines], grid.line_cols, grid.line_bits)
+    signs = spread(_eight_signs(grid, _numbers(supers, grid.signs, _EIGHTS)), 8, 1)
     scales = 2 * _numbers(supers, grid.scales, _groups(fmt)) + 1
     return (
         (codes | signs << grid.sign_bit).to(torch.uint8).flatten(1),
@@ -75,7 +75,8 @@ def _groups(fmt: WeightFormat) -> int:
 
 
 @cache
-def _lines_of(fmt: WeightFormat) -> Tensor:
+def lines_of(fmt: WeightFormat) -> Tensor:
+    """Return the lines of a format's grid, 16 bits each."""
     return torch.tensor(_native.grid_lines(fmt.encoding.number), device="cpu")
 
 
@@ -83,7 +84,7 @@ def _lines_of(fmt: WeightFormat) -> Tensor:
 def _numbers_of_lines(fmt: WeightFormat) -> Tensor:
     """Return each line's number by its 16 bits, -1 for what is none."""
     numbers = torch.full((1 << 16,), -1, device="cpu")
-    lines = _lines_of(fmt)
+    lines = lines_of(fmt)
     numbers[lines] = torch.arange(len(lines), device="cpu")
     return numbers
 
@@ -107,14 +108,14 @@ def _put(words: Tensor, field: BitField, numbers: Tensor) -> None:
     words.index_add_(2, word, numbers << bit)
 
 
-def _spread(packed: Tensor, count: int, bits: int) -> Tensor:
+def spread(packed: Tensor, count: int, bits: int) -> Tensor:
     """Return the numbers of `bits` bits in (rows, supers, n): (rows, supers, n * count)."""
     shifts = torch.arange(0, count * bits, bits, device="cpu")
     return (packed[..., None] >> shifts & ((1 << bits) - 1)).flatten(2)
 
 
 def _joined(numbers: Tensor, count: int, bits: int) -> Tensor:
-    """Undo `_spread`."""
+    """Undo `spread`."""
     shifts = torch.arange(0, count * bits, bits, device="cpu")
     joined: Tensor = numbers.unflatten(2, (-1, count)) << shifts
     return joined.sum(-1)

@@ -19,16 +19,17 @@ def fit_mxfp4(
 
     `x` is (rows, groups, 32) fp32, `peak` (rows, groups) its largest magnitudes. Without the search
     the exponent is the OCP MX rule's, the peak's own less 2, which saturates peaks above 6 * 2^e;
-    the search tries the next one too.
+    the search tries the next one too, and the one below, where a peak counts little.
     """
     exponent = torch.frexp(peak).exponent - 3  # frexp's mantissa is 0.5..1
     exponent.clamp_(min=-E8M0_BIAS)
     magnitude = x.abs()
     if has_search:
-        # Errors are in units of 4^exponent and 4^(exponent + 1).
-        near, far = (_e2m1_error(magnitude, exponent + up, importance) for up in (0, 1))
-        exponent += 4 * far < near
-        exponent.clamp_(max=LARGEST_E8M0 - E8M0_BIAS)
+        tried = [(exponent + up).clamp_(min=-E8M0_BIAS) for up in (0, 1, -1)]
+        # Errors are in units of 4^exponent.
+        near, far, below = (_e2m1_error(magnitude, one, importance) for one in tried)
+        best = torch.stack([near, 4 * far, 0.25 * below]).argmin(0, keepdim=True)
+        exponent = torch.stack(tried).gather(0, best)[0].clamp_(max=LARGEST_E8M0 - E8M0_BIAS)
     codes = _e2m1_codes(magnitude, exponent)
     codes.add_(x < 0, alpha=E2M1_SIGN)
     return codes, (exponent + E8M0_BIAS).to(torch.uint8)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from tandem.core.errors import ModelError
 from tandem.kernels.formats.blocks import FLOAT_DTYPES, CodedMatrix
+from tandem.kernels.formats.grid_search import round_to_lines
 from tandem.kernels.formats.microfloat import fit_mxfp4, round_e4m3, round_nvfp4
 from tandem.kernels.formats.scale_search import (
     INT3_PEAKS,
@@ -46,13 +47,12 @@ def quantize(
     The scale of each group minimises sum(importance * (weight - value)^2); `importance` is (cols,),
     None weighs all alike. Without the search, and always for fp8, the scale is the one of the
     largest magnitude.
-    Raises `ModelError` with `name` for NaN, infinity, weights too large for the format, and formats
-    with grids.
+    Raises `ModelError` with `name` for NaN, infinity, weights too large for the format, and `iq1`.
     """
-    if fmt.encoding.grid is not None:
+    if fmt.kind.startswith("iq1"):
         raise ModelError(
-            f"{name} is to be rounded to {fmt.name}, whose numbers lie on a grid, and only files "
-            "that have it are read into it; choose another format, such as iq4_xs, q3_k or q2_k"
+            f"{name} is to be rounded to {fmt.name}, and only files that have it are read into it; "
+            "choose another format, such as iq2_xxs, iq2_s or iq3_s"
         )
     if fmt.group_size is None:
         codes = weight.to(FLOAT_DTYPES[fmt.encoding.element])
@@ -80,6 +80,8 @@ def _fit(
     has_search: bool,
 ) -> CodedMatrix:
     peak = torch.where(high > -low, high, low)  # the weight of largest magnitude, with its sign
+    if fmt.encoding.grid is not None:
+        return round_to_lines(x, importance, fmt, has_search=has_search)
     match fmt.encoding.element:
         case "integer" if fmt.encoding.super_cols:
             searches = (False, True) if has_search else (False,)

@@ -1,0 +1,186 @@
+"""Lines, scales and factors of formats with a grid (IQ2 and IQ3) that lose least: the reference.
+
+A group's scale is an odd multiple of its super-block's factor. For a scale s a line g loses
+s * (s * sum(w g g) - 2 * sum(w |x| g)) beside what is the same for all, so every line of the grid
+is tried; for lines and multiples m that are chosen, the best factor is sum(w |x| m g) over
+sum(w m m g g). Sums run in the native order.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.formats.blocks import CodedMatrix
+from tandem.kernels.formats.grid_words import lines_of, spread
+from tandem.kernels.formats.weight_format import WeightFormat
+
+# A group's largest magnitude goes to these shares of the grid's.
+GRID_SHARES = (0.7, 0.8, 0.9, 1.0, 1.12, 1.25, 1.4, 1.6)
+_STEPS = 16  # of a group's scale: the step s is the multiple 2 s + 1
+_SUPER_COLS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """`lines` is (rows, places) int64, `steps` (rows, groups) fp32, the others (rows, supers)."""
+
+    lines: Tensor
+    steps: Tensor
+    factor: Tensor
+    error: Tensor
+
+
+def round_to_lines(
+    x: Tensor, importance: Tensor | None, fmt: WeightFormat, *, has_search: bool
+) -> CodedMatrix:
+    """Round (rows, groups, group_size) fp32 weights; `importance` is (groups, group_size).
+
+    Each super-block takes the better of scales of the largest magnitudes and of those that are
+    searched. Weights too large for fp16's factors get one that is not finite.
+    """
+    grid = _GridWeights(x, importance, fmt)
+    fit = grid.fit_scales(grid.peaks / grid.largest)
+    if has_search:
+        searched = grid.fit_scales(grid.best_scales())
+        searched = grid.choose_lines(searched.factor, grid.best_steps(searched))
+        fit = _better(searched, fit)
+    codes = grid.digits[fit.lines].flatten(1) | grid.signs << grid.sign_bit
+    scales = (2 * fit.steps + 1).to(torch.int8)
+    return CodedMatrix(codes.to(torch.uint8), scales, None, fit.factor.half())
+
+
+class _GridWeights:
+    """A matrix's weights with their signs taken off, and what they would lose."""
+
+    def __init__(self, x: Tensor, importance: Tensor | None, fmt: WeightFormat) -> None:
+        encoding, self.cols = fmt.encoding, x.shape[2]
+        assert encoding.grid is not None
+        self.sign_bit, self._line_cols = encoding.grid.sign_bit, encoding.grid.line_cols
+        one_line = lines_of(fmt)[None, None]
+        self.digits = spread(one_line, self._line_cols, encoding.grid.line_bits)
+        self.digits = self.digits.view(-1, self._line_cols)  # (lines, line_cols)
+        table = torch.tensor(encoding.table, dtype=torch.float32, device="cpu")
+        self.magnitudes = table[self.digits]
+        self.largest = self.magnitudes.max()
+        self.peaks = x.abs().amax(-1)
+        self.weights = torch.ones_like(x[0]) if importance is None else importance
+        self.weighed, self.signs = _without_signs(
+            (x.abs() * self.weights).flatten(1), x.flatten(1) < 0,
+            is_even=encoding.grid.signs.width == 7,
+        )  # fmt: skip
+
+    @cached_property
+    def squares(self) -> Tensor:
+        """Return what each line's squares count at each place, (places, lines)."""
+        weights = self.weights.view(1, -1, self._line_cols)
+        return self._sums(weights, self.magnitudes * self.magnitudes)[0]
+
+    @cached_property
+    def along(self) -> Tensor:
+        """Return each line's products with the weights, (rows, places, lines)."""
+        return self._sums(self.weighed.unflatten(1, (-1, self._line_cols)), self.magnitudes)
+
+    def _sums(self, weights: Tensor, numbers: Tensor) -> Tensor:
+        """Sum (rows, places, line_cols) times (lines, line_cols) by halves, as the tables do."""
+        halves = []
+        for columns in torch.arange(self._line_cols, device="cpu").chunk(2):
+            first, *others = columns.tolist()
+            total = weights[..., first, None] * numbers[:, first]
+            for column in others:
+                total += weights[..., column, None] * numbers[:, column]
+            halves.append(total)
+        return halves[0] + halves[1]
+
+    def _by_place(self, of_groups: Tensor) -> Tensor:
+        return of_groups.repeat_interleave(self.cols // self._line_cols, dim=1)
+
+    def errors(self, scales: Tensor) -> Tensor:
+        """Return half of what the best lines lose at (rows, groups) scales."""
+        halves = self._by_place(scales * 0.5)[..., None]
+        least = (halves * self.squares - self.along).amin(-1)
+        in_group = least.unflatten(1, (scales.shape[1], -1))
+        return _summed(in_group) * scales
+
+    def best_scales(self) -> Tensor:
+        """Return the scale of each group that loses least, of a few."""
+        shares = torch.tensor(GRID_SHARES, device="cpu")
+        scales = torch.stack([self.peaks / (self.largest * share) for share in shares])
+        errors = torch.stack([self.errors(one) for one in scales])
+        return scales.gather(0, errors.argmin(0, keepdim=True))[0]
+
+    def best_steps(self, fit: _Fit) -> Tensor:
+        """Return the better of a fit's steps and their neighbours."""
+        steps = torch.stack([(fit.steps + more).clamp(0, _STEPS - 1) for more in (-1, 0, 1)])
+        factor = fit.factor.repeat_interleave(_SUPER_COLS // self.cols, dim=1)
+        errors = torch.stack([self.errors(factor * (2 * one + 1)) for one in steps])
+        # Of two that lose the same the step itself, or else the one below.
+        below = torch.where(errors[0] < errors[1], steps[0], steps[1])
+        least = torch.minimum(errors[0], errors[1])
+        return torch.where(errors[2] < least, steps[2], below)
+
+    def fit_scales(self, scales: Tensor) -> _Fit:
+        """Bring (rows, groups) scales to steps of a factor, and choose lines."""
+        groups = _SUPER_COLS // self.cols
+        largest = scales.unflatten(1, (-1, groups)).amax(-1)
+        factor = (largest / (2 * _STEPS - 1)).half().float()
+        inverse = _inverse(factor).repeat_interleave(groups, dim=1)
+        steps = (scales * inverse * 0.5 - 0.5).clamp(0, _STEPS - 1).round()
+        return self.choose_lines(factor, steps)
+
+    def choose_lines(self, factor: Tensor, steps: Tensor) -> _Fit:
+        """Return the best lines at these scales, and the factor that fits them all best."""
+        multiple = self._by_place(2 * steps + 1)
+        places = _SUPER_COLS // self._line_cols
+        half = multiple * factor.repeat_interleave(places, dim=1) * 0.5
+        errors = half[..., None] * self.squares - self.along
+        lines = errors.argmin(-1)  # the first of equal ones
+        least = errors.gather(2, lines[..., None])[..., 0]
+        square = self.squares.expand(len(lines), -1, -1).gather(2, lines[..., None])[..., 0]
+        along = _summed((multiple * (half * square - least)).unflatten(1, (-1, places)))
+        square = _summed((multiple * multiple * square).unflatten(1, (-1, places)))
+        factor = (along * _inverse(square)).half().float()
+        return _Fit(lines, steps, factor, factor * (factor * square - 2 * along))
+
+
+def _without_signs(sizes: Tensor, signs: Tensor, *, is_even: bool) -> tuple[Tensor, Tensor]:
+    """Return (rows, cols) weighed sizes and signs.
+
+    Where eight signs are to be an even number, the weight that counts least gets the wrong one: its
+    size is then below zero.
+    """
+    if not is_even:
+        return sizes, signs.long()
+    eights, of_eights = sizes.unflatten(1, (-1, 8)), signs.unflatten(1, (-1, 8))
+    is_odd = of_eights.sum(-1, keepdim=True) % 2 == 1
+    least = torch.zeros_like(of_eights).scatter_(2, eights.argmin(-1, keepdim=True), is_odd)
+    turned = torch.where(least, -eights, eights)
+    return turned.flatten(1), (of_eights ^ least).flatten(1).long()
+
+
+def _summed(numbers: Tensor) -> Tensor:
+    """Sum the last dimension, one number after the other."""
+    first, *others = numbers.unbind(-1)
+    total = first.clone()
+    for one in others:
+        total += one
+    return total
+
+
+def _inverse(x: Tensor) -> Tensor:
+    return x.reciprocal().nan_to_num(0, 0, 0)
+
+
+def _better(one: _Fit, other: _Fit) -> _Fit:
+    """Return `one` in the super-blocks where it loses less, else `other`."""
+    is_better = one.error < other.error
+
+    def chosen(a: Tensor, b: Tensor) -> Tensor:
+        wanted = is_better.repeat_interleave(a.shape[1] // is_better.shape[1], dim=1)
+        return torch.where(wanted, a, b)
+
+    return _Fit(
+        chosen(one.lines, other.lines), chosen(one.steps, other.steps),
+        chosen(one.factor, other.factor), chosen(one.error, other.error),
+    )  # fmt: skip
