@@ -27,6 +27,7 @@ template <Format kFormat>
 struct GridWeights {
   Vector weighed[kSuperCols];           // times their importance
   Integers signs[kSuperCols / 8];       // of eight columns, a bit each
+  Vector energy;                        // the sum of importance times square
   Vector peaks[Lines<kFormat>::groups];
   float squares[Lines<kFormat>::of_super][Lines<kFormat>::count];  // of a line's numbers, weighed
 };
@@ -77,6 +78,7 @@ void sum_squares(const float* importance, float (&squares)[Lines<kFormat>::count
 // size is then below zero.
 template <Format kFormat>
 void take_signs(const Group& group, GridWeights<kFormat>& to) {
+  to.energy = Vector{};
   for (int eight = 0; eight < kSuperCols / 8; ++eight) {
     Integers signs{}, odd{}, where{};
     Vector least = broadcast(__builtin_inff());
@@ -90,6 +92,7 @@ void take_signs(const Group& group, GridWeights<kFormat>& to) {
       least = is_less ? size : least;
       where = is_less ? Integers{} + (1 << i) : where;
       to.weighed[c] = size;
+      to.energy += size * size_of(group.tile[c]);
     }
     if constexpr (Lines<kFormat>::grid.sign_kind() == Signs::kEven) {
       where &= odd;
@@ -166,6 +169,7 @@ void add_errors(const GridWeights<kFormat>& weights, int group, const Vector (&s
 template <Format kFormat>
 struct GridFit {
   Vector factor, error;
+  Vector along, square;  // of values before the factor: with the weights, and with themselves
   Integers steps[Lines<kFormat>::groups], lines[Lines<kFormat>::of_super];
 };
 
@@ -173,7 +177,7 @@ struct GridFit {
 template <Format kFormat>
 void choose_lines(const GridWeights<kFormat>& weights, GridFit<kFormat>& fit) {
   using L = Lines<kFormat>;
-  Vector along{}, square{};
+  fit.along = fit.square = Vector{};
   for (int place = 0; place < L::of_super; ++place) {
     const LineProducts<kFormat> products(weights, place);
     const Vector multiple =
@@ -189,11 +193,21 @@ void choose_lines(const GridWeights<kFormat>& weights, GridFit<kFormat>& fit) {
       its_square = is_less ? broadcast(products.squares[line]) : its_square;
     }
     fit.lines[place] = best;
-    along += multiple * (half * its_square - least);
-    square += multiple * multiple * its_square;
+    fit.along += multiple * (half * its_square - least);
+    fit.square += multiple * multiple * its_square;
   }
-  fit.factor = to_half(along * inverse(square));
-  fit.error = fit.factor * (fit.factor * square - 2.0f * along);
+  fit.factor = to_half(fit.along * inverse(fit.square));
+}
+
+constexpr float kMostStretch = 1.25f;
+
+// The factor of least error makes values too small by the error's share, all alike, and what layers
+// make too small adds up. So the factor is the one that makes their products with the weights right.
+template <Format kFormat>
+void stretch(const GridWeights<kFormat>& weights, GridFit<kFormat>& fit) {
+  const Vector most = fit.along * inverse(fit.square) * kMostStretch;
+  fit.factor = to_half(smaller(weights.energy * inverse(fit.along), most));
+  fit.error = fit.factor * (fit.factor * fit.square - 2.0f * fit.along);
 }
 
 // The largest magnitude goes to these shares of the grid's.
@@ -251,6 +265,7 @@ void fit_plain(const GridWeights<kFormat>& weights, GridFit<kFormat>& fit) {
   Vector scales[L::groups];
   for (int g = 0; g < L::groups; ++g) scales[g] = weights.peaks[g] / L::largest;
   fit_scales<kFormat>(weights, scales, fit);
+  stretch(weights, fit);
 }
 
 // The scales of least error, then the steps of least error at the factor that this gives.
@@ -263,6 +278,7 @@ void fit_searched(const GridWeights<kFormat>& weights, GridFit<kFormat>& fit) {
   for (int g = 0; g < L::groups; ++g)
     fit.steps[g] = best_step<kFormat>(weights, g, fit.factor, fit.steps[g]);
   choose_lines<kFormat>(weights, fit);
+  stretch(weights, fit);
 }
 
 template <Format kFormat>

@@ -147,17 +147,30 @@ def test_nothing_is_rounded_to_iq1() -> None:
         pack(draw_weights(16, 256), find_format("iq1_s"), name="w")
 
 
-# Relative errors that llama.cpp's quantiser leaves these weights, which all count alike (0.3.36 of
-# llama-cpp-python); with importance it is 5 to 9 % above ours.
+# Relative errors of llama.cpp's values for these weights, which all count alike, at the best scale
+# for all of them (0.3.36 of llama-cpp-python).
 LLAMA_CPP = {
-    "iq2_xxs": 0.3435, "iq2_xs": 0.2993, "iq2_s": 0.2485, "iq3_xxs": 0.1817, "iq3_s": 0.1367,
+    "iq2_xxs": 0.3311, "iq2_xs": 0.2883, "iq2_s": 0.2416, "iq3_xxs": 0.1794, "iq3_s": 0.1312,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fmt", GRIDS, ids=by_name)
 def test_lines_lose_less_than_llama_cpps(fmt: WeightFormat) -> None:
     weights = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1))
-    assert (unpack(pack(weights, fmt)) - weights).norm() / weights.norm() < LLAMA_CPP[fmt.kind]
+    values = unpack(pack(weights, fmt))
+    alike = (weights * values).sum() / (weights.norm() * values.norm())
+    assert (1 - alike**2).sqrt() < LLAMA_CPP[fmt.kind]
+
+
+@pytest.mark.parametrize("has_search", [False, True])
+@pytest.mark.parametrize("fmt", GRIDS, ids=by_name)
+def test_values_are_not_smaller_than_weights(fmt: WeightFormat, has_search: bool) -> None:
+    """What rounding makes smaller, all weights of a layer alike, layers would add up."""
+    weights = torch.randn(64, 1024, generator=torch.Generator().manual_seed(2)) * 0.02
+    importance = torch.rand(1024, generator=torch.Generator().manual_seed(3))
+    values = unpack(pack(weights, fmt, importance=importance, has_search=has_search))
+    along = (weights * values * importance).sum(1) / (weights.square() * importance).sum(1)
+    assert (along - 1).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("name", ["bf16", "mxfp4", "fp8"])

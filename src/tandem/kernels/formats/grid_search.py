@@ -2,11 +2,13 @@
 
 A group's scale is an odd multiple of its super-block's factor. For a scale s a line g loses
 s * (s * sum(w g g) - 2 * sum(w |x| g)) beside what is the same for all, so every line of the grid
-is tried; for lines and multiples m that are chosen, the best factor is sum(w |x| m g) over
-sum(w m m g g). Sums run in the native order.
+is tried; for lines and multiples m that are chosen, the factor of least error is sum(w |x| m g)
+over sum(w m m g g). It makes values too small by the error's share, all alike, and what layers
+make too small adds up; so the last factor is the one that makes their products with the weights
+right, sum(w x x) over sum(w |x| m g). Sums run in the native order.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -19,17 +21,23 @@ from tandem.kernels.formats.weight_format import WeightFormat
 # A group's largest magnitude goes to these shares of the grid's.
 GRID_SHARES = (0.7, 0.8, 0.9, 1.0, 1.12, 1.25, 1.4, 1.6)
 _STEPS = 16  # of a group's scale: the step s is the multiple 2 s + 1
+_MOST_STRETCH = 1.25
 _SUPER_COLS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """`lines` is (rows, places) int64, `steps` (rows, groups) fp32, the others (rows, supers)."""
+    """`lines` is (rows, places) int64, `steps` (rows, groups) fp32, the others (rows, supers).
+
+    `along` and `square` are the products of values before the factor, with the weights and with
+    themselves.
+    """
 
     lines: Tensor
     steps: Tensor
     factor: Tensor
-    error: Tensor
+    along: Tensor
+    square: Tensor
 
 
 def round_to_lines(
@@ -41,11 +49,11 @@ def round_to_lines(
     searched. Weights too large for fp16's factors get one that is not finite.
     """
     grid = _GridWeights(x, importance, fmt)
-    fit = grid.fit_scales(grid.peaks / grid.largest)
+    fit = grid.stretched(grid.fit_scales(grid.peaks / grid.largest))
     if has_search:
         searched = grid.fit_scales(grid.best_scales())
         searched = grid.choose_lines(searched.factor, grid.best_steps(searched))
-        fit = _better(searched, fit)
+        fit = _better(grid.stretched(searched), fit)
     codes = grid.digits[fit.lines].flatten(1) | grid.signs << grid.sign_bit
     scales = (2 * fit.steps + 1).to(torch.int8)
     return CodedMatrix(codes.to(torch.uint8), scales, None, fit.factor.half())
@@ -66,10 +74,12 @@ class _GridWeights:
         self.largest = self.magnitudes.max()
         self.peaks = x.abs().amax(-1)
         self.weights = torch.ones_like(x[0]) if importance is None else importance
+        weighed, is_even = x.abs() * self.weights, encoding.grid.signs.width == 7
+        squares = (weighed * x.abs()).flatten(1).unflatten(1, (-1, _SUPER_COLS))
+        self._energy = _summed(squares)  # (rows, supers)
         self.weighed, self.signs = _without_signs(
-            (x.abs() * self.weights).flatten(1), x.flatten(1) < 0,
-            is_even=encoding.grid.signs.width == 7,
-        )  # fmt: skip
+            weighed.flatten(1), x.flatten(1) < 0, is_even=is_even
+        )
 
     @cached_property
     def squares(self) -> Tensor:
@@ -140,8 +150,13 @@ class _GridWeights:
         square = self.squares.expand(len(lines), -1, -1).gather(2, lines[..., None])[..., 0]
         along = _summed((multiple * (half * square - least)).unflatten(1, (-1, places)))
         square = _summed((multiple * multiple * square).unflatten(1, (-1, places)))
-        factor = (along * _inverse(square)).half().float()
-        return _Fit(lines, steps, factor, factor * (factor * square - 2 * along))
+        return _Fit(lines, steps, (along * _inverse(square)).half().float(), along, square)
+
+    def stretched(self, fit: _Fit) -> _Fit:
+        """Return a fit with the factor that makes products with the weights right."""
+        most = fit.along * _inverse(fit.square) * _MOST_STRETCH
+        factor = torch.minimum(self._energy * _inverse(fit.along), most)
+        return replace(fit, factor=factor.half().float())
 
 
 def _without_signs(sizes: Tensor, signs: Tensor, *, is_even: bool) -> tuple[Tensor, Tensor]:
@@ -174,7 +189,7 @@ def _inverse(x: Tensor) -> Tensor:
 
 def _better(one: _Fit, other: _Fit) -> _Fit:
     """Return `one` in the super-blocks where it loses less, else `other`."""
-    is_better = one.error < other.error
+    is_better = _error(one) < _error(other)
 
     def chosen(a: Tensor, b: Tensor) -> Tensor:
         wanted = is_better.repeat_interleave(a.shape[1] // is_better.shape[1], dim=1)
@@ -182,5 +197,10 @@ def _better(one: _Fit, other: _Fit) -> _Fit:
 
     return _Fit(
         chosen(one.lines, other.lines), chosen(one.steps, other.steps),
-        chosen(one.factor, other.factor), chosen(one.error, other.error),
+        chosen(one.factor, other.factor), one.along, one.square,
     )  # fmt: skip
+
+
+def _error(fit: _Fit) -> Tensor:
+    """Return what a fit loses, (rows, supers), beside what is the same for all."""
+    return fit.factor * (fit.factor * fit.square - 2 * fit.along)
