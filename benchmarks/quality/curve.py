@@ -34,8 +34,8 @@ from tandem.quality.texts import cut_windows, held_out_texts, words_digest
 
 RESULTS = Path(__file__).parent / "judge.json"
 UNIFORM = (
-    "q2_k", "q3_k", "int4-g128", "mxfp4", "iq4_xs", "int4z-g128", "int4", "iq4_nl", "q4_k", "int4z",
-    "int5", "q5_k", "q6_k", "int8",
+    "iq2_xxs", "iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "int4-g128", "mxfp4",
+    "iq4_xs", "int4z-g128", "int4", "iq4_nl", "q4_k", "int4z", "int5", "q5_k", "q6_k", "int8",
 )  # fmt: skip
 BITS = (2.7, 3.0, 3.5, 4.0, 4.25, 4.5, 5.0, 6.0)
 _FP32: dict[str, Any] = {"dtype": "float32", "dense_dtype": "none"}
