@@ -1,29 +1,25 @@
 """`tandem plan`: what goes where, how many bytes and how fast, before anything is loaded."""
 
 import argparse
-import dataclasses
 import json
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.bench.model_shapes import DENSE_SHAPES, MODEL_SHAPES, find_shape
-from tandem.cli.keeping import cache_dir
+from tandem.bench.model_shapes import DENSE_SHAPES, MODEL_SHAPES
 from tandem.cli.model_choice import ModelChoice, add_model, find_model, import_transformers
+from tandem.cli.planner import PlanAsked, Planner
 from tandem.cli.progress import waiting
 from tandem.core.config import add_flags, from_flags, option, require_range
-from tandem.core.errors import CapacityError
-from tandem.core.units import format_bytes
+from tandem.core.errors import ConfigError
+from tandem.core.units import format_bytes, parse_bytes
 from tandem.devices.options import OffloadOptions, offload_options
 
 if TYPE_CHECKING:
     from tandem.forecast.disk_forecast import DiskForecast, SlotsOverDisk
-    from tandem.forecast.model_plan import AnyForecast, Plan
+    from tandem.forecast.largest_size import SizeProposal
+    from tandem.forecast.model_plan import Plan
     from tandem.forecast.sizes import ModelSizes
-    from tandem.hf.config import OffloadConfig
 
 # What advice is given about, largest first.
 _OTHER_FORMATS = ("int8", "int4")
@@ -46,6 +42,14 @@ class PlanOptions:
         help="plan for a released model without its files: "
         + ", ".join(MODEL_SHAPES | DENSE_SHAPES),
     )
+    memory: str | None = option(
+        None, help="host memory of the machine that is meant (default: what is free here)",
+        metavar="SIZE",
+    )  # fmt: skip
+    tokens_per_second: float | None = option(
+        None, help="propose the largest size to pack the model in that is forecast to run so fast",
+        metavar="N",
+    )  # fmt: skip
     host_path: str | None = option(
         None, help="whose host costs of --profile count: segments, graph or none", metavar="NAME"
     )
@@ -55,6 +59,20 @@ class PlanOptions:
         """Check the ranges."""
         if self.context is not None:
             require_range("context", self.context, 1, what="a number of tokens")
+        if self.tokens_per_second is not None:
+            require_range("tokens_per_second", self.tokens_per_second, 0.01, 1e6, what="a speed")
+            if not self.measure:
+                raise ConfigError("--tokens-per-second needs a forecast; leave --no-measure out")
+        if self.memory is not None:
+            parse_bytes(self.memory, name="--memory")
+
+    def asked(self) -> PlanAsked:
+        """Return what the planner is asked."""
+        return PlanAsked(
+            dense_dtype=self.dense_dtype, context=self.context, measure=self.measure,
+            refresh=self.refresh, shape=self.shape, host_path=self.host_path,
+            memory_bytes=None if self.memory is None else parse_bytes(self.memory),
+        )  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +91,9 @@ def run(flags: argparse.Namespace) -> int:
         source = find_model(source, quiet=True)
     import_transformers(quiet=False, has_bars=False)
     with waiting("planning, with some layers measured"):
-        plan, others = _plan(source, options, offload)
+        planner = Planner(source, options.asked(), offload)
+        plan, others = _plan(planner)
+        found = _proposal(planner, options, plan.sizes)
 
     from tandem.experts.store.host_memory import total_bytes
     from tandem.forecast.model_plan import advice, as_json
@@ -83,157 +103,50 @@ def run(flags: argparse.Namespace) -> int:
     if options.shape is None:
         lines += plan_advice(Path(source.model), fits=plan.fits, total_bytes=total_bytes())
     print(_table(plan))
+    if found is not None:
+        lines.insert(0, found.sentence("MODEL" if options.shape else source.model))
     for line in lines:
         print(f"- {line}")
     if options.json:
-        print(json.dumps(as_json(plan, lines)))
+        more = {} if found is None else {"largest_size": found.as_json()}
+        print(json.dumps(as_json(plan, lines) | more))
     return 0
 
 
-def _plan(
-    source: ModelChoice, options: PlanOptions, offload: OffloadOptions
-) -> "tuple[Plan, dict[str, ModelSizes]]":
-    from tandem.devices import kind_of
-    from tandem.experts.store.host_memory import available_bytes, process_bytes
-    from tandem.forecast.gpu_forecast import device_memory, host_bytes_elsewhere
-    from tandem.forecast.model_plan import Plan, plan_slots
-    from tandem.generate.generator import Generator  # noqa: F401  its modules are part of a run
-    from tandem.hf.config import OffloadConfig
+def _plan(planner: Planner) -> "tuple[Plan, dict[str, ModelSizes]]":
+    """Return the plan that was asked for, and the sizes in other formats."""
+    sizes = planner.sizes()
+    what = "dense_dtype" if sizes.is_dense else "expert_dtype"
+    formats = () if planner.is_packed else _OTHER_FORMATS
+    others = {name: planner.sizes(**{what: name}) for name in formats}
+    return planner.with_speed(planner.plan(sizes, others)), others
 
-    def config(**own: str) -> OffloadConfig:
-        return OffloadConfig(
-            **asdict(offload) | {"dense_dtype": options.dense_dtype} | own,
-            isa=os.environ.get("TANDEM_ISA"),
-            cache_dir=str(cache_dir()),
+
+def _proposal(planner: Planner, options: PlanOptions, sizes: "ModelSizes") -> "SizeProposal | None":
+    """Return the largest size that is as fast as is asked for, if that is asked."""
+    from tandem.forecast.largest_size import largest_size
+
+    if options.tokens_per_second is None:
+        return None
+    if planner.is_packed:
+        raise ConfigError(
+            "--tokens-per-second proposes a size to pack a model in, and this one is packed; give "
+            "the checkpoint that it was packed from"
         )
 
-    chosen = config()
-    process, elsewhere = process_bytes(), host_bytes_elsewhere(chosen)
-    # Of another machine's memory this program would take there what it takes here.
-    available = available_bytes() if elsewhere is None else max(0, elsewhere - process)
-    all_sizes_with, packed_files = _sizes_with(source, options.shape)
+    def own(name: str) -> dict[str, str]:
+        of_dense = {"dense_dtype": "none" if name == "bf16" else name}
+        return of_dense if sizes.is_dense else {"expert_dtype": name, **of_dense}
 
-    memory = device_memory(chosen)
-    on_device = memory.free_bytes if kind_of(offload.device).holds_dense_parts else None
+    def plan_with(name: str) -> "Plan":
+        return planner.plan(planner.sizes(**own(name)), {})
 
-    def sizes_with(config: OffloadConfig) -> "ModelSizes":
-        # A profile says which machine is meant, which a dense model may be planned for, too.
-        found = all_sizes_with(dataclasses.replace(config, profile=None))
-        return found.within(available, offload.expert_memory_bytes, on_device)
-
-    is_packed = bool(packed_files)
-    sizes = sizes_with(chosen)
-    what = "dense_dtype" if sizes.is_dense else "expert_dtype"
-    formats = () if is_packed else _OTHER_FORMATS
-    others = {name: sizes_with(config(**{what: name})) for name in formats}
-    context = sizes.context(options.context)
-    slots, gpu_bytes = plan_slots(
-        sizes, device=offload.device, gpu_memory=offload.gpu_memory, memory=memory,
-        context_tokens=context, others=others,
+    plain = planner.sizes(**own("bf16"))
+    return largest_size(
+        plan_with, lambda name, plan: planner.with_speed(plan, **own(name)),
+        num_weights=(plain.experts_bytes + plain.total_dense_bytes) // 2,
+        tokens_per_second=options.tokens_per_second,
     )  # fmt: skip
-    plan = Plan(
-        sizes=sizes,
-        context_tokens=context,
-        process_bytes=process,
-        available_bytes=available,
-        device=offload.device,
-        gpu_bytes=gpu_bytes,
-        gpu_available_bytes=0 if offload.device == "cpu" else memory.free_bytes,
-        expert_slots=slots,
-        speed=_speed(sizes, chosen, slots, options),
-        can_be_packed=not is_packed,
-    )
-    slots_over_disk, from_disk = _over_disk(plan, packed_files, offload)
-    found = dataclasses.replace(plan, slots_over_disk=slots_over_disk, from_disk=from_disk)
-    return found, others
-
-
-def _over_disk(
-    plan: "Plan", files: Sequence[Path], offload: OffloadOptions
-) -> "tuple[SlotsOverDisk | None, DiskForecast | None]":
-    """Return what memory holds of a packed model with some experts on the disk, and its speed.
-
-    Those that do not fit, or beyond `expert_memory`; None where there are none. The speed on the
-    CPU, where that was measured. Raises `TandemError` for what a load refuses.
-    """
-    given, is_plain = offload.expert_memory_bytes, plan.sizes.has_plain_experts
-    if given is not None and is_plain:
-        raise offload.no_slots_for_plain()
-    if given is not None and not files:
-        offload.require_no_slots("this model")
-    from tandem.forecast.disk_forecast import forecast_from_disk, slots_over_disk
-    from tandem.forecast.speed_forecast import SpeedForecast
-    from tandem.hardware.disk import measure_disk
-    from tandem.hf.disk_tier import room_for_experts
-
-    has_all = plan.fits if given is None else given >= plan.sizes.experts_bytes
-    is_elsewhere = given is None and offload.device != "cpu"
-    if has_all or not files or is_plain or plan.sizes.is_dense or is_elsewhere:
-        return None, None
-    room = given
-    if room is None:  # as loading shares the memory out, once the dense parts are there
-        free = max(0, plan.available_bytes - plan.sizes.total_dense_bytes)
-        room = room_for_experts(free, plan.kv_cache_bytes)
-    try:
-        slots = slots_over_disk(plan.sizes, room)
-    except CapacityError:  # not even the slots that layers share
-        if given is not None:
-            raise
-        return None, None
-    if not isinstance(plan.speed, SpeedForecast):
-        return slots, None
-    disk = measure_disk(files, plan.sizes.expert_image_bytes)
-    if disk is None:
-        return slots, None
-    return slots, forecast_from_disk(plan.sizes, plan.speed, disk, slots)
-
-
-def _sizes_with(
-    source: ModelChoice, shape: str | None
-) -> "tuple[Callable[[OffloadConfig], ModelSizes], list[Path]]":
-    """Return what gives a model's sizes under some options, and its files if they are packed."""
-    from tandem.forecast.completeness import require_complete
-    from tandem.forecast.sizes import model_sizes
-    from tandem.hf.checkpoint import open_model
-
-    if shape is not None:
-        from tandem.forecast.gpu_forecast import shape_sizes
-
-        return partial(shape_sizes, find_shape(shape)), []
-    checkpoint = open_model(Path(source.model), may_run_code=source.trust_remote_code)
-    require_complete(checkpoint)
-    files = checkpoint.weight_files if checkpoint.is_packed else []
-    return partial(model_sizes, checkpoint), files
-
-
-def _speed(
-    sizes: "ModelSizes", offload: "OffloadConfig", num_slots: int, options: PlanOptions
-) -> "AnyForecast | str":
-    """Return the forecast that was asked for, or why there is none."""
-    from tandem.forecast.cpu_forecast import forecast_from_profile
-    from tandem.forecast.gpu_forecast import forecast_on_gpu, machine_for
-    from tandem.forecast.speed_forecast import forecast_speed, why_not_measured
-    from tandem.hardware.profiles import load_profile
-    from tandem.policy.step_path import run_path, step_path
-
-    if not options.measure:
-        return "not forecast (--no-measure)"
-    if offload.device == "cpu" and offload.profile is not None:
-        return forecast_from_profile(sizes, load_profile(offload.profile))
-    if offload.device == "cpu":
-        return forecast_speed(sizes, offload, cache_dir=cache_dir(), refresh=options.refresh)
-    if sizes.is_dense:
-        return "not forecast: profiles have no times of a dense model on a GPU"
-    reason = why_not_measured(sizes) if offload.profile is None else ""
-    if reason:
-        return reason
-    machine = machine_for(sizes, offload)
-    asked, why_planned = options.host_path, offload.why_planned()
-    if asked is None:
-        path = run_path(machine, why_planned)
-    else:
-        path = step_path(machine, asked, why_planned)
-    return forecast_on_gpu(sizes, machine, offload.planner_settings(), num_slots, path)
 
 
 def _table(plan: "Plan") -> str:

@@ -1,0 +1,200 @@
+"""Plans of one model under several options: what `tandem plan` asks before anything is loaded."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tandem.bench.model_shapes import find_shape
+from tandem.cli.keeping import cache_dir
+from tandem.cli.model_choice import ModelChoice
+from tandem.core.errors import CapacityError
+from tandem.devices.options import OffloadOptions
+
+if TYPE_CHECKING:
+    from tandem.experts.cache.sizing import DeviceMemory
+    from tandem.forecast.disk_forecast import DiskForecast, SlotsOverDisk
+    from tandem.forecast.model_plan import AnyForecast, Plan
+    from tandem.forecast.sizes import ModelSizes
+    from tandem.hf.config import OffloadConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanAsked:
+    """What is asked beside the options of offloading."""
+
+    dense_dtype: str
+    context: int | None
+    measure: bool
+    refresh: bool
+    shape: str | None
+    host_path: str | None
+    memory_bytes: int | None
+    """Host memory of the machine that is meant; None: what is free here, or the profile's."""
+
+
+class Planner:
+    """Plans one model in any format."""
+
+    def __init__(self, source: ModelChoice, asked: PlanAsked, offload: OffloadOptions) -> None:
+        """Read the checkpoint's headers, and see what memory there is."""
+        from tandem.devices import kind_of
+        from tandem.experts.store.host_memory import available_bytes, process_bytes
+        from tandem.forecast.gpu_forecast import device_memory, host_bytes_elsewhere
+        from tandem.generate.generator import Generator  # noqa: F401  modules of a run
+
+        self._asked, self._offload = asked, offload
+        chosen = self._config()
+        self._process_bytes, elsewhere = process_bytes(), host_bytes_elsewhere(chosen)
+        if asked.memory_bytes is not None:
+            elsewhere = asked.memory_bytes
+        # Of another machine's memory this program would take there what it takes here.
+        self._available_bytes = (
+            available_bytes() if elsewhere is None else max(0, elsewhere - self._process_bytes)
+        )
+        self._sizes_with, self._packed_files = _sizes_with(source, asked.shape)
+        self._memory: DeviceMemory = device_memory(chosen)
+        is_on_device = kind_of(offload.device).holds_dense_parts
+        self._on_device = self._memory.free_bytes if is_on_device else None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the checkpoint has its formats already."""
+        return bool(self._packed_files)
+
+    def sizes(self, **own: str) -> "ModelSizes":
+        """Return the sizes with some options in place of those that were given."""
+        # A profile says which machine is meant, which a dense model may be planned for, too.
+        config = dataclasses.replace(self._config(**own), profile=None)
+        found = self._sizes_with(config)
+        given = self._offload.expert_memory_bytes
+        return found.within(self._available_bytes, given, self._on_device)
+
+    def plan(self, sizes: "ModelSizes", others: "Mapping[str, ModelSizes]") -> "Plan":
+        """Return the plan without a speed; raises `CapacityError` where a GPU is too small."""
+        from tandem.forecast.model_plan import Plan, plan_slots
+
+        offload, context = self._offload, sizes.context(self._asked.context)
+        slots, gpu_bytes = plan_slots(
+            sizes, device=offload.device, gpu_memory=offload.gpu_memory, memory=self._memory,
+            context_tokens=context, others=others,
+        )  # fmt: skip
+        return Plan(
+            sizes=sizes,
+            context_tokens=context,
+            process_bytes=self._process_bytes,
+            available_bytes=self._available_bytes,
+            device=offload.device,
+            gpu_bytes=gpu_bytes,
+            gpu_available_bytes=0 if offload.device == "cpu" else self._memory.free_bytes,
+            expert_slots=slots,
+            speed="not forecast",
+            can_be_packed=not self.is_packed,
+        )
+
+    def with_speed(self, plan: "Plan", **own: str) -> "Plan":
+        """Return the plan with its speed, measured or simulated, from the disk too."""
+        speed = _speed(plan.sizes, self._config(**own), plan.expert_slots, self._asked)
+        plan = dataclasses.replace(plan, speed=speed)
+        slots, from_disk = _over_disk(plan, self._packed_files, self._offload)
+        return dataclasses.replace(plan, slots_over_disk=slots, from_disk=from_disk)
+
+    def _config(self, **own: str) -> "OffloadConfig":
+        from tandem.hf.config import OffloadConfig
+
+        return OffloadConfig(
+            **asdict(self._offload) | {"dense_dtype": self._asked.dense_dtype} | own,
+            isa=os.environ.get("TANDEM_ISA"),
+            cache_dir=str(cache_dir()),
+        )
+
+
+def _over_disk(
+    plan: "Plan", files: Sequence[Path], offload: OffloadOptions
+) -> "tuple[SlotsOverDisk | None, DiskForecast | None]":
+    """Return what memory holds of a packed model with some experts on the disk, and its speed.
+
+    Those that do not fit, or beyond `expert_memory`; None where there are none. The speed on the
+    CPU, where that was measured. Raises `TandemError` for what a load refuses.
+    """
+    given, is_plain = offload.expert_memory_bytes, plan.sizes.has_plain_experts
+    if given is not None and is_plain:
+        raise offload.no_slots_for_plain()
+    if given is not None and not files:
+        offload.require_no_slots("this model")
+    from tandem.forecast.disk_forecast import forecast_from_disk, slots_over_disk
+    from tandem.forecast.speed_forecast import SpeedForecast
+    from tandem.hardware.disk import measure_disk
+    from tandem.hf.disk_tier import room_for_experts
+
+    has_all = plan.fits if given is None else given >= plan.sizes.experts_bytes
+    is_elsewhere = given is None and offload.device != "cpu"
+    if has_all or not files or is_plain or plan.sizes.is_dense or is_elsewhere:
+        return None, None
+    room = given
+    if room is None:  # as loading shares the memory out, once the dense parts are there
+        free = max(0, plan.available_bytes - plan.sizes.total_dense_bytes)
+        room = room_for_experts(free, plan.kv_cache_bytes)
+    try:
+        slots = slots_over_disk(plan.sizes, room)
+    except CapacityError:  # not even the slots that layers share
+        if given is not None:
+            raise
+        return None, None
+    if not isinstance(plan.speed, SpeedForecast):
+        return slots, None
+    disk = measure_disk(files, plan.sizes.expert_image_bytes)
+    if disk is None:
+        return slots, None
+    return slots, forecast_from_disk(plan.sizes, plan.speed, disk, slots)
+
+
+def _sizes_with(
+    source: ModelChoice, shape: str | None
+) -> "tuple[Callable[[OffloadConfig], ModelSizes], list[Path]]":
+    """Return what gives a model's sizes under some options, and its files if they are packed."""
+    from tandem.forecast.completeness import require_complete
+    from tandem.forecast.sizes import model_sizes
+    from tandem.hf.checkpoint import open_model
+
+    if shape is not None:
+        from tandem.forecast.gpu_forecast import shape_sizes
+
+        return partial(shape_sizes, find_shape(shape)), []
+    checkpoint = open_model(Path(source.model), may_run_code=source.trust_remote_code)
+    require_complete(checkpoint)
+    files = checkpoint.weight_files if checkpoint.is_packed else []
+    return partial(model_sizes, checkpoint), files
+
+
+def _speed(
+    sizes: "ModelSizes", offload: "OffloadConfig", num_slots: int, asked: PlanAsked
+) -> "AnyForecast | str":
+    """Return the forecast that was asked for, or why there is none."""
+    from tandem.forecast.cpu_forecast import forecast_from_profile
+    from tandem.forecast.gpu_forecast import forecast_on_gpu, machine_for
+    from tandem.forecast.speed_forecast import forecast_speed, why_not_measured
+    from tandem.hardware.profiles import load_profile
+    from tandem.policy.step_path import run_path, step_path
+
+    if not asked.measure:
+        return "not forecast (--no-measure)"
+    if offload.device == "cpu" and offload.profile is not None:
+        return forecast_from_profile(sizes, load_profile(offload.profile))
+    if offload.device == "cpu":
+        return forecast_speed(sizes, offload, cache_dir=cache_dir(), refresh=asked.refresh)
+    if sizes.is_dense:
+        return "not forecast: profiles have no times of a dense model on a GPU"
+    reason = why_not_measured(sizes) if offload.profile is None else ""
+    if reason:
+        return reason
+    machine = machine_for(sizes, offload)
+    named, why_planned = asked.host_path, offload.why_planned()
+    if named is None:
+        path = run_path(machine, why_planned)
+    else:
+        path = step_path(machine, named, why_planned)
+    return forecast_on_gpu(sizes, machine, offload.planner_settings(), num_slots, path)

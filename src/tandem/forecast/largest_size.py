@@ -1,0 +1,97 @@
+"""The largest size to pack a model in that is forecast to run as fast as is asked for.
+
+Sizes are those of all parts in one format: a recipe of as many bytes runs as fast and loses less.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tandem.core.errors import CapacityError
+from tandem.core.units import format_bytes
+from tandem.forecast.model_plan import Plan
+
+# From the largest; the first has the model's weights as they are.
+_FORMATS = (
+    "bf16", "int8", "q6_k", "q5_k", "int4z", "q4_k", "iq4_xs", "iq3_s", "iq3_xxs", "iq2_s",
+    "iq2_xs", "iq2_xxs",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SizeProposal:
+    """A size, or why there is none."""
+
+    asked_tokens_per_second: float
+    num_bytes: int
+    """Of the packed model: the largest that is fast enough, or the smallest that there is."""
+    bits_per_weight: float
+    tokens_per_second: float | None
+    """As forecast; None: it does not fit, or is not forecast."""
+    reason: str
+    """Why no size is proposed; empty: this one is."""
+
+    @property
+    def size(self) -> str:
+        """The size as `tandem pack --size` takes it."""
+        unit, name = (10**9, "GB") if self.num_bytes >= 10**9 else (10**6, "MB")
+        return f"{self.num_bytes // (unit // 100) / 100:.2f}{name}"
+
+    def sentence(self, model: str) -> str:
+        """Say what is proposed."""
+        if self.reason:
+            return f"no size runs at {self.asked_tokens_per_second:g} tok/s: {self.reason}"
+        return (
+            f"the largest size at {self.asked_tokens_per_second:g} tok/s or more is "
+            f"{format_bytes(self.num_bytes)} ({self.bits_per_weight:.2f} bits a weight, forecast: "
+            f"{self.tokens_per_second:.1f} tok/s): tandem pack {model} --size {self.size}"
+        )
+
+    def as_json(self) -> dict[str, object]:
+        """Return it for scripts."""
+        return {
+            "bytes": None if self.reason else self.num_bytes,
+            "bits_per_weight": None if self.reason else self.bits_per_weight,
+            "decode_tokens_per_second": self.tokens_per_second,
+            "pack": None if self.reason else ["--size", self.size],
+            "reason": self.reason or None,
+        }
+
+
+def largest_size(
+    plan_with: Callable[[str], Plan],
+    with_speed: Callable[[str, Plan], Plan],
+    *,
+    num_weights: int,
+    tokens_per_second: float,
+) -> SizeProposal:
+    """Return the largest size that fits and is forecast to be so fast.
+
+    `num_weights` are the model's. `plan_with` plans it in a format, and raises `CapacityError`
+    where a GPU is too small for that; `with_speed` adds the forecast, of plans that fit alone,
+    since it may measure.
+    """
+    found = None
+    for name in _FORMATS:
+        try:
+            plan = plan_with(name)
+        except CapacityError:
+            continue
+        num_bytes = plan.sizes.experts_bytes + plan.sizes.total_dense_bytes
+        bits = 8 * num_bytes / num_weights
+        if not plan.fits:
+            missing = format_bytes(plan.needed_bytes - plan.available_bytes)
+            reason = f"{missing} of memory are missing at the smallest"
+            found = SizeProposal(tokens_per_second, num_bytes, bits, None, reason)
+            continue
+        speed = with_speed(name, plan).speed
+        if isinstance(speed, str):
+            return SizeProposal(tokens_per_second, num_bytes, bits, None, speed)
+        decode = speed.decode_tokens_per_second
+        if decode >= tokens_per_second:
+            return SizeProposal(tokens_per_second, num_bytes, bits, decode, "")
+        size = f"{format_bytes(num_bytes)} ({bits:.2f} bits a weight)"
+        reason = f"the smallest, {size}, is forecast at {decode:.1f}"
+        found = SizeProposal(tokens_per_second, num_bytes, bits, decode, reason)
+    if found is None:
+        raise CapacityError("the device holds the dense parts in no format; give more --gpu-memory")
+    return found
