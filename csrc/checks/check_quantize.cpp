@@ -24,11 +24,11 @@ struct Case {
 };
 
 constexpr Case kCases[] = {
-    {Format::kBf16, 0},      {Format::kFp16, 0},      {Format::kInt8, 32},  {Format::kInt8, 128},
-    {Format::kFp8, 128},     {Format::kInt4, 64},     {Format::kMxfp4, 32}, {Format::kInt4Zero, 32},
-    {Format::kInt5, 32},     {Format::kInt5Zero, 32}, {Format::kIq4Nl, 32}, {Format::kIq4Xs, 32},
-    {Format::kQ2K, 16},      {Format::kQ3K, 16},      {Format::kQ4K, 32},   {Format::kQ5K, 32},
-    {Format::kQ6K, 16},      {Format::kIq2Xxs, 32},   {Format::kIq3S, 32},
+    {Format::kBf16, 0},  {Format::kFp16, 0},      {Format::kInt8, 32},  {Format::kInt8, 128},
+    {Format::kFp8, 128}, {Format::kInt4, 64},     {Format::kMxfp4, 32}, {Format::kInt4Zero, 32},
+    {Format::kInt5, 32}, {Format::kInt5Zero, 32}, {Format::kIq4Nl, 32}, {Format::kIq4Xs, 32},
+    {Format::kQ2K, 16},  {Format::kQ3K, 16},      {Format::kQ4K, 32},   {Format::kQ5K, 32},
+    {Format::kQ6K, 16},  {Format::kIq2Xxs, 32},   {Format::kIq3S, 32},
 };
 
 struct Packed {

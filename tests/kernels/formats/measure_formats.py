@@ -41,9 +41,9 @@ def losses(fmt: WeightFormat, experts: list[list[Tensor]], has_search: bool) -> 
     sums = torch.zeros(4, dtype=torch.float64)
     seconds = 0.0
     for number, parts in enumerate(experts):
-        start = time.perf_counter()
+        start = time.process_time()
         packed = [pack(part, fmt, has_search=has_search) for part in parts]
-        seconds += time.perf_counter() - start
+        seconds += time.process_time() - start
         rounded = [unpack(part) for part in packed]
         rows = torch.randn(
             NUM_ROWS, parts[0].shape[1], generator=torch.Generator().manual_seed(number)
