@@ -1,8 +1,19 @@
 """A short prefix of a model's layers is timed, and the whole model is extrapolated from it."""
 
+from functools import partial
+from pathlib import Path
+
 import pytest
 
-from tandem.forecast.speed_forecast import extrapolate, prefixes_to_time
+from tandem.bench.generation import dense_bytes
+from tandem.forecast import speed_forecast
+from tandem.forecast.gpu_forecast import shape_sizes
+from tandem.forecast.report import speed_stages
+from tandem.forecast.report.speed_stages import on_cpu
+from tandem.forecast.speed_forecast import Times, extrapolate, forecast_speed, prefixes_to_time
+from tandem.foreign_types import PreTrainedModel
+from tandem.hf.config import OffloadConfig
+from tests.forecast.test_report import SMALL
 
 
 def as_kinds(pattern: str) -> list[tuple[bool, str]]:
@@ -40,3 +51,38 @@ def test_layers_are_extrapolated_in_a_straight_line() -> None:
     assert extrapolate((2, 1.0), (6, 2.0), 48) == pytest.approx(2.0 + 42 * 0.25)
     assert extrapolate((4, 1.0), (4, 1.0), 4) == 1.0
     assert extrapolate((2, 1.0), (6, 0.9), 48) == 0.9  # noise must not make it faster
+
+
+def keep_bytes(kept: list[int], model: PreTrainedModel) -> Times:
+    """Stand for a timing; note what each step reads beside the experts."""
+    kept.append(dense_bytes(model))
+    return Times(1.0, 1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("expert_dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("dense_dtype", ["none", "auto", "int4"])
+def test_what_is_timed_reads_the_bytes_that_the_plan_says(
+    expert_dtype: str, dense_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr(speed_forecast, "time_model", partial(keep_bytes, kept))
+    offload = OffloadConfig(expert_dtype=expert_dtype, dense_dtype=dense_dtype)
+    sizes = shape_sizes(SMALL, offload)
+    forecast_speed(sizes, offload, cache_dir=tmp_path, rounds=1)
+    embeddings = 2 * sizes.config.vocab_size * sizes.config.hidden_size
+    assert kept == [pytest.approx(sizes.total_dense_bytes - embeddings, rel=0.01)]
+
+
+def test_a_datapoint_measures_the_model_that_it_forecasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    forecast: list[int] = []
+    measured: list[int] = []
+    monkeypatch.setattr(speed_forecast, "time_model", partial(keep_bytes, forecast))
+    measure = speed_stages._measured
+
+    def keep_and_measure(model: PreTrainedModel) -> speed_stages.Speeds:
+        measured.append(dense_bytes(model))
+        return measure(model)
+
+    monkeypatch.setattr(speed_stages, "_measured", keep_and_measure)
+    on_cpu(SMALL, "int4", rounds=1)
+    assert forecast == measured

@@ -117,7 +117,7 @@ def _measured_cpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
     """Measure the CPU and the memory on a few layers; what was measured is kept."""
     here = dataclasses.replace(offload, device="cpu", expert_dtype=sizes.expert_formats[0])
     shape = measured_shape(sizes)
-    model = build_random_model(shape, here, dense_dtype=offload.dense_dtype)
+    model = build_random_model(shape, here, dense_dtype=sizes.dense_format)
     profile = profile_of(model)
     require_runtime(model).executor.close()
     return profile

@@ -30,7 +30,7 @@ from tandem.hf.runtime import require_runtime
 from tandem.kernels.cpu import detect_cpu
 
 # Raise it when what is measured changes: older forecasts are then measured again.
-MEASUREMENT = 6
+MEASUREMENT = 7
 PROMPT_TOKENS = 256
 DECODE_STEPS = 24
 FIRST_TOKENS = WARM_UP_STEPS
@@ -118,7 +118,7 @@ def why_not_measured(sizes: ModelSizes) -> str:
         return "its layers are in several formats"
     if sizes.has_plain_experts:
         return "experts in fp32 run on the torch reference, which is for tests"
-    if sizes.is_dense and sizes.dense_format == "none" and sizes.config.dtype is torch.float32:
+    if sizes.dense_format == "none" and sizes.config.dtype is torch.float32:
         return "its linear layers are in fp32, and layers are timed in bf16"
     if (2 * _FEW_LAYERS + 1) * sizes.layer_bytes > _SHARE_OF_MEMORY * available_bytes():
         return "the memory that is free does not hold a few of its layers"
@@ -206,14 +206,9 @@ def _build(sizes: ModelSizes, offload: OffloadConfig, num_layers: int) -> PreTra
     options = OffloadConfig(expert_dtype=expert_dtype, threads=offload.threads, isa=offload.isa)
     shape = cut_shape(sizes, num_layers)
     return build_random_model(
-        shape, options, dense_dtype=_dense_dtype(sizes, offload),
+        shape, options, dense_dtype=sizes.dense_format,
         has_huge_pages=not sizes.are_experts_mapped,
     )  # fmt: skip
-
-
-def _dense_dtype(sizes: ModelSizes, offload: OffloadConfig) -> str:
-    """Return how linear layers are packed; of a dense model, whose whole step they are, exactly."""
-    return sizes.dense_format if sizes.is_dense else offload.dense_dtype
 
 
 def time_model(model: PreTrainedModel) -> Times:
@@ -246,7 +241,7 @@ def _key(sizes: ModelSizes, offload: OffloadConfig) -> str:
     config = json.dumps(shape.values, sort_keys=True, default=str)
     parts = (
         MEASUREMENT, cpu.model_name, cpu.instruction_sets, offload.threads or cpu.num_threads,
-        offload.isa, sizes.expert_formats, sizes.are_experts_mapped, _dense_dtype(sizes, offload),
+        offload.isa, sizes.expert_formats, sizes.are_experts_mapped, sizes.dense_format,
         config,
     )  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -58,16 +58,15 @@ def compare(
 def on_cpu(shape: ModelShape, expert_dtype: str, *, rounds: int = ROUNDS) -> Said:
     """Forecast a shape's layers from fewer of them, in so many rounds, then measure them all."""
     with TemporaryDirectory() as folder:
-        offload = OffloadConfig(expert_dtype=expert_dtype, cache_dir=folder)
+        offload = OffloadConfig(expert_dtype=expert_dtype, dense_dtype="auto", cache_dir=folder)
         shape = _cut_to_memory(shape, offload)
         num_layers = shape.values["num_hidden_layers"]
-        forecast = forecast_speed(
-            shape_sizes(shape, offload), offload, cache_dir=Path(folder), rounds=rounds
-        )
+        sizes = shape_sizes(shape, offload)
+        forecast = forecast_speed(sizes, offload, cache_dir=Path(folder), rounds=rounds)
         if isinstance(forecast, str):
             raise NotHereError(forecast)
         gc.collect()  # the forecast's models
-        model = build_random_model(shape, offload)
+        model = build_random_model(shape, offload, dense_dtype=sizes.dense_format)
         profile = profile_of(model)
         measured = _measured(model)
         require_runtime(model).executor.close()
