@@ -65,8 +65,8 @@ def load(flags: argparse.Namespace) -> None:
         read_ahead(files, lambda count: None)
         report["raw_read_seconds"] = time.perf_counter() - begin
         let_go(files)
-    begin, own_before = time.perf_counter(), _memory_kinds()["rssanon_bytes"]
-    with _watching_memory() as seen:
+    begin, own_before = time.perf_counter(), memory_kinds()["rssanon_bytes"]
+    with watching_memory() as seen:
         model = tandem.load(path, dense_dtype=flags.dense_dtype, threads=flags.threads)
     seconds = time.perf_counter() - begin
     report |= {"load_seconds": seconds, "gigabytes_per_second": total / seconds / 1e9}
@@ -77,7 +77,7 @@ def load(flags: argparse.Namespace) -> None:
         report["share_of_raw_read"] = report["raw_read_seconds"] / report["load_seconds"]
     if flags.tokens:
         report |= _answers(model, flags.tokens)
-    print(json.dumps(report | _memory_kinds()))
+    print(json.dumps(report | memory_kinds()))
 
 
 def _packed_bytes(model: Any) -> int:
@@ -91,13 +91,13 @@ def _packed_bytes(model: Any) -> int:
 
 
 @contextmanager
-def _watching_memory() -> Iterator[list[int]]:
+def watching_memory() -> Iterator[list[int]]:
     """Collect how many bytes of its own the process has, every twentieth of a second."""
     seen, has_ended = [0], threading.Event()
 
     def watch() -> None:
         while not has_ended.wait(0.05):
-            seen.append(_memory_kinds()["rssanon_bytes"])
+            seen.append(memory_kinds()["rssanon_bytes"])
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -123,7 +123,7 @@ def _answers(model: Any, num_tokens: int) -> dict[str, Any]:
     }
 
 
-def _memory_kinds() -> dict[str, int]:
+def memory_kinds() -> dict[str, int]:
     """Return what of this process is its own, and what are pages of mapped files."""
     found = {}
     for line in Path("/proc/self/status").read_text().splitlines():

@@ -366,3 +366,25 @@ def test_a_plan_counts_states_and_their_checkpoints(
     assert report["host_bytes"] == report["load_host_bytes"] + held + activations
     _, report = plan(capsys, directory, "--no-measure", "--context", "64")
     assert report["checkpoint_bytes"] == 0
+
+
+def test_sequences_at_once_take_their_keys_and_activations(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(checkpoint), "--no-measure", "--context", "100"]
+    one, four = (plan(capsys, *words, "--sequences", n)[1] for n in ("1", "4"))
+    assert four["kv_cache_bytes"] == 4 * one["kv_cache_bytes"]
+    held = (report["host_bytes"] - report["load_host_bytes"] for report in (one, four))
+    keys, sizes = one["kv_cache_bytes"], sizes_of(checkpoint)
+    assert list(held) == [n * keys + workspace_bytes(sizes, n * 100) for n in (1, 4)]
+    assert main(["plan", *words, "--sequences", "0"]) == 2
+
+
+def test_a_plan_refuses_a_format_that_packed_files_do_not_have(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed = tandem.pack(checkpoint, tmp_path / "packed", expert_dtype="int4", dense_dtype="int8")
+    assert packed.num_bytes
+    words = [str(tmp_path / "packed"), "--no-measure"]
+    assert main(["plan", *words, "--dense-dtype", "int4"]) == 2
+    assert "is packed with dense_dtype 'int8-g128' and cannot be" in capsys.readouterr().err

@@ -34,7 +34,7 @@ from tandem.hf.token_tables import TABLE, is_by_token
 from tandem.kernels.dense import CpuThreads, DenseWeight
 from tandem.kernels.formats.expert import ExpertLayout
 from tandem.kernels.formats.packed import PackedMatrix
-from tandem.kernels.formats.weight_format import WeightFormat
+from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, WeightFormat
 from tandem.kernels.grouped import cut_like
 
 _DrawExperts = Callable[[ExpertLayout, int], Tensor]
@@ -168,7 +168,12 @@ def _pack_linear_layers(
         return
     for _, parent, name, linear in list(packable_layers(model)):
         rows, cols = linear.weight.shape
-        weight = DenseWeight(draw(rows, cols, fmt), None)
+        bias = (
+            None
+            if linear.bias is None
+            else torch.zeros(-(-rows // ROWS_PER_BLOCK) * ROWS_PER_BLOCK)
+        )
+        weight = DenseWeight(draw(rows, cols, fmt), bias)
         setattr(parent, name, cut_like(linear, PackedLinear(weight, threads, torch.bfloat16)))
     untie(model, PackedLinear)
     give_fp32_logits(model)

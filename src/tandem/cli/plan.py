@@ -33,6 +33,7 @@ class PlanOptions:
     context: int | None = option(
         None, help="tokens of a conversation (default: 4096, or the model's context)", metavar="N"
     )
+    sequences: int = option(1, help="conversations at once, each of --context", metavar="N")
     measure: bool = option(
         True, help="forecast the speed, measured once on a few layers with random weights"
     )
@@ -59,6 +60,7 @@ class PlanOptions:
         """Check the ranges."""
         if self.context is not None:
             require_range("context", self.context, 1, what="a number of tokens")
+        require_range("sequences", self.sequences, 1, what="a number of conversations")
         if self.tokens_per_second is not None:
             require_range("tokens_per_second", self.tokens_per_second, 0.01, 1e6, what="a speed")
             if not self.measure:
@@ -69,7 +71,8 @@ class PlanOptions:
     def asked(self) -> PlanAsked:
         """Return what the planner is asked."""
         return PlanAsked(
-            dense_dtype=self.dense_dtype, context=self.context, measure=self.measure,
+            dense_dtype=self.dense_dtype, context=self.context, sequences=self.sequences,
+            measure=self.measure,
             refresh=self.refresh, shape=self.shape, host_path=self.host_path,
             memory_bytes=None if self.memory is None else parse_bytes(self.memory),
         )  # fmt: skip
@@ -161,8 +164,9 @@ def _table(plan: "Plan") -> str:
     if sizes.disk_table_bytes:
         rows.append(("tables of rows, which stay on the disk", sizes.disk_table_bytes))
     rows += [
-        (f"KV cache, {plan.context_tokens} tokens", plan.kv_cache_bytes),
+        (f"KV cache, {_tokens_at_once(plan)}", plan.kv_cache_bytes),
         *_state_rows(plan),
+        *[("latents of a prompt, expanded", plan.expanded_bytes)] * bool(plan.expanded_bytes),
         ("activations of a prompt, at most", plan.workspace_bytes),
         ("the program itself", plan.process_bytes),
     ]
@@ -204,11 +208,17 @@ def _tokens(count: int) -> str:
     return str(count) if count % 1024 else f"{count // 1024}k"
 
 
+def _tokens_at_once(plan: "Plan") -> str:
+    """Say how many tokens there are."""
+    times = f"{plan.sequences} x " if plan.sequences > 1 else ""
+    return f"{times}{plan.context_tokens} tokens"
+
+
 def _state_rows(plan: "Plan") -> list[tuple[str, int]]:
     """Return what a sequence's states take, for a model that has some."""
     if not plan.sizes.state_bytes:
         return []
-    rows = [("states of a sequence", plan.sizes.state_bytes)]
+    rows = [("states", plan.state_bytes)]
     if plan.checkpoint_bytes:
         rows.append(("checkpoints of states, at most", plan.checkpoint_bytes))
     return rows

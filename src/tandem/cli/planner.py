@@ -28,6 +28,7 @@ class PlanAsked:
 
     dense_dtype: str
     context: int | None
+    sequences: int
     measure: bool
     refresh: bool
     shape: str | None
@@ -80,7 +81,7 @@ class Planner:
         offload, context = self._offload, sizes.context(self._asked.context)
         slots, gpu_bytes = plan_slots(
             sizes, device=offload.device, gpu_memory=offload.gpu_memory, memory=self._memory,
-            context_tokens=context, others=others,
+            context_tokens=context, sequences=self._asked.sequences, others=others,
         )  # fmt: skip
         return Plan(
             sizes=sizes,
@@ -93,6 +94,7 @@ class Planner:
             expert_slots=slots,
             speed="not forecast",
             can_be_packed=not self.is_packed,
+            sequences=self._asked.sequences,
         )
 
     def with_speed(self, plan: "Plan", **own: str) -> "Plan":

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from tandem.checkpoint.config_values import value_of
 from tandem.core.units import format_bytes
 from tandem.devices import kind_of
 from tandem.experts.cache.sizing import DeviceMemory, count_slots, parse_gpu_memory
@@ -17,7 +18,10 @@ from tandem.forecast.gpu_forecast import GpuForecast
 from tandem.forecast.sizes import ModelSizes
 from tandem.forecast.speed_forecast import SpeedForecast
 from tandem.forecast.state_bytes import checkpoint_bytes
+from tandem.foreign_types import PreTrainedConfig
+from tandem.hf.steps import MAX_STEP_TOKENS
 from tandem.hf.whole_model import prompt_bytes, require_room
+from tandem.kv_cache.latents import most_expanded_bytes
 
 _CONTEXTS = (2048, 8192, 32768, 131072)
 
@@ -47,6 +51,8 @@ class Plan:
     """Of a packed model that does not fit."""
     from_disk: DiskForecast | None = None
     """Its speed; None where the CPU's or the disk's was not measured."""
+    sequences: int = 1
+    """How many are at the context at once."""
 
     @property
     def contexts(self) -> list[int]:
@@ -58,19 +64,37 @@ class Plan:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Bytes of keys and values at the context."""
-        return self.sizes.kv.bytes_of(self.context_tokens)
+        """Bytes of keys and values of all sequences at the context."""
+        return self.sequences * self.sizes.kv.bytes_of(self.context_tokens)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all sequences' states."""
+        return self.sequences * self.sizes.state_bytes
 
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of the checkpoints of states at the context, wherever the states are."""
         free = self.available_bytes - (self.load_bytes - self.process_bytes)
-        return checkpoint_bytes(self.sizes.state_bytes, self.context_tokens, free)
+        return checkpoint_bytes(self.state_bytes, self.context_tokens, free)
+
+    @property
+    def expanded_bytes(self) -> int:
+        """Bytes of the keys and values that a prompt's latents are expanded to, on the CPU.
+
+        As many layers stay expanded as the free memory allows, and one always is.
+        """
+        each, tokens = self.sizes.kv.expanded, self.context_tokens
+        all_bytes = self.sequences * sum(each) * tokens
+        if self.is_dense_on_gpu or not each:
+            return 0
+        free = self.available_bytes - (self.load_bytes - self.process_bytes) - self.kv_cache_bytes
+        return min(all_bytes, max(most_expanded_bytes(free), max(each) * tokens))
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes that a prompt's activations take at most."""
-        return workspace_bytes(self.sizes, self.context_tokens)
+        return workspace_bytes(self.sizes, self.sequences * self.context_tokens)
 
     @property
     def load_bytes(self) -> int:
@@ -82,9 +106,9 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """Host memory with a full context."""
-        held = self.load_bytes + self.checkpoint_bytes + self.workspace_bytes
+        held = self.load_bytes + self.checkpoint_bytes + self.workspace_bytes + self.expanded_bytes
         if not self.is_dense_on_gpu:
-            held += self.kv_cache_bytes + self.sizes.state_bytes
+            held += self.kv_cache_bytes + self.state_bytes
         return held
 
     @property
@@ -103,9 +127,30 @@ class Plan:
         return self.needed_bytes <= self.available_bytes
 
 
-def workspace_bytes(sizes: ModelSizes, context_tokens: int) -> int:
-    """Return the bytes that a prompt's activations take at most."""
-    return prompt_bytes(sizes.config, context_tokens, sizes.top_k)
+def workspace_bytes(sizes: ModelSizes, num_tokens: int) -> int:
+    """Return the host memory that a prompt's activations take at most.
+
+    Weights of its parts are of seven shapes, measured (`python -m benchmarks.plan` repeats it).
+    """
+    config = sizes.config
+    hidden, inner = int(config.hidden_size), _number(config, "intermediate_size")
+    of_experts = _number(config, "moe_intermediate_size") or inner
+    of_heads = max(map(_heads_width, value_of(config, "per_layer_config") or [config]))
+    # Each expert's rows in fp32, with the codes of what goes in and of what is in between.
+    routed = sizes.top_k * (5.25 * hidden + 1.2 * of_experts)
+    # Six times the hidden states; queries and what attention makes of them; dense layers.
+    each = routed + 24 * hidden + 12 * of_heads + (4 * inner if of_experts != inner else 0)
+    return int(min(MAX_STEP_TOKENS, num_tokens) * each)
+
+
+def _number(config: PreTrainedConfig, name: str) -> int:
+    return int(value_of(config, name) or 0)
+
+
+def _heads_width(config: PreTrainedConfig) -> int:
+    """Return how many values the queries of a token have in a layer."""
+    heads = _number(config, "num_attention_heads")
+    return heads * (_number(config, "head_dim") or int(config.hidden_size) // max(1, heads))
 
 
 def plan_slots(
@@ -115,6 +160,7 @@ def plan_slots(
     gpu_memory: str,
     memory: DeviceMemory,
     context_tokens: int,
+    sequences: int = 1,
     others: Mapping[str, ModelSizes] = MappingProxyType({}),
 ) -> tuple[int, dict[str, int]]:
     """Return how many slots the device has and what its memory goes to; raises `CapacityError`.
@@ -128,8 +174,9 @@ def plan_slots(
     if kind_of(device).holds_dense_parts:
         parts |= {
             "dense": sizes.device_bytes,
-            "kv_cache": sizes.device_kv.device_bytes_of(context_tokens) + sizes.state_bytes,
-            "workspace": workspace_bytes(sizes, context_tokens),
+            "kv_cache": sequences
+            * (sizes.device_kv.device_bytes_of(context_tokens) + sizes.state_bytes),
+            "workspace": prompt_bytes(sizes.config, sequences * context_tokens, sizes.top_k),
         }
     if sizes.is_dense:
         smaller = {f"--dense-dtype {name}": x.device_bytes for name, x in others.items()}
@@ -208,7 +255,7 @@ def _to_fit(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
             )
             break
     room = plan.available_bytes - (plan.needed_bytes - plan.kv_cache_bytes)
-    tokens = room // max(1, plan.sizes.kv.token_bytes)
+    tokens = room // max(1, plan.sequences * plan.sizes.kv.token_bytes)
     if tokens >= 512:
         lines.append(f"with --context {tokens // 256 * 256} it fits as it is")
     return lines
@@ -247,9 +294,11 @@ def as_json(plan: Plan, lines: list[str]) -> dict[str, object]:
         "kv_cache_bytes_by_context": {
             str(tokens): plan.sizes.kv.bytes_of(tokens) for tokens in plan.contexts
         },
-        "state_bytes": plan.sizes.state_bytes,
+        "state_bytes": plan.state_bytes,
         "checkpoint_bytes": plan.checkpoint_bytes,
+        "expanded_bytes": plan.expanded_bytes,
         "context_tokens": plan.context_tokens,
+        "sequences": plan.sequences,
         "time_to_first_token_seconds": known and known.prefill_seconds,
         "prefill_tokens_per_second": known and known.prefill_tokens_per_second,
         "decode_tokens_per_second": known and known.decode_tokens_per_second,

@@ -27,7 +27,13 @@ from tandem.hf.dense_bytes import (
     short_memory,
 )
 from tandem.hf.kv_sizes import USUAL_CONTEXT, KvSizes, kv_sizes_of
-from tandem.hf.load import empty_model, is_widened_on, open_foreign, source_config
+from tandem.hf.load import (
+    empty_model,
+    is_widened_on,
+    open_foreign,
+    require_packed_dtype,
+    source_config,
+)
 from tandem.hf.load_job import LoadJob
 from tandem.hf.packed_writer import stored_name
 from tandem.hf.quantizer import OffloadQuantizer
@@ -167,7 +173,7 @@ class ModelSizes:
 
 
 def model_sizes(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> ModelSizes:
-    """Add up what a checkpoint takes with these options; raises `UnsupportedModelError`."""
+    """Add up what a checkpoint takes with these options; raises `TandemError` as loading does."""
     if isinstance(checkpoint, GgufCheckpoint) or (
         checkpoint.quantization is not None and not checkpoint.is_packed
     ):
@@ -178,6 +184,7 @@ def model_sizes(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> ModelSizes
             return config_sizes(config, offload, source, kv_dtype=torch.bfloat16)
         return config_sizes(config, offload, source)
     if checkpoint.is_packed:
+        require_packed_dtype(checkpoint, offload)
         stored = OffloadConfig.from_dict(checkpoint.quantization or {})
         of_files = {name: vars(stored)[name] for name in _OF_FILES}
         if stored.dense_dtype != "none":  # else loading packs what the files have not

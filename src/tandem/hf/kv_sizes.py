@@ -31,6 +31,8 @@ class KvSizes(NamedTuple):
     """Positions that layers with a window see; 0: there are none."""
     has_compressed: bool = False
     """Whether some layers have compressed keys beside it."""
+    expanded: tuple[int, ...] = ()
+    """Bytes of a token in each layer whose latents a prompt's attention expands on the CPU."""
 
     @property
     def token_bytes(self) -> int:
@@ -65,7 +67,13 @@ def kv_sizes_of(config: PreTrainedConfig, dtype: torch.dtype, *, latents: int = 
         for kind, layer in zip(kinds, layers, strict=True)
         for part in _parts_of(kind, layer, dtype, latents)
     )
-    return KvSizes(tuple(each), window, bool(value_of(config, "compress_rates")))
+    compressed = bool(value_of(config, "compress_rates"))
+    expanded = tuple(
+        _expanded_bytes(layer, dtype)
+        for kind, layer in zip(kinds, layers, strict=True)
+        if latents > 1 and kind not in _WITHOUT_KEYS and value_of(layer, "kv_lora_rank")
+    )
+    return KvSizes(tuple(each), window, compressed, expanded)
 
 
 def ring_size(window: int) -> int:
@@ -97,6 +105,12 @@ def _parts_of(
     if kind not in ratios:
         return [(kind, key)]
     return [(kind, -(-(key + index) // int(ratios[kind]))), (_SLIDING, key)]
+
+
+def _expanded_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Return what the keys and values of all heads take that a token's latent stands for."""
+    dims = (value_of(config, n) for n in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    return int(config.num_attention_heads) * sum(int(dim or 0) for dim in dims) * dtype.itemsize
 
 
 def _kv_bytes(config: PreTrainedConfig, dtype: torch.dtype, latents: int) -> int:

@@ -91,7 +91,7 @@ def load_checkpoint(
     for why in filter(None, map(untested_version, NEWEST_TESTED)):
         warnings.warn(why, TandemWarning, stacklevel=3)
     if checkpoint.is_packed:
-        _check_packed_dtype(checkpoint, offload)
+        require_packed_dtype(checkpoint, offload)
     else:
         offload.require_no_slots(str(checkpoint.path))
     offload = with_importance_file(offload, checkpoint)
@@ -331,7 +331,8 @@ def source_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     return config
 
 
-def _check_packed_dtype(checkpoint: Checkpoint, offload: OffloadConfig) -> None:
+def require_packed_dtype(checkpoint: Checkpoint, offload: OffloadConfig) -> None:
+    """Raise `ConfigError` where options name other formats than packed files have."""
     packed = checkpoint.quantization or {}
     stored = packed.get("expert_dtype", "auto")
     wanted_experts = offload.parsed_expert_dtype

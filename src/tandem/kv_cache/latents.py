@@ -28,6 +28,11 @@ _DWORD_BYTES = 4
 _INT8_OFFSET = 128  # of keys
 
 
+def most_expanded_bytes(available_bytes: int) -> int:
+    """Return how much of the free memory expanded keys and values may take, all slots together."""
+    return int(_SHARE * max(0, available_bytes))
+
+
 class Expansion(NamedTuple):
     """How a prompt's tokens attend to the keys and values that latents stand for."""
 
@@ -147,7 +152,7 @@ class ExpandedKeys:
     def _has_room(self, num_bytes: int, slot: int) -> bool:
         """Tell whether rows may take so many bytes more; drops other slots' for it."""
         while True:
-            limit = (host_memory.available_bytes() + self.num_bytes) * _SHARE
+            limit = most_expanded_bytes(host_memory.available_bytes() + self.num_bytes)
             if self.num_bytes + num_bytes <= limit:
                 return True
             oldest = next(iter(self._rows))

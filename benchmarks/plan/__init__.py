@@ -1,0 +1,1 @@
+"""Whether what `tandem plan` says is what happens: configurations that a seed draws."""

@@ -1,0 +1,191 @@
+"""Whether `tandem plan` misleads: configurations by a seed, each planned and then done.
+
+    python -m benchmarks.plan [--count 300] [--whole 20] [--seed 0] [--only N ...] [--narrow]
+    python -m benchmarks.plan --speed --count 20      # decode speed too, as a ratio
+
+Each is written as a packed model with random weights, planned by `tandem plan` and done (loaded,
+its contexts filled, some tokens decoded) in processes of their own; with a memory limit both are in
+one control group each (needs root). Models are cut to 2 to 4 layers (and what dense ones come
+first); the last `--whole` have all, of as many gigabytes as a disk must hold.
+
+What is checked: each part's bytes; the process's most memory within 5 % of the plan; no run out of
+memory that the plan allowed, and none refused that fits. Drafts and images are not in it: the plan
+knows of neither. The last line is JSON.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.disk.memory_group import drop_from_page_cache, limited
+from benchmarks.plan.draws import Configuration, draw
+from benchmarks.plan.verdict import TOLERANCE, Planned, Taken, differences, memory_ratio
+
+_ENDED_FOR_MEMORY = (-9, 137, 2)  # killed, or refused with a sentence
+
+
+@dataclass(slots=True)
+class Found:
+    """What became of one configuration."""
+
+    text: str
+    wrong: list[str] = field(default_factory=list)
+    not_tried: str = ""
+    """Why it says nothing of the plan."""
+    memory_ratio: float | None = None
+    """Planned of what the process took at most; None with experts on the disk, or a kill."""
+    speed_ratio: float | None = None
+    """Forecast of the measured decode speed."""
+
+
+def check(configuration: Configuration, folder: Path, *, has_speed: bool) -> Found:
+    """Plan and do it; say what differs."""
+    found, job = Found(configuration.text), Job(configuration, folder)
+    if (code := job.write()) != 0:
+        found.not_tried = f"not written (exit code {code})"
+        return found
+    free = job.plan()
+    if isinstance(free, int):
+        found.wrong.append(f"tandem plan ended with {free}")
+        return found
+    share = configuration.memory_share
+    limit = None if share is None else int(share * free.host)
+    planned = free
+    if limit is not None or configuration.device_share is not None:
+        again = job.plan(limit, experts_bytes=free.experts)
+        if isinstance(again, int):
+            found.wrong.append(f"tandem plan ended with {again} under {limit or 0:,} bytes")
+            return found
+        planned = again
+    drop_from_page_cache(folder)
+    taken = job.do(limit, experts_bytes=free.experts, has_speed=has_speed)
+    found.wrong += _of_memory(planned, taken)
+    if isinstance(taken, int):
+        return found
+    found.speed_ratio = taken.speed_ratio
+    if taken.slots_over_disk is None:
+        found.memory_ratio = memory_ratio(planned, taken)
+        found.wrong += [one.text for one in differences(planned, taken)]
+        if abs(found.memory_ratio - 1) > TOLERANCE:
+            found.wrong.append(
+                f"memory: planned {planned.host / 1e6:,.0f} MB, taken {taken.peak / 1e6:,.0f}"
+            )
+    return found
+
+
+def _of_memory(planned: Planned, taken: Taken | int) -> Iterator[str]:
+    """Yield what was wrong about whether the memory is enough."""
+    is_allowed = planned.fits or planned.slots_over_disk is not None
+    if isinstance(taken, int):
+        if is_allowed or taken not in _ENDED_FOR_MEMORY:
+            yield f"the run ended with {taken}, and the plan allowed it"
+    elif not is_allowed and taken.slots_over_disk is None:
+        yield "the plan said that it does not fit, and it ran in memory"
+    elif planned.fits and taken.slots_over_disk is not None:
+        yield f"the plan said that it fits, and {taken.slots_over_disk} experts were in memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Steps of a configuration, each in its own process; one that fails is its exit code."""
+
+    configuration: Configuration
+    folder: Path
+
+    def write(self) -> int:
+        """Write the model; returns the exit code."""
+        said = self._run("write", self.configuration)
+        return said if isinstance(said, int) else 0
+
+    def plan(self, limit: int | None = None, *, experts_bytes: int = 0) -> Planned | int:
+        """Plan it; without the experts' bytes without a device, too."""
+        one = self.configuration
+        own = one if experts_bytes else dataclasses.replace(one, device_share=None)
+        said = self._run("plan", own, limit, experts_bytes=experts_bytes)
+        return said if isinstance(said, int) else Planned(**said)
+
+    def do(self, limit: int | None, *, experts_bytes: int, has_speed: bool) -> Taken | int:
+        """Load it and fill its contexts."""
+        more = {"experts_bytes": experts_bytes, "has_speed": has_speed}
+        said = self._run("do", self.configuration, limit, **more)
+        return said if isinstance(said, int) else Taken(**said)
+
+    def _run(
+        self, step: str, configuration: Configuration, limit: int | None = None, **more: Any
+    ) -> dict[str, Any] | int:
+        words = {"step": step, "folder": str(self.folder), "configuration": asdict(configuration)}
+        with limited(limit) as group:
+            done = subprocess.run(
+                [sys.executable, "-m", "benchmarks.plan.worker", json.dumps(words | more)],
+                capture_output=True, text=True, check=False,
+                preexec_fn=None if group is None else group.enter,
+            )  # fmt: skip
+        if done.returncode:
+            print(done.stderr.strip()[-400:], file=sys.stderr)
+            return done.returncode
+        said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return said
+
+
+def main() -> None:
+    """Check configurations, print each and the figures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--whole", type=int, default=0, help="of these, with all layers")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of a longer run")
+    parser.add_argument("--narrow", action="store_true", help="an eighth of the width, no limits")
+    parser.add_argument("--speed", action="store_true", help="forecast and measure decode speed")
+    flags = parser.parse_args()
+    drawn = draw(flags.seed, flags.count, is_narrow=flags.narrow, num_whole=flags.whole)
+    found = []
+    for one in drawn:
+        if flags.only and one.number not in flags.only:
+            continue
+        with TemporaryDirectory(prefix="tandem-plan-") as folder:
+            result = check(one, Path(folder) / "model", has_speed=flags.speed)
+        found.append(result)
+        ratio = "" if result.memory_ratio is None else f" memory {result.memory_ratio:.3f}"
+        ratio += "" if result.speed_ratio is None else f" speed {result.speed_ratio:.2f}"
+        verdict = result.not_tried or "; ".join(result.wrong) or "right"
+        print(f"{one.number}: {result.text}:{ratio} {verdict}")
+        sys.stdout.flush()
+    print(json.dumps(figures(found)))
+
+
+def figures(found: list[Found]) -> dict[str, object]:
+    """Return what all of them say together."""
+    memory = [one.memory_ratio for one in found if one.memory_ratio is not None]
+    speeds = [one.speed_ratio for one in found if one.speed_ratio is not None]
+    return {
+        "configurations": sum(not one.not_tried for one in found),
+        "right": sum(not (one.wrong or one.not_tried) for one in found),
+        "memory_ratios": _spread(memory),
+        "memory_within_5_percent": sum(abs(ratio - 1) <= TOLERANCE for ratio in memory),
+        "speed_ratios": _spread(speeds),
+        "speed_within_20_percent": sum(0.8 <= ratio <= 1.2 for ratio in speeds),
+    }
+
+
+def _spread(ratios: list[float]) -> dict[str, float] | None:
+    """Return the number, the ends and the median."""
+    if not ratios:
+        return None
+    return {
+        "count": len(ratios), "least": min(ratios), "median": statistics.median(ratios),
+        "most": max(ratios),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

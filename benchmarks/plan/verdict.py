@@ -1,0 +1,71 @@
+"""Compares what was planned with what was taken, and says what was wrong."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+TOLERANCE = 0.05
+# Of what sequences keep: logs of drafted tokens, beside linear attention's states, are not planned.
+_KEPT_TOLERANCE = 0.1
+_LEAST_BYTES = 1 << 20  # a difference below is none
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What the plan says, in bytes."""
+
+    fits: bool
+    host: int
+    program: int
+    experts: int
+    dense: int
+    kept: int
+    """Keys, values, states and what else is kept of all sequences."""
+    num_experts: int
+    device_slots: int
+    slots_over_disk: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What was taken when it was done; names as in `Planned`."""
+
+    peak: int
+    """The most that the process took."""
+    experts: int
+    dense: int
+    kept: int
+    device_slots: int
+    slots_over_disk: int | None
+    speed_ratio: float | None = None
+    """Forecast decode speed over what was measured; None: not asked, or no forecast."""
+
+
+class Difference(NamedTuple):
+    """A part of which the plan says something else than was taken."""
+
+    part: str
+    planned: float
+    taken: float
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        return f"{self.part}: planned {self.planned:,.0f}, taken {self.taken:,.0f}"
+
+
+def differences(planned: Planned, taken: Taken) -> Iterator[Difference]:
+    """Yield the parts of which more, or less by 5 % and a megabyte, was taken than planned."""
+    tolerances = {"experts": TOLERANCE, "dense": TOLERANCE, "kept": _KEPT_TOLERANCE}
+    for part, tolerance in tolerances.items():
+        said, found = getattr(planned, part), getattr(taken, part)
+        if abs(said - found) > max(tolerance * found, _LEAST_BYTES):
+            yield Difference(part, said, found)
+    # Where all experts are resident a device has a slot or two more, through which they change.
+    if planned.device_slots != min(taken.device_slots, planned.num_experts):
+        yield Difference("slots on the device", planned.device_slots, taken.device_slots)
+
+
+def memory_ratio(planned: Planned, taken: Taken) -> float:
+    """Return how much of the memory that the process took at most was planned."""
+    return planned.host / taken.peak

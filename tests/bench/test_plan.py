@@ -1,0 +1,53 @@
+"""Configurations that a seed draws take what `tandem plan` says of them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from benchmarks.plan.__main__ import Found, figures
+from benchmarks.plan.doing import do, plan, write_model
+from benchmarks.plan.draws import Configuration, draw
+from benchmarks.plan.verdict import Planned, Taken, differences, memory_ratio
+
+NARROW = draw(2, 12, is_narrow=True)
+
+
+@pytest.mark.parametrize("configuration", NARROW, ids=lambda one: f"{one.number}-{one.shape}")
+def test_a_load_takes_what_the_plan_says(
+    configuration: Configuration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+    folder = write_model(configuration, tmp_path / "model")
+    planned = plan(replace(configuration, device_share=None), folder)
+    experts = planned.experts
+    if configuration.device_share is not None:
+        planned = plan(configuration, folder, experts)
+    assert planned.fits
+    taken = do(configuration, folder, experts)
+    assert [one.text for one in differences(planned, taken)] == []
+
+
+def test_configurations_are_those_of_the_seed() -> None:
+    assert draw(3, 40, num_whole=2) == draw(3, 40, num_whole=2)
+    assert draw(3, 40) != draw(4, 40)
+    *cut, whole = draw(3, 40, num_whole=1)
+    assert all(one.num_layers <= 6 for one in cut)
+    assert whole.model_shape().values["num_hidden_layers"] == whole.num_layers > 6
+
+
+def test_what_is_wrong_with_a_plan_is_said() -> None:
+    planned = Planned(
+        fits=True, host=100 << 20, program=0, experts=40 << 20, dense=20 << 20, kept=10 << 20,
+        num_experts=8, device_slots=4, slots_over_disk=None,
+    )  # fmt: skip
+    taken = Taken(
+        peak=125 << 20, experts=40 << 20, dense=20 << 20, kept=16 << 20, device_slots=5,
+        slots_over_disk=None,
+    )  # fmt: skip
+    assert [one.part for one in differences(planned, taken)] == ["kept", "slots on the device"]
+    assert memory_ratio(planned, taken) == pytest.approx(0.8)
+    # Where all experts have a slot there is one more, through which they change.
+    whole = replace(planned, device_slots=8, kept=taken.kept)
+    assert not list(differences(whole, replace(taken, device_slots=9)))
+    found = [Found("a", memory_ratio=1.01), Found("b", ["wrong"], memory_ratio=0.8)]
+    assert figures(found)["right"] == figures(found)["memory_within_5_percent"] == 1
