@@ -41,7 +41,7 @@ class Found:
     not_tried: str = ""
     """Why it says nothing of the plan."""
     memory_ratio: float | None = None
-    """Planned of what the process took at most; None with experts on the disk, or a kill."""
+    """Planned of what the process took at most; None under a limit, or after a kill."""
     speed_ratio: float | None = None
     """Forecast of the measured decode speed."""
 
@@ -71,7 +71,7 @@ def check(configuration: Configuration, folder: Path, *, has_speed: bool) -> Fou
     if isinstance(taken, int):
         return found
     found.speed_ratio = taken.speed_ratio
-    if taken.slots_over_disk is None:
+    if limit is None:  # else caches take what is free, and the limit has said all
         found.memory_ratio = memory_ratio(planned, taken)
         found.wrong += [one.text for one in differences(planned, taken)]
         if abs(found.memory_ratio - 1) > TOLERANCE:

@@ -14,6 +14,7 @@ from benchmarks.plan.verdict import Planned, Taken
 
 import tandem
 from tandem.bench.random_model import build_random_model
+from tandem.checkpoint.packed import DENSE_FILE
 from tandem.cli.main import main as tandem_command
 from tandem.core.errors import TandemWarning
 from tandem.decode.slots import CachedSlotPool, SlotPool
@@ -61,7 +62,7 @@ def plan(configuration: Configuration, folder: Path, experts_bytes: int = 0) -> 
     dense = sum(parts.values())
     return Planned(
         fits=found["fits"],
-        host=found["host_bytes"],
+        host=found["host_bytes"] + found["gpu_bytes"]["experts"],
         program=found["load_host_bytes"] - experts - dense,
         experts=experts,
         dense=dense,
@@ -92,8 +93,7 @@ def do(configuration: Configuration, folder: Path, experts_bytes: int = 0) -> Ta
     runtime = require_runtime(model)
     cache, slots = runtime.executor.cache, runtime.host_slots
     taken = Taken(
-        # Pages of files that were read once and copied go by themselves where memory is short.
-        peak=max(seen) + memory_kinds()["rssfile_bytes"],
+        peak=max(seen) + memory_kinds()["rssfile_bytes"] - _copied_bytes(model, folder),
         experts=runtime.store.num_bytes,
         dense=dense_bytes(model),
         kept=pool.num_bytes if isinstance(pool, CachedSlotPool) else 0,
@@ -102,6 +102,22 @@ def do(configuration: Configuration, folder: Path, experts_bytes: int = 0) -> Ta
     )
     runtime.executor.close()
     return taken
+
+
+def _copied_bytes(model: Any, folder: Path) -> int:
+    """Return what is resident of the dense parts' file though all of it was copied.
+
+    These pages go by themselves where memory is short.
+    """
+    if not any(isinstance(module, PackedModule) for module in model.modules()):
+        return 0
+    found, is_dense = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(maxsplit=1)[0]:
+            is_dense = line.endswith(str(folder / DENSE_FILE))
+        elif is_dense and line.startswith("Rss:"):
+            found += int(line.split()[1]) * 1024
+    return found
 
 
 def _fill(pool: SlotPool, configuration: Configuration) -> None:

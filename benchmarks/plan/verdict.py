@@ -16,6 +16,7 @@ class Planned:
 
     fits: bool
     host: int
+    """With the slots of an emulated device, which are there too."""
     program: int
     experts: int
     dense: int
