@@ -1,5 +1,8 @@
 """A short prefix of a model's layers is timed, and the whole model is extrapolated from it."""
 
+import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from tandem.forecast.report.speed_stages import on_cpu
 from tandem.forecast.speed_forecast import Times, extrapolate, forecast_speed, prefixes_to_time
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.config import OffloadConfig
-from tests.forecast.test_report import SMALL
+from tests.forecast.test_report import SMALL, comes_true
 
 
 def as_kinds(pattern: str) -> list[tuple[bool, str]]:
@@ -86,3 +89,11 @@ def test_a_datapoint_measures_the_model_that_it_forecasts(monkeypatch: pytest.Mo
     monkeypatch.setattr(speed_stages, "_measured", keep_and_measure)
     on_cpu(SMALL, "int4", rounds=1)
     assert forecast == measured
+
+
+def test_other_programs_are_told_from_this_one() -> None:
+    others = speed_stages.OtherPrograms()
+    assert 0 <= others.cores <= 2 * (os.cpu_count() or 1)
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        assert comes_true(lambda: others.cores > 0.05)
+        other.kill()

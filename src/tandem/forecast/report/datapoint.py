@@ -21,7 +21,7 @@ HOLDS = (
     "versions of Tandem, Python, the system's kernel, torch and Transformers",
     "what tandem doctor finds: processor, memory, GPU and driver, and what is slow or missing",
     "what experts cost here by tokens, with the memory's size: a hardware profile",
-    "one forecast of tandem plan and what was measured",
+    "one forecast of tandem plan and what was measured, and how busy other programs were",
 )
 
 

@@ -2,6 +2,8 @@
 
 import gc
 import math
+import os
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,8 +57,34 @@ def compare(
     return Said(f"{what}: {', '.join(parts)}", numbers, profile)
 
 
+class OtherPrograms:
+    """How many cores other programs have taken since it was made: they make forecasts wrong."""
+
+    def __init__(self) -> None:
+        """Begin to count."""
+        self._seconds, self._since = _seconds_of_others(), time.perf_counter()
+
+    @property
+    def cores(self) -> float:
+        """Cores' worth of processor time, on average; 0 where the system does not say."""
+        seconds = _seconds_of_others() - self._seconds
+        return max(0.0, seconds) / (time.perf_counter() - self._since)
+
+
+def _seconds_of_others() -> float:
+    """Return the processor time of all programs but this one."""
+    try:
+        fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+    except OSError:  # not Linux
+        return 0.0
+    ticks = [int(field) for field in fields]
+    busy = sum(ticks[:3]) + sum(ticks[5:8])  # without idling and waiting; with a host's own share
+    return busy / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
 def on_cpu(shape: ModelShape, expert_dtype: str, *, rounds: int = ROUNDS) -> Said:
     """Forecast a shape's layers from fewer of them, in so many rounds, then measure them all."""
+    others = OtherPrograms()
     with TemporaryDirectory() as folder:
         offload = OffloadConfig(expert_dtype=expert_dtype, dense_dtype="auto", cache_dir=folder)
         shape = _cut_to_memory(shape, offload)
@@ -72,10 +100,12 @@ def on_cpu(shape: ModelShape, expert_dtype: str, *, rounds: int = ROUNDS) -> Sai
         require_runtime(model).executor.close()
     times = PROMPT_TOKENS / measured.prompt, 1 / measured.decode
     said = Speeds(forecast.prefill_tokens_per_second, forecast.decode_tokens_per_second)
-    return compare(
+    found = compare(
         f"{num_layers} layers, forecast from {forecast.measured_layers}", said, measured,
         with_timed_steps(profile, PROMPT_TOKENS, *times),
     )  # fmt: skip
+    text = f"{found.text}; other programs took {(cores := others.cores):.1f} cores meanwhile"
+    return replace(found, text=text, numbers={**found.numbers, "others_cores": cores})
 
 
 def _cut_to_memory(shape: ModelShape, offload: OffloadConfig) -> ModelShape:
