@@ -61,6 +61,9 @@ void bind_tensor_ops(nanobind::class_<Program>& program);
 // The hybrid runtime's calls. After bind_dense, whose layers they take.
 void bind_runtime(nanobind::module_& m);
 
+// What decides about layers. Called by bind_runtime.
+void bind_decider(nanobind::module_& m);
+
 // Captured steps. After bind_runtime, whose tables they take.
 void bind_coordinator(nanobind::module_& m);
 

@@ -68,41 +68,6 @@ void bind_mailbox(nb::module_& m) {
       .def_prop_ro("num_bytes", &MailboxLayout::num_bytes);
 }
 
-using CountsTuple =
-    std::tuple<std::vector<double>, std::vector<double>, std::int64_t, std::int64_t>;
-
-Foresight::Counts counts_of(CountsTuple counts) {
-  auto& [seen, came_true, countdown, count_every] = counts;
-  return {std::move(seen), std::move(came_true), countdown, count_every};
-}
-
-CountsTuple as_tuple(const Foresight::Counts& counts) {
-  return {counts.seen, counts.came_true, counts.countdown, counts.count_every};
-}
-
-void bind_foresight(nb::module_& m) {
-  nb::class_<Foresight>(m, "Foresight")
-      .def("__init__",
-           [](Foresight* self, ForesightTables& tables, std::vector<Ids> before, CountsTuple counts,
-              CountsTuple of_hints, int hint_factor) {
-             require(hint_factor == 1 || hint_factor == 3, "a hint factor of 1 or 3");
-             new (self) Foresight(
-                 tables,
-                 {std::move(before), counts_of(std::move(counts)), counts_of(std::move(of_hints))},
-                 hint_factor);
-           },
-           nb::keep_alive<1, 2>())
-      .def("load",
-           [](Foresight& self, std::vector<Ids> before, CountsTuple counts, CountsTuple of_hints) {
-             self.load({std::move(before), counts_of(std::move(counts)),
-                        counts_of(std::move(of_hints))});
-           })
-      .def("state", [](const Foresight& self) {
-        const Foresight::State& at = self.state();
-        return nb::make_tuple(at.before, as_tuple(at.counts), as_tuple(at.of_hints));
-      });
-}
-
 using KnownTuple = std::tuple<std::int32_t, Ids, Ids>;
 
 std::vector<StepPolicy::KnownLoad> known_loads(std::vector<KnownTuple> known,
@@ -122,15 +87,17 @@ std::vector<StepPolicy::KnownLoad> known_loads(std::vector<KnownTuple> known,
 
 void make_policy(StepPolicy* self, const Costs& costs, std::int64_t max_fetches,
                  std::int64_t max_ahead, double copy_price, std::vector<SuccessorTable*> tables,
-                 Foresight* foresight, const nb::bytes& state, std::vector<std::int32_t> slot_of,
-                 std::vector<Ids> members, std::vector<Ids> free, Ids staging,
-                 std::vector<std::int64_t> ahead, Ids free_ahead) {
+                 Foresight* foresight, int hint_factor, const nb::bytes& state,
+                 std::vector<std::int32_t> slot_of, std::vector<Ids> members, std::vector<Ids> free,
+                 Ids staging, std::vector<std::int64_t> ahead, Ids free_ahead) {
   if (tables.size() != members.size())
     throw std::invalid_argument("expected a table for each layer");
-  new (self) StepPolicy(costs, {max_fetches, max_ahead, copy_price}, std::move(tables),
-                        resident_of(state, std::move(slot_of), std::move(members), std::move(free),
-                                    std::move(staging), std::move(ahead), std::move(free_ahead)),
-                        foresight);
+  require(hint_factor == 1 || hint_factor == 3, "a hint factor of 1 or 3");
+  new (self)
+      StepPolicy(costs, {max_fetches, {max_ahead, copy_price}, hint_factor}, std::move(tables),
+                 resident_of(state, std::move(slot_of), std::move(members), std::move(free),
+                             std::move(staging), std::move(ahead), std::move(free_ahead)),
+                 foresight);
 }
 
 nb::tuple decide(StepPolicy& self, std::int32_t layer, const Ids& experts, const Ids& tokens,
@@ -148,7 +115,7 @@ void bind_policy(nb::module_& m) {
   nb::class_<StepPolicy>(m, "StepPolicy")
       .def("__init__", make_policy, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-           nb::arg(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>())
+           nb::arg(), nb::arg(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>())
       .def("load",
            [](StepPolicy& self, const nb::bytes& state, std::vector<std::int32_t> slot_of,
               std::vector<Ids> members, std::vector<Ids> free, Ids staging,
@@ -277,7 +244,6 @@ void bind_steps(nb::module_& m) {
 
 void bind_coordinator(nb::module_& m) {
   bind_mailbox(m);
-  bind_foresight(m);
   bind_policy(m);
   bind_steps(m);
   bind_twin(m);

@@ -72,11 +72,13 @@ class ForesightTables {
   struct Options {
     std::int32_t num_layers, num_experts, first_row, num_buckets;
     double rate, token_rate;
+    std::int32_t max_tokens;  // of a step; above, it is a prompt
   };
 
   explicit ForesightTables(const Options& options);
 
   std::int32_t num_experts() const { return options_.num_experts; }
+  std::int32_t max_tokens() const { return options_.max_tokens; }
 
   // Throws std::invalid_argument for a layer that there is not.
   void require(std::int32_t layer) const;

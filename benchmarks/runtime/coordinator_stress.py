@@ -31,7 +31,7 @@ from tests.experts.captured import (
 from tests.experts.machines import FUNCTIONS, GEOMETRY, make_machine, make_store
 from tests.experts.stress import memory_bytes, require_no_growth
 
-from tandem.experts.cache.policy_tables import NATIVE_TABLES, native_foresight, native_step_policy
+from tandem.experts.cache.policy_tables import NATIVE_TABLES, native_step_policy
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels import _native
@@ -118,7 +118,7 @@ class Engine:
         costs = CostTable(make_machine(cpu=2e-5, gpu=1e-5, link=draw.choice((0.0, 2e-5))).shape)
         planner = make_planner(SETTINGS, GEOMETRY, costs, num_slots, tables=NATIVE_TABLES)
         sure_of_predictions(planner)
-        self._policy = native_step_policy(planner, native_foresight(planner))
+        self._policy = native_step_policy(planner)
         self._guesses: list[list[int]] = []  # of the step before
         self._is_between = threading.Event()
         self._is_between.set()

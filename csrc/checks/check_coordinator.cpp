@@ -195,20 +195,24 @@ class Machine {
         tables_.push_back(std::make_unique<SuccessorTable>(SuccessorTable::Options{
             static_cast<std::int32_t>(num_experts_), 700, 20000, {13107, 10486, 8389}, 0.06, 2, 4,
             5, 2, 64, {28, 7, start}}));
-      foresight_tables_.emplace(ForesightTables::Options{
-          static_cast<std::int32_t>(num_layers()), static_cast<std::int32_t>(num_experts_), 700, 16,
-          0.08, 0.125});
+      const ForesightTables::Options options{static_cast<std::int32_t>(num_layers()),
+                                             static_cast<std::int32_t>(num_experts_),
+                                             700,
+                                             16,
+                                             0.08,
+                                             0.125,
+                                             64};
       const Foresight::Counts counts{std::vector<double>(16, 4), std::vector<double>(16, 2), 3, 3};
       const Foresight::Counts of_hints{std::vector<double>(9 * 16, 4),
                                        std::vector<double>(9 * 16, 2), 3, 3};
-      foresight_.emplace(*foresight_tables_,
-                         Foresight::State{std::vector<Ids>(num_layers()), counts, of_hints}, 1);
+      foresight_.emplace(options,
+                         Foresight::State{std::vector<Ids>(num_layers()), counts, of_hints});
       std::vector<SuccessorTable*> tables;
       for (const auto& table : tables_) tables.push_back(table.get());
       policy_ = std::make_unique<StepPolicy>(
           Costs{std::vector<double>(65, 1e-3), std::vector<double>(65, 1e-4), 0.0, 1e-4, 1.05, 1.05,
                 1e-5},
-          StepPolicy::Limits{5, 2, 1e-4}, tables, resident_, &*foresight_);
+          StepPolicy::Limits{5, {2, 1e-4}}, tables, resident_, &*foresight_);
       change_rule();
     }
     coordinator_->set_decisions(
@@ -276,7 +280,6 @@ class Machine {
   std::vector<std::vector<std::uint8_t>> slots_;
   Resident resident_;
   std::vector<std::unique_ptr<SuccessorTable>> tables_;
-  std::optional<ForesightTables> foresight_tables_;
   std::optional<Foresight> foresight_;
   std::unique_ptr<StepPolicy> policy_;
   std::atomic<bool> is_running_{false};

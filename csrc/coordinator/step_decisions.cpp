@@ -94,7 +94,7 @@ void StepDecisions::decide(std::int64_t layer, std::span<const std::int32_t> cho
 }
 
 // The active experts in ascending order, and how many tokens each has.
-void StepDecisions::count(std::span<const std::int32_t> choice, StepPolicy::Load& load) {
+void StepDecisions::count(std::span<const std::int32_t> choice, Load& load) {
   load.experts.clear();
   load.tokens.clear();
   if (choice.empty()) return;

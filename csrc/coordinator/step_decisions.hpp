@@ -55,12 +55,12 @@ class StepDecisions : public LayerDecisions {
   DecidedLayer& new_decided(std::int32_t layer, double now);
   void decide(std::int64_t layer, std::span<const std::int32_t> choice,
               std::span<const std::int32_t> guess, double now);
-  void count(std::span<const std::int32_t> choice, StepPolicy::Load& load);
+  void count(std::span<const std::int32_t> choice, Load& load);
 
   StepPolicy* policy_;  // may be null
   CopyingThread& copying_;
   double dense_ = 0.0;
-  StepPolicy::Load load_, guess_;  // of the layer that runs, and of the next one
+  Load load_, guess_;  // of the layer that runs, and of the next one
   Ids tokens_of_;
   StepCopies copies_;  // of the layer that runs
   bool has_begun_ = false;  // the step

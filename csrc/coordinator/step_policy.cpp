@@ -85,7 +85,7 @@ StepCopies StepPolicy::begin_step(double dense_seconds, std::vector<KnownLoad> k
     known_.clear();
     return {};
   }
-  if (predicts_) foresight_->begin_step();
+  if (predicts_) foresight_->begin_step({});
   const double ready = std::max(link_free_at_, now + costs_.copy_wake), next = now + dense_;
   for (const KnownLoad& at : known_) copy_known(at, ready, next + at.layer * (next - now));
   for (std::size_t i = 0; i < ahead_.size(); ++i) issue(now + costs_.copy_wake);
@@ -127,7 +127,7 @@ StepCopies StepPolicy::decide(std::int32_t layer, const Load& load, const Load& 
   above_ = experts;
   last_loads_[layer] = load;
   if (asks_ && layer + 1 < resident_.num_layers)
-    foresight_->hint(layer + 1, guess.experts, guess.tokens);
+    foresight_->hint(layer + 1, guess.experts, guess.tokens, limits_.hint_factor);
   if (predicts_) foresight_->observe(layer, experts, tokens);
   const std::uint8_t* states = states_of(layer);
   const bool has_misses = std::any_of(experts.begin(), experts.end(),
@@ -193,55 +193,48 @@ bool StepPolicy::is_ahead(std::int32_t layer, std::int32_t expert) const {
   return std::find(resident_.ahead.begin(), resident_.ahead.end(), key) != resident_.ahead.end();
 }
 
-// How many copies the link carries in between.
-std::int64_t StepPolicy::whole_copies(double ready, double end) const {
-  const double idle =
-      costs_.link == 0.0 ? kUnlimitedCopies : std::min((end - ready) / costs_.link, kUnlimitedCopies);
-  return static_cast<std::int64_t>(idle);
-}
-
 // Gives clear slots to experts of a layer that is published at `next_plan`, and of those behind it
 // that are known, which take as long: to as many as come until then, behind this layer's fetches.
 void StepPolicy::copy_ahead(std::int32_t layer, std::size_t num_fetched, double now,
                             double next_plan) {
   if (layer >= resident_.num_layers) return;
-  double ready = std::max(link_free_at_, now + costs_.copy_wake) +
-                 static_cast<double>(num_fetched) * costs_.link;
+  const double ready = std::max(link_free_at_, now + costs_.copy_wake) +
+                       static_cast<double>(num_fetched) * costs_.link;
   bool is_known = false;
   for (const KnownLoad& at : known_) {
     is_known |= at.layer == layer;
     if (at.layer >= layer) copy_known(at, ready, next_plan + (at.layer - layer) * (next_plan - now));
   }
   if (!predicts_ || is_known) return;
-  ready += static_cast<double>(ahead_.size()) * costs_.link;
-  const std::int64_t most =
-      std::min({limits_.max_ahead, static_cast<std::int64_t>(resident_.free_ahead.size()),
-                whole_copies(ready, next_plan)});
-  if (most <= 0 || costs_.cpu[1] <= 0.0) return;
-  const std::int64_t first = layer * resident_.num_experts;
-  for (const std::int32_t expert : foresight_->choose(layer, resident_.slot_of.data() + first, most,
-                                                      limits_.copy_price / costs_.cpu[1])) {
-    const std::int64_t key = first + expert;
-    if (is_staged(key)) continue;
-    ahead_.push_back({layer, expert, resident_.insert_ahead(key), kNobody});
-  }
+  insert_ahead(layer,
+               expected_ahead(*foresight_, costs_, limits_.ahead, coming(layer, ready, next_plan)));
 }
 
-// Of a layer that is to be published then: those of most tokens first.
+// Of a layer that is to be published then.
 void StepPolicy::copy_known(const KnownLoad& known, double ready, double published) {
-  const auto& [experts, tokens] = known.load;
-  ready += static_cast<double>(ahead_.size()) * costs_.link;
-  std::int64_t most = std::min(static_cast<std::int64_t>(resident_.free_ahead.size()),
-                               whole_copies(ready, published));
-  Ids order;  // by position
-  for (std::size_t i = 0; i < experts.size(); ++i) order.push_back(static_cast<std::int32_t>(i));
-  std::stable_sort(order.begin(), order.end(),
-                   [&](std::int32_t a, std::int32_t b) { return tokens[a] > tokens[b]; });
-  for (const std::int32_t i : order) {
-    const std::int64_t key = known.layer * resident_.num_experts + experts[i];
-    if (resident_.slot_of[key] >= 0 || is_staged(key)) continue;
-    if (most-- <= 0 || seconds_of(costs_.cpu, tokens[i]) <= limits_.copy_price) return;
-    ahead_.push_back({known.layer, experts[i], resident_.insert_ahead(key), kNobody});
+  const ComingLayer at = coming(known.layer, ready, published);
+  Ids misses = known_misses(costs_, limits_.ahead, known.load, at);
+  misses.resize(num_in_time(costs_, known.load, misses, at));
+  insert_ahead(known.layer, misses);
+}
+
+// A layer to come, for which the link is free at `ready` and has carried what is copied ahead so far.
+ComingLayer StepPolicy::coming(std::int32_t layer, double ready, double published) {
+  const std::int64_t first = layer * resident_.num_experts;
+  late_.clear();
+  for (const std::int64_t key : staged_)
+    if (key >= first && key < first + resident_.num_experts)
+      late_.push_back(static_cast<std::int32_t>(key - first));
+  return {layer,     resident_.state.data() + first,
+          late_,     ready + static_cast<double>(ahead_.size()) * costs_.link,
+          published, static_cast<std::int64_t>(resident_.free_ahead.size()),
+          true};
+}
+
+void StepPolicy::insert_ahead(std::int32_t layer, const Ids& experts) {
+  for (const std::int32_t expert : experts) {
+    const std::int64_t key = layer * resident_.num_experts + expert;
+    ahead_.push_back({layer, expert, resident_.insert_ahead(key), kNobody});
   }
 }
 

@@ -1,8 +1,8 @@
 // Knows the slots and the link while captured steps run, and asks the decider (csrc/decider) about each
 // layer: which misses are fetched for it, which get a slot for later, and who leaves for them; which
-// experts of layers to come are copied ahead, it chooses itself. Decides what tandem.policy.planner
-// decides for a step in one graph, with the eviction `successor` and one set of slots per layer, to
-// the last bit; see there for the reasons.
+// experts of layers to come are copied ahead. Decides what tandem.policy.planner decides for a step in
+// one graph, with the eviction `successor` and one set of slots per layer, to the last bit; see there
+// for the reasons.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "coordinator/foresight.hpp"
+#include "decider/ahead.hpp"
 #include "decider/assignment.hpp"
 #include "decider/entries.hpp"
 #include "policy_tables.hpp"
@@ -68,8 +68,8 @@ class StepPolicy {
  public:
   struct Limits {
     std::int64_t max_fetches = 0;  // of one layer
-    std::int64_t max_ahead = 0;    // copies ahead of one layer
-    double copy_price = 0.0;  // seconds that one copy costs CPU and device
+    AheadLimits ahead;
+    int hint_factor = 1;  // of routers that are asked; see Foresight::hint
   };
 
   // A table for each layer; these and `foresight` must outlive it. Without it nothing is predicted.
@@ -89,10 +89,6 @@ class StepPolicy {
   const Resident& resident() const { return resident_; }
   double link_free_at() const { return link_free_at_; }
 
-  // What a layer uses: experts in ascending order with their tokens.
-  struct Load {
-    Ids experts, tokens;
-  };
   // What a layer that is routed by token will use: its tokens are known before the step begins.
   struct KnownLoad {
     std::int32_t layer;
@@ -140,10 +136,8 @@ class StepPolicy {
   bool is_ahead(std::int32_t layer, std::int32_t expert) const;
   void copy_ahead(std::int32_t layer, std::size_t num_fetched, double now, double next_plan);
   void copy_known(const KnownLoad& known, double ready, double published);
-  std::int64_t whole_copies(double ready, double end) const;
-  bool is_staged(std::int64_t key) const {
-    return std::find(staged_.begin(), staged_.end(), key) != staged_.end();
-  }
+  ComingLayer coming(std::int32_t layer, double ready, double published);
+  void insert_ahead(std::int32_t layer, const Ids& experts);
   void enter(std::int32_t layer, const Admitted& admitted);
   void place(std::int32_t layer, const Ids& fetched, const Ids& experts, double now);
 
@@ -164,6 +158,7 @@ class StepPolicy {
   std::vector<KnownLoad> known_;  // of the step
   std::int64_t asked_ = 0;
   std::vector<std::int64_t> staged_;   // keys that were fetched for one use, not yet ended
+  Ids late_;  // of these the experts of a layer to come
   std::vector<std::uint8_t> states_;  // of the layer, if it has some of these
   double dense_ = 0.0, link_free_at_ = 0.0;
   std::int64_t num_pending_ = 0;  // copies that have not ended

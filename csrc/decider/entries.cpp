@@ -10,6 +10,14 @@ bool contains(const Ids& experts, std::int32_t expert) {
   return std::find(experts.begin(), experts.end(), expert) != experts.end();
 }
 
+// Those that may leave, in the order in which they came.
+Ids evictable(const LayerSlots& layer) {
+  Ids found;
+  for (const std::int32_t expert : layer.members)
+    if (layer.states[expert] == kReady && !contains(layer.experts, expert)) found.push_back(expert);
+  return found;
+}
+
 // `asking` is sorted, best first.
 Admitted pairs(const LayerSlots& layer, const Ids& asking) {
   Admitted found;
@@ -17,10 +25,7 @@ Admitted pairs(const LayerSlots& layer, const Ids& asking) {
   for (std::size_t i = 0; i < asking.size() && i < free; ++i)
     found.emplace_back(asking[i], kNobody);
   if (asking.size() <= free) return found;
-  Ids leaving;
-  for (const std::int32_t expert : layer.members)
-    if (layer.states[expert] == kReady && !contains(layer.experts, expert))
-      leaving.push_back(expert);
+  Ids leaving = evictable(layer);
   // One expert that enters replaces the lowest that came first, several the lowest by number.
   const auto is_less = [&](std::int32_t a, std::int32_t b) {
     return layer.scores[a] < layer.scores[b];
@@ -40,6 +45,21 @@ Admitted pairs(const LayerSlots& layer, const Ids& asking) {
 }
 
 }  // namespace
+
+Admitted over_lowest(const LayerSlots& layer, const Ids& entering) {
+  Admitted found;
+  const auto free = static_cast<std::size_t>(layer.free_slots);
+  for (std::size_t i = 0; i < entering.size() && i < free; ++i)
+    found.emplace_back(entering[i], kNobody);
+  if (entering.size() <= free) return found;
+  Ids leaving = evictable(layer);
+  std::sort(leaving.begin(), leaving.end(), [&](std::int32_t a, std::int32_t b) {
+    return layer.scores[a] < layer.scores[b] || (layer.scores[a] == layer.scores[b] && a < b);
+  });
+  for (std::size_t i = free; i < entering.size() && i - free < leaving.size(); ++i)
+    found.emplace_back(entering[i], leaving[i - free]);
+  return found;
+}
 
 Ids by_score(Ids experts, const std::uint32_t* scores) {
   std::stable_sort(experts.begin(), experts.end(),

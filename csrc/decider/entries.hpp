@@ -43,4 +43,8 @@ Admitted entries(const LayerSlots& layer, const Ids& staged, const Ids& fetched,
 // Pairs experts that ask for a slot with those that leave, as tandem.policy.admission.
 Admitted admit(const LayerSlots& layer, Ids asking);
 
+// Pairs experts with those that leave, without asking who is worth more: as they are here, into free
+// slots first, then over the lowest.
+Admitted over_lowest(const LayerSlots& layer, const Ids& entering);
+
 }  // namespace tandem

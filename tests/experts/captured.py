@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.experts.cache.policy_tables import NATIVE_TABLES, native_foresight, native_step_policy
+from tandem.experts.cache.native_foresight import NativeForesight
+from tandem.experts.cache.policy_tables import NATIVE_TABLES, native_step_policy
 from tandem.experts.execution.routed_layers import native_layer
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels import _native
@@ -65,7 +66,7 @@ def random_step(
 def sure_of_predictions(planner: Planner) -> None:
     """Let a planner's prediction expect what it expects for sure, and count often."""
     prediction = planner.prediction
-    assert isinstance(prediction, RegressionPredictor)
+    assert isinstance(prediction, RegressionPredictor | NativeForesight)
     state = prediction.state()
 
     def surely(counts: Counts) -> Counts:
@@ -92,7 +93,7 @@ def fetching_policy(rule: str, num_slots: int, cpu: float = SLOW_CPU) -> _native
 def asking_policy(num_slots: int) -> _native.StepPolicy:
     """Return a policy that copies ahead what routers say, and nothing that is expected else."""
     planner = asking_planner(num_slots)
-    policy = native_step_policy(planner, native_foresight(planner))
+    policy = native_step_policy(planner)
     assert policy is not None
     policy.set_rule(0, True, True)
     return policy
@@ -109,7 +110,7 @@ def asking_planner(num_slots: int) -> Planner:
         settings, GEOMETRY, CostTable(machine.shape), num_slots, tables=NATIVE_TABLES,
         copy_price_seconds=1e-5,
     )  # fmt: skip
-    assert isinstance(planner.prediction, RegressionPredictor)
+    assert isinstance(planner.prediction, NativeForesight)
     state = planner.prediction.state()
     bins = len(state.counts.seen)
     hinted = [0.9 * seen * (place >= bins) for place, seen in enumerate(state.of_hints.seen)]

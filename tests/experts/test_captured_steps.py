@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tandem.core.errors import ExecutionError
+from tandem.experts.cache.native_foresight import NativeForesight
 from tandem.experts.execution import captured_steps
 from tandem.experts.execution.device import DeviceLostError
 from tandem.experts.execution.executor import CpuExecutor
@@ -18,7 +19,6 @@ from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.kernels.dense import CpuThreads
 from tandem.policy.assignment import IN_GRAPH
-from tandem.policy.prediction.regression_predictor import RegressionPredictor
 from tandem.policy.settings import PlannerSettings
 from tests.experts.captured import SLOW_CPU, native_layers, sure_of_predictions
 from tests.experts.machines import FUNCTIONS, GEOMETRY, make_real_executor, route
@@ -149,7 +149,7 @@ def test_what_captured_steps_have_counted_goes_on_in_planned_ones(store: HostSto
     )
     executor = make_real_executor(store, 16, settings, cpu=SLOW_CPU)
     prediction = executor.cache.planner.prediction
-    assert isinstance(prediction, RegressionPredictor)
+    assert isinstance(prediction, NativeForesight)
     sure_of_predictions(executor.cache.planner)
     before, counts, _ = prediction.state()
     threads = CpuThreads(num_threads=1)

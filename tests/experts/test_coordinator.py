@@ -9,7 +9,8 @@ import pytest
 import torch
 from benchmarks.runtime.coordinator_stress import stress
 
-from tandem.experts.cache.policy_tables import native_foresight, native_step_policy
+from tandem.experts.cache.native_foresight import NativeForesight
+from tandem.experts.cache.policy_tables import native_step_policy
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels import _native
@@ -264,10 +265,9 @@ def test_what_is_known_is_copied_ahead_of_a_step_and_computed_by_the_device(
 def test_no_guess_is_taken_of_what_is_known(store: HostStore) -> None:
     """Nor waited for: whether hints come true is counted for each that is taken."""
     planner = asking_planner(12)
-    foresight = native_foresight(planner)
-    policy = native_step_policy(planner, foresight)
+    foresight, policy = planner.prediction, native_step_policy(planner)
     assert policy is not None
-    assert foresight is not None
+    assert isinstance(foresight, NativeForesight)
     machine = TwinMachine(store, 1, num_slots=12, policy=policy)
     taken = []
     for is_known in (True, False):

@@ -4,28 +4,35 @@ import dataclasses
 import random
 from array import array
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 
+from tandem.experts.cache.native_foresight import NativeForesight
 from tandem.experts.cache.policy_tables import NATIVE_TABLES
 from tandem.hardware.profiles import load_profile, shape_for
 from tandem.kernels import _native
+from tandem.policy.ahead import Coming
 from tandem.policy.assignment import ASSIGNMENTS, NATIVE
 from tandem.policy.assignment.problem import LayerProblem, Split
 from tandem.policy.assignment.rule import Rule
 from tandem.policy.cost import CostTable
 from tandem.policy.decider import Decider, LayerNow, PlainDecider
 from tandem.policy.link_queue import UNLIMITED
-from tandem.policy.plan import Copy, Geometry, LayerPlan
+from tandem.policy.plan import Copy, Geometry, Hint, LayerLoad, LayerPlan
 from tandem.policy.planner import Planner
-from tandem.policy.residency import COPYING, EMPTY, READY
-from tandem.policy.settings import make_planner, make_planner_on
+from tandem.policy.prediction import RegressionPredictor
+from tandem.policy.prefetch import Recurrence
+from tandem.policy.residency import COPYING, EMPTY, NOWHERE, READY
+from tandem.policy.settings import Native, make_planner, make_planner_on
+from tandem.policy.step_path import GRAPH_ROWS
 from tandem.sim.steps import LoadReader, replay_steps
 from tandem.sim.systems import TANDEM
 from tandem.sim.timeline import Timeline
 from tandem.trace import read_trace
+from tests.experts.captured import sure_of_predictions
 from tests.experts.machines import make_machine
 from tests.experts.test_policy_tables import random_load
 from tests.policy.integrity import check_integrity
@@ -73,6 +80,34 @@ class Counting:
         self._asked["coming"] += COPYING in layer.states
         return self._decider.split(rule, layer, max_fetches)
 
+    def predicted(self, coming: Coming, chances: Recurrence) -> Iterable[tuple[int, int]]:
+        pairs = [*self._decider.predicted(coming, chances)]
+        self._count("predicted", pairs)
+        return pairs
+
+    def known(self, load: LayerLoad, coming: Coming) -> tuple[int, Iterable[tuple[int, int]]]:
+        num_wanted, copied = self._decider.known(load, coming)
+        pairs = [*copied]
+        self._count("known", pairs)
+        self._asked["left"] += num_wanted - len(pairs)
+        return num_wanted, pairs
+
+    def _count(self, name: str, pairs: Sequence[tuple[int, int]]) -> None:
+        over = sum(victim != NOWHERE for _, victim in pairs)
+        self._asked[f"{name} over residents"] += over
+        self._asked[f"{name} into free slots"] += len(pairs) - over
+
+
+def counting(asked: Counter[str]) -> Native:
+    """Return native policies whose decider counts."""
+
+    def make(plain: PlainDecider) -> Decider:
+        decider = NATIVE_TABLES.decider(plain)
+        assert decider is not None
+        return Counting(decider, asked)
+
+    return NATIVE_TABLES._replace(decider=make)
+
 
 @pytest.mark.parametrize("link", [0.0, 0.3, 3.0])
 @pytest.mark.parametrize(
@@ -95,15 +130,9 @@ def test_plans_are_alike_on_random_routing(
         cpu_slowdown=slowdown,
         link_slowdown=slowdown,
     )
-
-    def counting(plain: PlainDecider) -> Decider:
-        decider = NATIVE_TABLES.decider(plain)
-        assert decider is not None
-        return Counting(decider, asked)
-
     plain, native = (
         make_planner(settings, geometry, costs, 40, resident=range(0, 72, 5), tables=tables)
-        for tables in (None, NATIVE_TABLES._replace(decider=counting))
+        for tables in (None, counting(asked))
     )
     now, under_way = 0.0, list[Copy]()
     for step in range(150):
@@ -144,11 +173,15 @@ def test_plans_are_alike_on_recorded_runs(
     trace, profile = read_trace(TRACE), load_profile(hardware)
     geometry, counts = trace.meta.geometry, Counter[str]()
     shape = shape_for(profile, trace.meta.model, geometry)
-    settings = dataclasses.replace(NATIVE_SETTINGS, fetching_rows=(1, 2, 4, 8))
+    settings = dataclasses.replace(
+        NATIVE_SETTINGS, fetching_rows=GRAPH_ROWS, predicting_rows=GRAPH_ROWS
+    )
     plain, native = (
         make_planner_on(profile, shape, settings, geometry, 600, tables=tables)
         for tables in (None, NATIVE_TABLES)
     )
+    for each in (plain, native):
+        sure_of_predictions(each)
     timeline, reader = Timeline(profile, shape), LoadReader(trace)
     for step in list(replay_steps(trace, batch, prompt=prompt))[:24]:
         begins = [
@@ -174,7 +207,69 @@ def test_plans_are_alike_on_recorded_runs(
             counts["ahead"] += len(plan.prefetch)
     check_same(plain, native)
     assert counts["fetched"] + counts["entered"] > 50
-    assert prompt == 1 or counts["ahead"] > 20
+    assert counts["ahead"] > 20 or (prompt == 1 and not in_graph)  # the link has no idle time
+
+
+@pytest.mark.parametrize("link", [0.2, 0.6])
+@pytest.mark.parametrize(
+    ("in_graph", "copies_prompts"), [(False, False), (False, True), (True, False)]
+)
+def test_copies_ahead_are_alike_on_random_routing(
+    link: float, *, in_graph: bool, copies_prompts: bool
+) -> None:
+    """What is predicted, by routers too, and what is known: into free slots and over residents."""
+    draw, geometry, asked = random.Random(int(10 * link)), Geometry(4, 24, 4), Counter[str]()
+    settings = dataclasses.replace(
+        TANDEM, prefetch_count=3, copies_prompts=copies_prompts, fetching_rows=GRAPH_ROWS,
+        predicting_rows=GRAPH_ROWS if in_graph else (), asking_rows=GRAPH_ROWS,
+    )  # fmt: skip
+    costs = CostTable(make_machine(geometry, link=link, gpu=0.3).shape)
+    plain, native = (
+        make_planner(
+            settings, geometry, costs, 70, resident=range(0, 96, 3), tables=tables,
+            copy_price_seconds=0.05,
+        )
+        for tables in (None, counting(asked))
+    )  # fmt: skip
+    both = plain, native
+    for each in both:
+        sure_of_predictions(each)
+    now, under_way = 0.0, list[Copy]()
+    for step in range(120):
+        num_tokens = (1, 2, 1, 4)[step % 4]
+        loads = [random_load(draw, layer, num_tokens, 4) for layer in range(4)]
+        known = loads[: step % 3]
+        ids = [draw.randrange(3) for _ in range(num_tokens)]
+        expected, ahead = (
+            each.begin_step(num_tokens, now, token_ids=ids, in_graph=in_graph, known=known)
+            for each in both
+        )
+        assert ahead == expected
+        under_way += ahead
+        for load in loads:
+            hints = [
+                Hint(source, random_load(draw, load.layer + 1, num_tokens, 4))
+                for source in ("gate", "residual", "residual")[: draw.randrange(4)]
+                if load.layer < 3
+            ]
+            plan, actual = (each.plan(load, now, hints) for each in both)
+            assert as_lists(actual) == as_lists(plan)
+            under_way += [*plan.fetch, *plan.prefetch, *plan.insert]
+            now += draw.uniform(0.5, 1.5) * plan.seconds
+            while under_way and draw.random() < 0.85:
+                copy = under_way.pop(0)
+                for each in both:
+                    each.copy_finished(copy.layer, copy.expert, now)
+            check_integrity(native.residency)
+    check_same(plain, native)
+    assert isinstance(plain.prediction, RegressionPredictor)
+    assert isinstance(native.prediction, NativeForesight)
+    assert native.prediction.state() == plain.prediction.state()
+    place = "over residents" if not in_graph and not copies_prompts else "into free slots"
+    assert asked[f"known {place}"] > 50
+    place = "into free slots" if in_graph else "over residents"
+    assert asked[f"predicted {place}"] > 200
+    assert asked["left"] > 0
 
 
 def as_lists(plan: LayerPlan) -> list[object]:

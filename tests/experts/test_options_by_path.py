@@ -183,7 +183,7 @@ def assert_followed(words: Sequence[str], settings: PlannerSettings, *, in_graph
 def planner_of(settings: PlannerSettings) -> Planner:
     costs = CostTable(shape_costs(link=0.5))
     planner = make_planner(settings, GEOMETRY, costs, 12, copy_price_seconds=0.01)
-    while not planner.chances.note_chance():
+    while not planner.ahead.chances.note_chance():
         pass  # as if many copies ahead had paid before
     return planner
 

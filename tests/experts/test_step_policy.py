@@ -10,12 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.experts.cache.policy_tables import (
-    NATIVE_TABLES,
-    native_foresight,
-    native_step_policy,
-    resident_lists,
-)
+from tandem.experts.cache.native_foresight import NativeForesight
+from tandem.experts.cache.policy_tables import NATIVE_TABLES, native_step_policy, resident_lists
 from tandem.hardware.profiles import load_profile, profile_names, shape_for
 from tandem.kernels import _native
 from tandem.policy.assignment import IN_GRAPH
@@ -135,8 +131,7 @@ def replay(
     )  # fmt: skip
     trace = with_guesses(trace)
     planner, template = planners(profile, shape, settings, geometry, share)
-    foresight = native_foresight(template)
-    policy = native_step_policy(template, foresight)
+    policy = native_step_policy(template)
     assert policy is not None
     timeline, reader, counts = Timeline(profile, shape), LoadReader(trace), Counter[str]()
     for number, step in enumerate(list(replay_steps(trace, batch, prompt=1))[: STEPS // batch + 8]):
@@ -161,7 +156,7 @@ def replay(
             for name, some in zip(("fetched", "ahead", "inserted"), copies, strict=True):
                 counts[name] += len(some)
     check_same_residency(planner, policy.resident())
-    check_same_predictions(planner, foresight)
+    check_same_predictions(planner, template)
     return counts
 
 
@@ -210,12 +205,10 @@ def begin_step(
     return ahead
 
 
-def check_same_predictions(planner: Planner, foresight: _native.Foresight | None) -> None:
-    if foresight is None:
-        return
+def check_same_predictions(planner: Planner, template: Planner) -> None:
     assert isinstance(planner.prediction, RegressionPredictor)
-    before, *counts = planner.prediction.state()
-    assert foresight.state() == ([[*experts] for experts in before], *counts)
+    assert isinstance(template.prediction, NativeForesight)
+    assert template.prediction.state() == planner.prediction.state()
 
 
 def as_tuples(copies: Sequence[Copy]) -> list[tuple[int, int, int, int]]:

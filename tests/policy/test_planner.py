@@ -30,7 +30,7 @@ def planner(num_slots: int = NUM_SLOTS, link: float = 0.5, **choices: Any) -> Pl
     chosen = SimulatedSettings(**choices)
     costs = CostTable(shape_costs(link=link))
     made = make_planner(chosen, GEOMETRY, costs, num_slots, copy_price_seconds=0.01)
-    while not made.chances.note_chance():
+    while not made.ahead.chances.note_chance():
         pass  # as if many copies ahead had paid before
     return made
 

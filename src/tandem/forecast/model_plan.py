@@ -130,7 +130,7 @@ class Plan:
 def workspace_bytes(sizes: ModelSizes, num_tokens: int) -> int:
     """Return the host memory that a prompt's activations take at most.
 
-    Weights of its parts are of seven shapes, measured (`python -m benchmarks.plan` repeats it).
+    Weights of its parts were fitted to seven shapes; `python -m benchmarks.plan` compares sums.
     """
     config = sizes.config
     hidden, inner = int(config.hidden_size), _number(config, "intermediate_size")

@@ -464,7 +464,10 @@ class SuccessorTable:
     def resize(self, capacity: int, /) -> None: ...
     def followed(self) -> int: ...
 
-class ForesightTables:
+# Of bins, how often seen and come true; layers until the next count, and between counts.
+_Counts = tuple[Sequence[float], Sequence[float], int, int]
+
+class Foresight:
     def __init__(
         self,
         num_layers: int,
@@ -473,19 +476,23 @@ class ForesightTables:
         num_buckets: int,
         rate: float,
         token_rate: float,
+        max_tokens: int,
+        counts: _Counts,
+        of_hints: _Counts,
         /,
     ) -> None: ...
-    def begin_step(self, tokens: Sequence[int], /) -> None: ...
-    def scores(self, layer: int, above: Sequence[int], before: Sequence[int], /) -> bytes: ...
-    def teach(
-        self,
-        layer: int,
-        experts: Sequence[int],
-        tokens: Sequence[int],
-        above: Sequence[int],
-        before: Sequence[int],
-        /,
+    def load(
+        self, before: Sequence[Sequence[int]], counts: _Counts, of_hints: _Counts, /
     ) -> None: ...
+    def state(self) -> tuple[list[list[int]], _Counts, _Counts]: ...
+    def begin_step(self, token_ids: Sequence[int], /) -> None: ...
+    def hint(
+        self, layer: int, experts: Sequence[int], tokens: Sequence[int], factor: int, /
+    ) -> None: ...
+    def is_hinted(self, layer: int, /) -> bool: ...
+    def observe(self, layer: int, experts: Sequence[int], tokens: Sequence[int], /) -> None: ...
+    def learn(self) -> None: ...
+    def forecast(self, layer: int, /) -> tuple[bytes, list[float]] | None: ...
 
 class Costs:
     def __init__(
@@ -528,6 +535,57 @@ def layer_entries(
 def most_valued(
     states: bytes | bytearray, scores: memoryview, first: int, most: int, /
 ) -> list[int]: ...
+def expected_ahead(
+    foresight: Foresight,
+    costs: Costs,
+    most: int,
+    copy_price: float,
+    layer: int,
+    states: bytes | bytearray,
+    late: Sequence[int],
+    begin: float,
+    needed_at: float,
+    room: int,
+    in_graph: bool,
+    /,
+) -> list[int]: ...
+def over_residents(
+    foresight: Foresight,
+    costs: Costs,
+    copy_price: float,
+    layer: int,
+    states: bytes | bytearray,
+    scores: memoryview,
+    first: int,
+    members: Sequence[int],
+    free_slots: int,
+    expected: Sequence[int],
+    chances: int,
+    /,
+) -> tuple[list[tuple[int, int]], int]: ...
+def known_ahead(
+    costs: Costs,
+    copy_price: float,
+    experts: Sequence[int],
+    tokens: Sequence[int],
+    states: bytes | bytearray,
+    late: Sequence[int],
+    begin: float,
+    needed_at: float,
+    room: int,
+    in_graph: bool,
+    /,
+) -> tuple[int, list[int]]: ...
+def over_lowest(
+    experts: Sequence[int],
+    states: bytes | bytearray,
+    scores: memoryview,
+    first: int,
+    members: Sequence[int],
+    free_slots: int,
+    entering: Sequence[int],
+    /,
+) -> list[tuple[int, int]]: ...
 
 class MailboxLayout:
     def __init__(
@@ -568,8 +626,6 @@ class MailboxLayout:
 
 # State and slot by key, members and free slots by layer; keys that were copied ahead, and slots.
 _Resident = tuple[bytes, list[int], list[list[int]], list[list[int]], list[int], list[int]]
-# Of bins, how often seen and come true; layers until the next count, and between counts.
-_Counts = tuple[Sequence[float], Sequence[float], int, int]
 _SlotCopy = tuple[int, int, int, int]  # layer, expert, slot, victim or -1
 # A layer, and the experts in ascending order that it will use, with their tokens.
 _KnownLoad = tuple[int, Sequence[int], Sequence[int]]
@@ -578,21 +634,6 @@ _Arrival = tuple[int, int, float]  # layer, expert, seconds
 _LayerRecord = tuple[
     int, list[int], list[int], list[float], int, float, float, float, float, list[int]
 ]
-
-class Foresight:
-    def __init__(
-        self,
-        tables: ForesightTables,
-        before: Sequence[Sequence[int]],
-        counts: _Counts,
-        of_hints: _Counts,
-        hint_factor: int,
-        /,
-    ) -> None: ...
-    def load(
-        self, before: Sequence[Sequence[int]], counts: _Counts, of_hints: _Counts, /
-    ) -> None: ...
-    def state(self) -> tuple[list[list[int]], _Counts, _Counts]: ...
 
 # Layer and time; arrivals, entered, for one use; staging slots that it asked for; copied ahead.
 _Decided = tuple[int, float, list[_Arrival], list[_SlotCopy], list[_SlotCopy], int, list[_SlotCopy]]
@@ -606,6 +647,7 @@ class StepPolicy:
         copy_price: float,
         tables: list[SuccessorTable],
         foresight: Foresight | None,
+        hint_factor: int,
         state: bytes,
         slot_of: Sequence[int],
         members: Sequence[Sequence[int]],

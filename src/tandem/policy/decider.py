@@ -1,5 +1,7 @@
 """The decider of a layer: who computes each active expert, which misses get a slot, who leaves.
 
+And which experts of layers to come are copied ahead.
+
 This is the reference, in plain lists. What an engine asks instead decides the same natively, to the
 last bit, for the policies that have a native form (`tandem.experts.cache.native_decider`).
 """
@@ -8,12 +10,14 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from tandem.policy.admission import Admission
+from tandem.policy.ahead import Ahead, Coming
 from tandem.policy.assignment.problem import LayerProblem, Split
 from tandem.policy.assignment.rule import Rule
 from tandem.policy.cost import CostTable
 from tandem.policy.eviction.policy import Eviction
 from tandem.policy.link_queue import UNLIMITED, LinkQueue
 from tandem.policy.plan import LayerLoad
+from tandem.policy.prefetch import Recurrence
 from tandem.policy.residency import COPYING, EMPTY, NOWHERE, Residency
 
 
@@ -44,15 +48,31 @@ class Decider(Protocol):
     def most_valued(self, layer: int, most: int) -> Sequence[int]:
         """Return the keys of a layer's absent experts, the most valuable first, at most so many."""
 
+    def predicted(self, coming: Coming, chances: Recurrence) -> Iterable[tuple[int, int]]:
+        """Yield who is copied ahead of a layer by what is predicted, best first, and who leaves.
+
+        As `entries` does. Copies over residents wait for `chances` to recur.
+        """
+
+    def known(self, load: LayerLoad, coming: Coming) -> tuple[int, Iterable[tuple[int, int]]]:
+        """Return how many copies a known load is worth, and who is copied now and who leaves."""
+
 
 class PlainDecider:
     """Decides with any policies."""
 
     def __init__(
-        self, costs: CostTable, residency: Residency, link: LinkQueue, eviction: Eviction
+        self,
+        costs: CostTable,
+        residency: Residency,
+        link: LinkQueue,
+        eviction: Eviction,
+        ahead: Ahead,
     ) -> None:
         """Read the parts of a planner."""
         self.costs, self.residency, self.link, self.eviction = costs, residency, link, eviction
+        self.ahead = ahead
+        self.predicted, self.known = ahead.predicted, ahead.known
         self._admission = Admission(residency, eviction)
 
     def split(self, rule: Rule, layer: LayerNow, max_fetches: int) -> Split:

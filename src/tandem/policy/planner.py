@@ -11,15 +11,15 @@ Deterministic: equal calls give equal plans. Reads no clock; all times are argum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-from tandem.policy.admission import Admission
+from tandem.policy.ahead import Ahead
 from tandem.policy.assignment.problem import LayerProblem, Split
 from tandem.policy.assignment.rule import Rule
+from tandem.policy.copies_ahead import CopiesAhead
 from tandem.policy.cost import CostTable
 from tandem.policy.decider import Decider, LayerNow, PlainDecider
 from tandem.policy.eviction.policy import Eviction
 from tandem.policy.link_queue import UNLIMITED, LinkQueue
 from tandem.policy.plan import Copy, Geometry, Hint, LayerLoad, LayerPlan
-from tandem.policy.predicted_copies import PredictedCopies
 from tandem.policy.prediction.policy import Prediction
 from tandem.policy.prefetch import PrefetchChoice
 from tandem.policy.prompt_copies import PromptCopies
@@ -68,7 +68,10 @@ class Planner:
         self._rule = rule  # of the step
         self.eviction = eviction
         self.prediction = prediction
-        self._plain = PlainDecider(costs, residency, self.link, eviction)
+        parts = costs, residency, self.link
+        self._plain = PlainDecider(
+            *parts, eviction, Ahead(*parts, eviction, prediction, prefetch, copy_price_seconds)
+        )
         self._decider: Decider = (decider and decider(self._plain)) or self._plain
         self.prompt = PromptCopies(geometry, residency, self.link, self._decider)
         self.ring = ring
@@ -78,11 +81,7 @@ class Planner:
         self.asking_rows = asking_rows if can_prefetch else ()
         self.asks = can_prefetch
         """Whether hints of the step are taken."""
-        self.predicted = PredictedCopies(
-            geometry, costs, residency, self.link, Admission(residency, eviction), prediction,
-            prefetch, copy_price_seconds,
-        )  # fmt: skip
-        self.chances = self.predicted.chances
+        self.ahead = CopiesAhead(*parts, self._decider, prefetch, copy_price_seconds)
         self._dense_seconds = costs.dense(1)
         self._has_every_expert = False
 
@@ -111,16 +110,16 @@ class Planner:
         self._max_fetches = self.max_graph_fetches if in_graph else self._most_fetches
         self.ring.begin_step(in_graph=in_graph, may_fetch=self._rule.fetches)
         self._has_every_expert = self.residency.has_every_expert()
-        self.prompt.begin_step(num_tokens, is_prefill=is_prefill and not self.predicted.is_staged)
+        self.prompt.begin_step(num_tokens, is_prefill=is_prefill and not self.ahead.is_staged)
         if self._has_every_expert:
             return ()
-        self.predicted.known.begin_step(known if self._can_prefetch else ())
+        self.ahead.begin_step(known if self._can_prefetch else ())
         if self._predicts:
             self.prediction.begin_step(() if in_graph else token_ids)
         if in_graph:
             next_plan = now + self._dense_seconds
-            ahead = self.predicted.in_graph(0, 0, now, next_plan, predicts=False)
-            self.predicted.issue(ahead, now)
+            ahead = self.ahead.in_graph(0, 0, now, next_plan, predicts=False)
+            self.ahead.issue(ahead, now)
             return ahead
         return self._copies_ahead(0, frozenset(), now, now + self._dense_seconds)
 
@@ -138,7 +137,7 @@ class Planner:
 
     def asks_behind(self, layer: int) -> bool:
         """Tell whether the router behind a layer is asked: what it chooses may be known."""
-        return self.asks and layer + 1 not in self.predicted.known
+        return self.asks and not self.ahead.knows(layer + 1)
 
     @property
     def max_graph_fetches(self) -> int:
@@ -148,7 +147,7 @@ class Planner:
     @property
     def stages_predictions(self) -> bool:
         """Whether predicted experts are copied to slots of their own, in decode steps too."""
-        return self._can_prefetch and self.predicted.is_staged
+        return self._can_prefetch and self.ahead.is_staged
 
     def copy_finished(self, layer: int, expert: int, now: float) -> None:
         """Note that a planned copy has ended at `now`."""
@@ -199,7 +198,7 @@ class Planner:
         next_plan = layer.now + split.seconds + self._dense_seconds
         ahead: tuple[Copy, ...] = ()
         if self._rule.launches:
-            ahead = self.predicted.in_graph(
+            ahead = self.ahead.in_graph(
                 layer.load.layer + 1, len(split.fetch), layer.now, next_plan,
                 predicts=self._predicts,
             )  # fmt: skip
@@ -261,7 +260,7 @@ class Planner:
                 copies[key] = residency.copy_of(key, slot, victim)
             self.eviction.inserted(key)
         fetch = self._fetch(first, split, copies, in_use, now) if split.fetch or copies else []
-        self.predicted.issue(ahead, now)
+        self.ahead.issue(ahead, now)
         for key in copies:
             link.issue(key, now)
         return tuple(fetch), tuple(copies.values())
@@ -294,12 +293,11 @@ class Planner:
         self, layer: int, in_use: frozenset[int], now: float, next_plan: float
     ) -> tuple[Copy, ...]:
         """Return copies for the next layer, and queue them; then for known ones behind it."""
-        ahead, known = tuple[Copy, ...](), self.predicted.known
-        if self.prompt.is_on and layer not in known:
+        ahead, of_prompt = tuple[Copy, ...](), self.prompt.is_on
+        if of_prompt and not self.ahead.knows(layer):
             ahead = self.prompt.copies(layer, in_use, now, next_plan)
-        elif self._predicts and layer not in known:
-            ahead = self.predicted.planned(layer, in_use, now, next_plan)
-        return (*ahead, *known.planned(layer, in_use, now, next_plan))
+        predicts = self._predicts and not of_prompt
+        return (*ahead, *self.ahead.planned(layer, in_use, now, next_plan, predicts=predicts))
 
     def _by_processor(
         self, load: LayerLoad, states: bytes, split: Split

@@ -98,17 +98,18 @@ class Recurrence:
 
     def __init__(self) -> None:
         """Start empty."""
-        self._level = 0
+        self.level = 0
+        """How full the bucket is."""
 
     def layer_passed(self) -> None:
         """Leak."""
-        if self._level:
-            self._level -= 1
+        if self.level:
+            self.level -= 1
 
     def note_chance(self) -> bool:
         """Fill; returns whether chances have been frequent."""
-        self._level = min(self._level + LAYERS_PER_CHANCE, FULL)
-        return self._level >= ENOUGH
+        self.level = min(self.level + LAYERS_PER_CHANCE, FULL)
+        return self.level >= ENOUGH
 
 
 PREFETCHES: Registry[PrefetchChoice] = Registry("prefetch choice")

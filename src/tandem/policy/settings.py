@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple
 
 from tandem.core.errors import ConfigError
 from tandem.core.registry import Registry
@@ -15,14 +15,12 @@ from tandem.policy.eviction import EVICTIONS, Eviction
 from tandem.policy.link_queue import UNLIMITED
 from tandem.policy.plan import Geometry
 from tandem.policy.planner import Planner
-from tandem.policy.prediction import PREDICTIONS, Prediction
+from tandem.policy.prediction import PREDICTIONS, Prediction, RegressionPredictor
 from tandem.policy.prefetch import PREFETCHES, PrefetchChoice
 from tandem.policy.residency import Residency, sets_by_layer
 from tandem.policy.ring import OWN_SLOTS, Ring
 from tandem.policy.step_path import GRAPH_ROWS, graph_rows
-from tandem.policy.tables import LearnsInTables, NextUseTable, PredictionTables, Tables
-
-P = TypeVar("P", Eviction, Prediction)
+from tandem.policy.tables import LearnsInTables, NextUseTable, Tables
 
 # The price of a second of the link, in seconds of computation: other copies may need it.
 LINK_SHARE = 0.15
@@ -43,10 +41,10 @@ GRAPH_PREDICTION = "foresight"
 
 
 class Native(NamedTuple):
-    """What an engine has natively: tables in which policies learn, and the decider with them."""
+    """What an engine has natively: the eviction's tables, `foresight`, the decider with them."""
 
     next_use: Callable[[Geometry], Sequence[NextUseTable]]  # by layer
-    prediction: Callable[[Geometry], PredictionTables]
+    prediction: Callable[[Geometry], Prediction]
     decider: Callable[[PlainDecider], Decider | None]  # None: not for these policies
 
 
@@ -223,7 +221,7 @@ def make_planner(
     eviction.resized(sizes)
     own, in_graph = range(residency.num_slots, num_slots), min(GRAPH_RING_SLOTS, num_slots // 4)
     ring = Ring(residency, eviction, own, settings.ring_slots(num_slots), in_graph)
-    prediction = like.prediction if like else None
+    prediction = like.prediction if like else _prediction(settings, geometry, tables)
     policies, name = settings.policies, settings.rule()
     planner = Planner(
         geometry,
@@ -236,8 +234,7 @@ def make_planner(
         ),
         graph_rules={rows: _graph_rule(settings, rows) for rows in GRAPH_ROWS},
         eviction=eviction,
-        prediction=prediction
-        or with_tables(policies.predictions.factory(settings.prediction), tables)(geometry),
+        prediction=prediction,
         prefetch=policies.prefetches.factory(settings.prefetch)(count=settings.prefetch_count),
         ring=ring,
         max_fetches=settings.max_fetches,
@@ -299,7 +296,12 @@ def _native(name: str, options: Sequence[object]) -> int | None:
     return NATIVE.index(name) if name in NATIVE and not options else None
 
 
-def with_tables(make: Callable[..., P], tables: Tables | None) -> Callable[..., P]:
-    """Return a policy's maker that gives it these tables, if it learns in any."""
+def _prediction(settings: PlannerSettings, geometry: Geometry, tables: Native | None) -> Prediction:
+    make = settings.policies.predictions.factory(settings.prediction)
+    return tables.prediction(geometry) if tables and make is RegressionPredictor else make(geometry)
+
+
+def with_tables(make: Callable[..., Eviction], tables: Tables | None) -> Callable[..., Eviction]:
+    """Return an eviction's maker that gives it these tables, if it learns in any."""
     learns = isinstance(make, type) and issubclass(make, LearnsInTables)
     return partial(make, tables=tables) if learns and tables is not None else make

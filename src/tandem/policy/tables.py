@@ -1,4 +1,4 @@
-"""The tables of rows that policies learn in, as seams: slow and pure here, faster ones elsewhere.
+"""The tables of rows that the eviction learns in, as a seam: slow and pure ones, and faster ones.
 
 The engine gives the planner native tables; they answer the same to the last bit.
 """
@@ -37,19 +37,6 @@ class NextUseTable(Protocol):
         """Return the rule that `values` are of."""
 
 
-class PredictionTables(Protocol):
-    """What `prediction.regression_predictor` learns of all layers."""
-
-    def begin_step(self, token_ids: Sequence[int]) -> None:
-        """Find the rows of a step's tokens, which hold until the next one."""
-
-    def scores(self, layer: int, above: Sequence[int], before: Sequence[int]) -> Sequence[int]:
-        """Return by expert `lanes.ONE` times the expected tokens, plus `regression.SUM_OFFSET`."""
-
-    def teach(self, load: LayerLoad, above: Sequence[int], before: Sequence[int]) -> None:
-        """Move the rows that had a share in predicting a load by a part of the error."""
-
-
 class LearnsInTables:
     """Base of a policy whose constructor takes `tables`, which may be native, to learn in."""
 
@@ -62,7 +49,3 @@ class Tables(Protocol):
     @property
     def next_use(self) -> Callable[[Geometry], Sequence[NextUseTable]]:
         """Return what makes those of `eviction.next_use`, by layer."""
-
-    @property
-    def prediction(self) -> Callable[[Geometry], PredictionTables]:
-        """Return what makes those of `prediction.regression_predictor`."""

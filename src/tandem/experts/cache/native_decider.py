@@ -5,13 +5,18 @@ It is the one that captured steps and host slots ask too (csrc/decider).
 
 from collections.abc import Iterable, Sequence
 
+from tandem.experts.cache.native_foresight import NativeForesight
 from tandem.kernels import _native
+from tandem.policy.ahead import Coming
 from tandem.policy.assignment.problem import Split
 from tandem.policy.assignment.rule import Rule
 from tandem.policy.cost import CostTable
 from tandem.policy.decider import LayerNow, PlainDecider
 from tandem.policy.eviction import next_use
-from tandem.policy.residency import COPYING, READY
+from tandem.policy.link_queue import UNLIMITED
+from tandem.policy.plan import LayerLoad
+from tandem.policy.prefetch import Pays, Recurrence
+from tandem.policy.residency import COPYING, NOWHERE, READY
 
 
 def native_costs(costs: CostTable, *, is_planned: bool = False) -> _native.Costs:
@@ -31,6 +36,11 @@ class NativeDecider:
         self._plain, self._eviction = plain, eviction
         self._residency, self._link = plain.residency, plain.link
         self._take_costs()
+        prediction, prefetch = plain.ahead.prediction, plain.ahead.prefetch
+        self._price, self._most_ahead = plain.ahead.price, prefetch.count
+        self._foresight: _native.Foresight | None = None
+        if isinstance(prediction, NativeForesight) and isinstance(prefetch, Pays):
+            self._foresight = prediction.native
 
     def _take_costs(self) -> None:
         costs = self._plain.costs
@@ -42,10 +52,7 @@ class NativeDecider:
         if rule.native is None:
             return self._plain.split(rule, layer, max_fetches)
         load, keys, states, now = layer
-        if max(load.tokens) > self._most_tokens:
-            costs = self._plain.costs
-            costs.require(max(load.tokens))
-            self._take_costs()
+        self._require(load)
         coming: list[float] = []
         if COPYING in states:
             coming = [
@@ -82,6 +89,60 @@ class NativeDecider:
         first = self._residency.geometry.key(layer, 0)
         values = self._eviction.values(layer)
         return _native.most_valued(self._states(layer), values, first, most)
+
+    def predicted(self, coming: Coming, chances: Recurrence) -> Iterable[tuple[int, int]]:
+        """Return who is copied ahead of a layer by what is predicted, and who leaves for it."""
+        if self._foresight is None:
+            return self._plain.predicted(coming, chances)
+        layer, begin, needed_at, in_graph, _ = coming
+        if begin >= needed_at:
+            return ()
+        residency, first = self._residency, self._residency.geometry.key(layer, 0)
+        states, set_id = self._states(layer), residency.set_of(layer)
+        room = len(residency.free[residency.staging]) if in_graph else residency.capacity[set_id]
+        experts = _native.expected_ahead(
+            self._foresight, self._costs, self._most_ahead, self._price, layer, states,
+            self._late(first) if in_graph else (), begin, needed_at, room, in_graph,
+        )  # fmt: skip
+        if in_graph or not experts:
+            return [(first + expert, NOWHERE) for expert in experts]
+        pairs, chances.level = _native.over_residents(
+            self._foresight, self._costs, self._price, layer, states, self._eviction.values(layer),
+            first, residency.members[set_id], len(residency.free[set_id]), experts, chances.level,
+        )  # fmt: skip
+        return pairs
+
+    def known(self, load: LayerLoad, coming: Coming) -> tuple[int, Iterable[tuple[int, int]]]:
+        """Return how many copies a known load is worth, and who is copied now and who leaves."""
+        self._require(load)
+        residency, layer = self._residency, load.layer
+        first, states = residency.geometry.key(layer, 0), self._states(layer)
+        is_staged = coming.in_graph or residency.capacity[residency.staging] > 0
+        room = len(residency.free[residency.staging]) if is_staged else UNLIMITED
+        num_wanted, experts = _native.known_ahead(
+            self._costs, self._price, load.experts, load.tokens, states, self._late(first),
+            coming.begin, coming.needed_at, room, coming.in_graph,
+        )  # fmt: skip
+        if is_staged or not experts:
+            return num_wanted, [(first + expert, NOWHERE) for expert in experts]
+        set_id = residency.set_of(layer)
+        pairs = _native.over_lowest(
+            load.experts, states, self._eviction.values(layer), first, residency.members[set_id],
+            len(residency.free[set_id]), experts,
+        )  # fmt: skip
+        return num_wanted, pairs
+
+    def _require(self, load: LayerLoad) -> None:
+        """Have the costs of so many tokens."""
+        if max(load.tokens) > self._most_tokens:
+            costs = self._plain.costs
+            costs.require(max(load.tokens))
+            self._take_costs()
+
+    def _late(self, first: int) -> list[int]:
+        """Return a layer's experts whose copies are under way, for one use or not."""
+        end = first + self._residency.geometry.num_experts
+        return [key - first for key in self._link.pending if first <= key < end]
 
     def _states(self, layer: int) -> bytearray:
         geometry = self._residency.geometry

@@ -5,14 +5,13 @@ from functools import partial
 
 from tandem.core.registry import Registry
 from tandem.experts.cache.native_decider import NativeDecider, native_costs
+from tandem.experts.cache.native_foresight import NativeForesight
 from tandem.kernels import _native
 from tandem.policy.decider import PlainDecider
 from tandem.policy.eviction import EVICTIONS, Eviction, next_use, rule_choice
 from tandem.policy.lanes import ONE
 from tandem.policy.plan import Geometry, LayerLoad
 from tandem.policy.planner import Planner
-from tandem.policy.prediction import regression_predictor
-from tandem.policy.prediction.calibration import Counts
 from tandem.policy.settings import Native, with_tables
 
 
@@ -63,28 +62,6 @@ def _next_use_tables(
     return [_NextUseTable(geometry, layer, start, span) for layer in range(geometry.num_layers)]
 
 
-class _PredictionTables:
-    """See `tandem.policy.tables.PredictionTables`."""
-
-    def __init__(self, geometry: Geometry) -> None:
-        native = _native.ForesightTables(
-            geometry.num_layers,
-            geometry.num_experts,
-            round(ONE * regression_predictor.prior_of(geometry)),
-            regression_predictor.BUCKETS,
-            regression_predictor.RATE,
-            regression_predictor.TOKEN_RATE,
-        )
-        self.native = native
-        self._teach, self.begin_step, self._scores = native.teach, native.begin_step, native.scores
-
-    def scores(self, layer: int, above: Sequence[int], before: Sequence[int]) -> memoryview:
-        return memoryview(self._scores(layer, above, before)).cast("I")
-
-    def teach(self, load: LayerLoad, above: Sequence[int], before: Sequence[int]) -> None:
-        self._teach(load.layer, load.experts, load.tokens, above, before)
-
-
 def _native_decider(plain: PlainDecider) -> NativeDecider | None:
     """Return the decider for these policies; None where they have no native form."""
     eviction, residency = plain.eviction, plain.residency
@@ -107,7 +84,7 @@ def host_slot_tables(geometry: Geometry, num_slots: int) -> list[_native.Success
 
 # Whose hints captured steps take: a router's, asked with the residual added.
 GRAPH_HINTS = "residual"
-NATIVE_TABLES = Native(_next_use_tables, _PredictionTables, _native_decider)
+NATIVE_TABLES = Native(_next_use_tables, NativeForesight, _native_decider)
 
 
 def host_slot_eviction(
@@ -124,14 +101,13 @@ def host_slot_eviction(
     return make_for
 
 
-def native_step_policy(
-    planner: Planner, foresight: _native.Foresight | None = None
-) -> _native.StepPolicy | None:
+def native_step_policy(planner: Planner) -> _native.StepPolicy | None:
     """Return what decides about the layers of captured steps, from a planner's state.
 
-    It decides as the planner for steps in one graph, and learns in its tables; without `foresight`
-    it copies nothing ahead. None for an eviction without native tables, for slots that layers
-    share, and for predictions that are staged in plans too.
+    It decides as the planner for steps in one graph, and learns where it does: in the eviction's
+    tables and in the prediction, if steps in one graph copy ahead by it. None for an eviction
+    without native tables, for slots that layers share, and for predictions that are staged in plans
+    too.
     """
     eviction, residency = planner.eviction, planner.residency
     if not isinstance(eviction, next_use.NextUse) or residency.num_sets == 1:
@@ -140,45 +116,21 @@ def native_step_policy(
         return None
     if not (tables := _native_tables(eviction)):
         return None
+    foresight, factor = _graph_foresight(planner)
     return _native.StepPolicy(
-        native_costs(planner.costs), planner.max_graph_fetches, planner.predicted.most,
-        planner.predicted.copy_price_seconds, tables, foresight, *resident_lists(planner),
+        native_costs(planner.costs), planner.max_graph_fetches, planner.ahead.most,
+        planner.ahead.copy_price_seconds, tables, foresight, factor, *resident_lists(planner),
     )  # fmt: skip
 
 
-def native_foresight(planner: Planner) -> _native.Foresight | None:
-    """Return what predicts in captured steps, from where the planner's prediction is.
-
-    None where steps in one graph do not copy ahead, or not by the prediction that has native
-    tables.
-    """
+def _graph_foresight(planner: Planner) -> tuple[_native.Foresight | None, int]:
+    """Return what predicts in captured steps, and what its hints count; None: nothing does."""
     prediction = planner.prediction
-    if not planner.predicting_rows or not isinstance(
-        prediction, regression_predictor.RegressionPredictor
-    ):
-        return None
-    if not isinstance(prediction.tables, _PredictionTables):
-        return None
-    factor = prediction.hint_factor(GRAPH_HINTS)
+    if not planner.predicting_rows or not isinstance(prediction, NativeForesight):
+        return None, 1
+    factor = prediction.sources.factor(GRAPH_HINTS)
     assert factor is not None
-    return _native.Foresight(prediction.tables.native, *prediction.state(), factor)
-
-
-def load_foresight(foresight: _native.Foresight, planner: Planner) -> None:
-    """Bring what predicts in captured steps to where the planner's prediction is."""
-    foresight.load(*_regression(planner).state())
-
-
-def restore_foresight(foresight: _native.Foresight, planner: Planner) -> None:
-    """Bring the planner's prediction to where captured steps have come to."""
-    before, counts, of_hints = foresight.state()
-    state = regression_predictor.PredictorState(before, Counts(*counts), Counts(*of_hints))
-    _regression(planner).restore(state)
-
-
-def _regression(planner: Planner) -> regression_predictor.RegressionPredictor:
-    assert isinstance(planner.prediction, regression_predictor.RegressionPredictor)
-    return planner.prediction
+    return prediction.native, factor
 
 
 def resident_lists(

@@ -19,13 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.experts.cache.expert_cache import ExpertCache
-from tandem.experts.cache.policy_tables import (
-    load_foresight,
-    native_foresight,
-    native_step_policy,
-    resident_lists,
-    restore_foresight,
-)
+from tandem.experts.cache.policy_tables import native_step_policy, resident_lists
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.device import DeviceLostError
 from tandem.experts.execution.routed_layers import can_run_steps, native_layer
@@ -73,7 +67,6 @@ class CapturedSteps:
         self.coordinator = _native.StepCoordinator(layers, threads.num_threads, threads.isa)
         self._slots: object = None  # those that the coordinator knows
         self._policy: _native.StepPolicy | None = None
-        self._foresight: _native.Foresight | None = None  # the policy's
         self._is_entered = False
         self._ring: list[int] = []  # slots that the policy fetches into
         self._changed: dict[int, int] = {}  # slot -> key, since the last planned step
@@ -170,8 +163,6 @@ class CapturedSteps:
         planner = self._cache.planner
         for layer, expert, seconds in self.coordinator.take_arrivals():
             planner.copy_finished(layer, expert, seconds)
-        if self._foresight is not None:
-            restore_foresight(self._foresight, planner)
         for slot, key in self._changed.items():
             self._cache.engine.slots.adopt(slot, key)
         self._changed.clear()
@@ -196,16 +187,13 @@ class CapturedSteps:
         planner = cache.planner
         if slots is not self._slots or self._policy is None:
             addresses = [slots.address(slot) for slot in range(slots.num_slots)]
-            self._foresight, self._slots = native_foresight(planner), slots
-            self._policy = native_step_policy(planner, self._foresight)
+            self._policy, self._slots = native_step_policy(planner), slots
             assert self._policy is not None
             self.coordinator.manage_slots(
                 self._table, addresses, slots.slot_bytes, self._policy, self._rate, None,
                 self.link(),
             )  # fmt: skip
         self._load_policy()
-        if self._foresight is not None:
-            load_foresight(self._foresight, planner)
         slot_of = planner.residency.slot_of
         addresses = [slots.address(slot) if slot >= 0 else 0 for slot in slot_of]
         self._table[:] = np.reshape(addresses, self._table.shape)

@@ -4,7 +4,7 @@ from tandem.core.registry import Registry
 from tandem.policy.prediction.policy import Forecast, NoPrediction, Prediction
 from tandem.policy.prediction.regression_predictor import RegressionPredictor
 
-__all__ = ["PREDICTIONS", "Forecast", "Prediction"]
+__all__ = ["PREDICTIONS", "Forecast", "Prediction", "RegressionPredictor"]
 
 PREDICTIONS: Registry[Prediction] = Registry("prediction")
 PREDICTIONS.register("foresight")(RegressionPredictor)

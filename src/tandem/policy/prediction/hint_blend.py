@@ -11,9 +11,25 @@ from tandem.policy.plan import Hint
 from tandem.policy.prediction.calibration import COUNT_HINTED_EVERY, Calibration, Counts
 from tandem.policy.prediction.policy import CHANCE_BINS, Forecast
 
-MAX_SOURCES = 2  # "gate" and "residual", in the order of their first hints
+MAX_SOURCES = 2  # "gate" and "residual"
 WEIGHTS = 3  # not named, named by one token, by several
 TIE_BREAK = 1.0 / 1024  # of the expected tokens, among equal chances
+
+
+class HintSources:
+    """Who gives hints, in the order of their first ones."""
+
+    def __init__(self) -> None:
+        """Start with nobody."""
+        self._names: list[str] = []
+
+    def factor(self, name: str) -> int | None:
+        """Return what a source's weights count among those of all; None for a third source."""
+        if name not in self._names:
+            if len(self._names) == MAX_SOURCES:
+                return None
+            self._names.append(name)
+        return int(WEIGHTS ** self._names.index(name))
 
 
 class HintBlend:
@@ -21,7 +37,7 @@ class HintBlend:
 
     def __init__(self) -> None:
         """Start with hints that change nothing."""
-        self._sources: list[str] = []
+        self._sources = HintSources()
         self._levels: dict[int, dict[int, int]] = {}  # layer -> expert -> level
         self._calibration = Calibration(
             levels=WEIGHTS**MAX_SOURCES, count_every=COUNT_HINTED_EVERY, trust=1.0
@@ -33,20 +49,13 @@ class HintBlend:
 
     def hint(self, hint: Hint) -> None:
         """Keep a hint; one of a third source is ignored, and one that names nobody."""
-        factor = self.factor(hint.source)
+        factor = self._sources.factor(hint.source)
         if factor is None or not hint.load.experts:
             return
         levels = self._levels.setdefault(hint.load.layer, {})
         for expert, tokens in zip(hint.load.experts, hint.load.tokens, strict=True):
-            levels[expert] = levels.get(expert, 0) + min(tokens, WEIGHTS - 1) * factor
-
-    def factor(self, source: str) -> int | None:
-        """Return what a source's weights count among those of all; None for a third source."""
-        if source not in self._sources:
-            if len(self._sources) == MAX_SOURCES:
-                return None
-            self._sources.append(source)
-        return int(WEIGHTS ** self._sources.index(source))
+            level = levels.get(expert, 0) + min(tokens, WEIGHTS - 1) * factor
+            levels[expert] = min(level, WEIGHTS**MAX_SOURCES - 1)  # a source may say it twice
 
     def counts(self) -> Counts:
         """Return what has been counted."""

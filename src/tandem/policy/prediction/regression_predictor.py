@@ -15,7 +15,6 @@ from tandem.policy.prediction.calibration import Calibration, Counts
 from tandem.policy.prediction.hint_blend import HintBlend
 from tandem.policy.prediction.policy import Forecast, Prediction
 from tandem.policy.regression import SUM_OFFSET, Regression, rate_shift, sum_rows
-from tandem.policy.tables import LearnsInTables, PredictionTables, Tables
 
 RATE = 0.08  # of the error, shared by the rows of experts
 TOKEN_RATE = 1 / 8  # of a token's share of the error, to its row
@@ -45,18 +44,16 @@ class _Lesson(NamedTuple):
     before: Sequence[int]
 
 
-class RegressionPredictor(Prediction, LearnsInTables):
+class RegressionPredictor(Prediction):
     """Predicts the next layer at every layer, and the first layer at the start of a step.
 
     A layer's lesson is learned when `learn` is called or the layer is predicted again, whichever
     comes first; the forecasts are the same.
     """
 
-    def __init__(self, geometry: Geometry, *, tables: Tables | None = None) -> None:
-        """Start with all experts equally likely; None learns in tables of plain Python."""
-        self._tables: PredictionTables = (PureTables if tables is None else tables.prediction)(
-            geometry
-        )
+    def __init__(self, geometry: Geometry) -> None:
+        """Start with all experts equally likely."""
+        self._tables = _Tables(geometry)
         self._before: list[tuple[int, ...]] = [()] * geometry.num_layers
         self._above: tuple[int, ...] = ()
         self._has_tokens = False
@@ -64,25 +61,16 @@ class RegressionPredictor(Prediction, LearnsInTables):
         self._calibration = Calibration()
         self._hints = HintBlend()
 
-    @property
-    def tables(self) -> PredictionTables:
-        """The rows of all layers."""
-        return self._tables
-
     def state(self) -> PredictorState:
         """Return what is known between steps beside the tables."""
         self.learn()
         return PredictorState(self._before, self._calibration.counts(), self._hints.counts())
 
     def restore(self, state: PredictorState) -> None:
-        """Go on where native code has come to in the same tables."""
+        """Go on with what another one has counted."""
         self._before = [tuple(experts) for experts in state.before]
         self._calibration.restore(state.counts)
         self._hints.restore(state.of_hints)
-
-    def hint_factor(self, source: str) -> int | None:
-        """Return what the hints of a source count among those of all; see `HintBlend`."""
-        return self._hints.factor(source)
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
         """Find the tokens' rows; a token that is new takes its bucket over."""
@@ -151,8 +139,8 @@ class RegressionPredictor(Prediction, LearnsInTables):
         self._lessons[layer] = _Lesson(load, self._above, self._before[layer])
 
 
-class PureTables:
-    """The rows of all layers; see `PredictionTables`."""
+class _Tables:
+    """The rows of all layers."""
 
     def __init__(self, geometry: Geometry) -> None:
         """Start with all experts equally likely."""

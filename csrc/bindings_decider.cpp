@@ -1,0 +1,333 @@
+// What Python sees of the decider, and of the tables that it reads.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings.hpp"
+#include "bindings_tensor.hpp"
+#include "decider/ahead.hpp"
+#include "decider/assignment.hpp"
+#include "decider/entries.hpp"
+#include "decider/foresight.hpp"
+#include "policy_tables.hpp"
+
+namespace nb = nanobind;
+
+namespace tandem {
+namespace {
+
+// Numbers from Python index tables: nothing is read outside.
+void require_experts(const Ids& experts, std::int32_t num_experts) {
+  for (const std::int32_t expert : experts)
+    if (expert < 0 || expert >= num_experts)
+      throw std::invalid_argument("expert " + std::to_string(expert) + ", expected 0 to " +
+                                  std::to_string(num_experts - 1));
+}
+
+// Numbers by expert, to be read in place: a list would make a Python object of each.
+nb::bytes bytes_of(const std::vector<std::uint32_t>& values) {
+  return nb::bytes(values.data(), values.size() * sizeof(std::uint32_t));
+}
+
+void bind_tables(nb::module_& m) {
+  nb::class_<RuleStart>(m, "RuleStart").def(nb::init<std::int32_t>());
+  nb::class_<SuccessorTable>(m, "SuccessorTable")
+      .def("__init__",
+           [](SuccessorTable* self, std::int32_t num_experts, std::int32_t first_row,
+              std::uint32_t first_average, const Ids& losses, double rate,
+              const std::array<std::int32_t, 3>& shifts, std::int32_t predicted_shift,
+              std::int32_t max_tokens, const std::array<std::int32_t, 2>& margins,
+              std::shared_ptr<RuleStart> start) {
+             new (self) SuccessorTable({num_experts,
+                                        first_row,
+                                        first_average,
+                                        losses,
+                                        rate,
+                                        shifts[0],
+                                        shifts[1],
+                                        shifts[2],
+                                        predicted_shift,
+                                        max_tokens,
+                                        {margins[0], margins[1], std::move(start)}});
+           })
+      .def("note",
+           [](SuccessorTable& self, const Ids& loaded, const Ids& tokens, std::int32_t divisor,
+              const Ids& experts, const Ids& above) {
+             require_experts(loaded, self.num_experts());
+             require_experts(experts, self.num_experts());
+             require_experts(above, self.num_experts());
+             if (loaded.empty() || loaded.size() != tokens.size() || divisor < 1)
+               throw std::invalid_argument("expected a token count for each of some experts");
+             self.note(loaded, tokens, divisor, experts, above);
+           })
+      .def("learn", &SuccessorTable::learn)
+      .def("resize", &SuccessorTable::resize)
+      .def("followed", &SuccessorTable::followed)
+      .def("values", [](const SuccessorTable& self) { return bytes_of(self.values()); });
+}
+
+using CountsTuple =
+    std::tuple<std::vector<double>, std::vector<double>, std::int64_t, std::int64_t>;
+
+Foresight::Counts counts_of(CountsTuple counts) {
+  auto& [seen, came_true, countdown, count_every] = counts;
+  return {std::move(seen), std::move(came_true), countdown, count_every};
+}
+
+CountsTuple as_tuple(const Foresight::Counts& counts) {
+  return {counts.seen, counts.came_true, counts.countdown, counts.count_every};
+}
+
+void require_load(const Foresight& foresight, std::int32_t layer, const Ids& experts,
+                  const Ids& tokens) {
+  foresight.require(layer);
+  require_experts(experts, foresight.num_experts());
+  require(experts.size() == tokens.size(), "a token count for each expert");
+}
+
+void bind_foresight(nb::module_& m) {
+  nb::class_<Foresight>(m, "Foresight")
+      .def("__init__",
+           [](Foresight* self, std::int32_t num_layers, std::int32_t num_experts,
+              std::int32_t first_row, std::int32_t num_buckets, double rate, double token_rate,
+              std::int32_t max_tokens, CountsTuple counts, CountsTuple of_hints) {
+             new (self) Foresight(
+                 {num_layers, num_experts, first_row, num_buckets, rate, token_rate, max_tokens},
+                 {std::vector<Ids>(num_layers), counts_of(std::move(counts)),
+                  counts_of(std::move(of_hints))});
+           })
+      .def("load",
+           [](Foresight& self, std::vector<Ids> before, CountsTuple counts, CountsTuple of_hints) {
+             self.load(
+                 {std::move(before), counts_of(std::move(counts)), counts_of(std::move(of_hints))});
+           })
+      .def("state",
+           [](const Foresight& self) {
+             const Foresight::State& at = self.state();
+             return nb::make_tuple(at.before, as_tuple(at.counts), as_tuple(at.of_hints));
+           })
+      .def("begin_step", &Foresight::begin_step)
+      .def("hint",
+           [](Foresight& self, std::int32_t layer, const Ids& experts, const Ids& tokens,
+              int factor) {
+             require_load(self, layer, experts, tokens);
+             require(factor == 1 || factor == 3, "a hint factor of 1 or 3");
+             self.hint(layer, experts, tokens, factor);
+           })
+      .def("is_hinted", &Foresight::is_hinted)
+      .def("observe",
+           [](Foresight& self, std::int32_t layer, const Ids& experts, const Ids& tokens) {
+             require_load(self, layer, experts, tokens);
+             self.observe(layer, experts, tokens);
+           })
+      .def("learn", &Foresight::learn)
+      .def("forecast", [](Foresight& self, std::int32_t layer) -> nb::object {
+        self.require(layer);
+        const auto found = self.forecast(layer);
+        if (!found) return nb::none();
+        return nb::make_tuple(bytes_of(found->scores()), found->chances());
+      });
+}
+
+// The bytes of a Python object, as long as this lives.
+class Buffer {
+ public:
+  explicit Buffer(nb::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_SIMPLE) != 0) throw nb::python_error();
+  }
+  ~Buffer() { PyBuffer_Release(&view_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  std::int64_t size() const { return view_.len; }
+  template <typename T>
+  const T* data() const {
+    return static_cast<const T*>(view_.buf);
+  }
+
+ private:
+  Py_buffer view_;
+};
+
+void require_scores(const Buffer& states, const Buffer& scores) {
+  require(scores.size() == states.size() * static_cast<std::int64_t>(sizeof(std::uint32_t)),
+          "a state and a 32-bit score for each expert");
+}
+
+// Of a layer's active experts: `states` is a byte by position, `coming` when those are there whose
+// copy is under way, by position too, empty where there are none. `scores` is a 32-bit number by
+// expert. Returns (fetched experts, spilled ones, GPU seconds, CPU seconds).
+nb::tuple split_layer(const Costs& costs, int rule, bool is_never_worse_than_cpu,
+                      std::int64_t max_fetches, const Ids& experts, const Ids& tokens,
+                      const nb::bytes& states, const std::vector<double>& coming, nb::handle scores,
+                      double link_busy) {
+  const Buffer score_by_expert(scores);
+  require_experts(experts,
+                  static_cast<std::int32_t>(score_by_expert.size() / sizeof(std::uint32_t)));
+  require(rule >= 0 && rule < kNumAssignments, "one of four rules");
+  require(tokens.size() == experts.size() && states.size() == experts.size(),
+          "tokens and a state for each expert");
+  require(coming.empty() || coming.size() == experts.size(), "no time or one for each expert");
+  LayerProblem problem{};
+  pose(costs, tokens, problem);
+  problem.link_busy = link_busy;
+  problem.max_fetches = max_fetches;
+  for (std::size_t i = 0; i < experts.size(); ++i) {
+    const auto state = static_cast<std::uint8_t>(states.c_str()[i]);
+    require(state != kCopying || !coming.empty(), "a time for each copy under way");
+    problem.wait.push_back(state == kEmpty ? -1.0 : state == kReady ? 0.0 : coming[i]);
+    problem.scores.push_back(score_by_expert.data<std::uint32_t>()[experts[i]]);
+  }
+  const auto chosen = static_cast<Rule>(rule);
+  Split found = split(chosen, problem);
+  if (is_never_worse_than_cpu) found = never_worse_than_cpu(chosen, problem, std::move(found));
+  for (Positions* some : {&found.fetch, &found.spill})
+    for (std::int32_t& place : *some) place = experts[place];
+  return nb::make_tuple(found.fetch, found.spill, found.gpu_seconds, found.cpu_seconds);
+}
+
+Admitted keys_of(Admitted found, std::int32_t first) {
+  for (auto& [entering, victim] : found) {
+    entering += first;
+    if (victim != kNobody) victim += first;
+  }
+  return found;
+}
+
+// `states` is a byte by expert, `scores` a 32-bit number; `members` and `staged` are keys, of which
+// `first` is the layer's first. Returns pairs of keys.
+Admitted layer_entries(const Ids& experts, nb::handle states, nb::handle scores, std::int32_t first,
+                       Ids members, Ids staged, std::int64_t free_slots, const Ids& fetched,
+                       std::int64_t room) {
+  const Buffer state_by_expert(states), score_by_expert(scores);
+  const auto num_experts = static_cast<std::int32_t>(state_by_expert.size());
+  require_scores(state_by_expert, score_by_expert);
+  for (Ids* some : {&members, &staged})
+    for (std::int32_t& key : *some) key -= first;
+  require_experts(experts, num_experts);
+  require_experts(members, num_experts);
+  return keys_of(entries({experts, state_by_expert.data<std::uint8_t>(),
+                          score_by_expert.data<std::uint32_t>(), members, free_slots},
+                         staged, fetched, room),
+                 first);
+}
+
+// The absent experts by score, at most so many; `states` is a byte by expert, `scores` a 32-bit number.
+// Returns keys, of which `first` is the layer's first.
+Ids most_valued(nb::handle states, nb::handle scores, std::int32_t first, std::int64_t most) {
+  const Buffer state_by_expert(states), score_by_expert(scores);
+  require_scores(state_by_expert, score_by_expert);
+  Ids absent;
+  for (std::int32_t expert = 0; expert < state_by_expert.size(); ++expert)
+    if (state_by_expert.data<std::uint8_t>()[expert] == kEmpty) absent.push_back(expert);
+  absent = by_score(std::move(absent), score_by_expert.data<std::uint32_t>());
+  absent.resize(std::clamp<std::int64_t>(most, 0, static_cast<std::int64_t>(absent.size())));
+  for (std::int32_t& expert : absent) expert += first;
+  return absent;
+}
+
+// What `foresight` names of a layer to come; `states` is a byte by expert.
+Ids expected_ahead_of(Foresight& foresight, const Costs& costs, std::int64_t most, double price,
+                      std::int32_t layer, nb::handle states, const Ids& late, double begin,
+                      double needed_at, std::int64_t room, bool in_graph) {
+  const Buffer state_by_expert(states);
+  foresight.require(layer);
+  require(state_by_expert.size() == foresight.num_experts(), "a state for each expert");
+  return expected_ahead(
+      foresight, costs, {most, price},
+      {layer, state_by_expert.data<std::uint8_t>(), late, begin, needed_at, room, in_graph});
+}
+
+// `members` are keys, of which `first` is the layer's first. Returns pairs of keys, and how often there
+// have been such chances.
+nb::tuple over_residents_of(Foresight& foresight, const Costs& costs, double price,
+                            std::int32_t layer, nb::handle states, nb::handle scores,
+                            std::int32_t first, Ids members, std::int64_t free_slots,
+                            const Ids& expected, std::int64_t chances) {
+  const Buffer state_by_expert(states), score_by_expert(scores);
+  require_scores(state_by_expert, score_by_expert);
+  foresight.require(layer);
+  require(state_by_expert.size() == foresight.num_experts(), "a state for each expert");
+  for (std::int32_t& key : members) key -= first;
+  require_experts(members, foresight.num_experts());
+  require_experts(expected, foresight.num_experts());
+  const auto forecast = foresight.forecast(layer);
+  require(forecast.has_value(), "a layer of which something is expected");
+  CopyChances recurrence{chances};
+  const Ids nobody;
+  Admitted found = over_residents(*forecast, costs, {0, price},
+                                  {nobody, state_by_expert.data<std::uint8_t>(),
+                                   score_by_expert.data<std::uint32_t>(), members, free_slots},
+                                  expected, recurrence);
+  return nb::make_tuple(keys_of(std::move(found), first), recurrence.level);
+}
+
+// Of a layer whose load is known: how many copies would be worth their price, and whom to copy.
+nb::tuple known_ahead(const Costs& costs, double price, Ids experts, Ids tokens, nb::handle states,
+                      const Ids& late, double begin, double needed_at, std::int64_t room,
+                      bool in_graph) {
+  const Buffer state_by_expert(states);
+  require_experts(experts, static_cast<std::int32_t>(state_by_expert.size()));
+  require(tokens.size() == experts.size(), "tokens for each expert");
+  const Load load{std::move(experts), std::move(tokens)};
+  const ComingLayer coming{
+      0, state_by_expert.data<std::uint8_t>(), late, begin, needed_at, room, in_graph};
+  Ids misses = known_misses(costs, {0, price}, load, coming);
+  const std::size_t count = misses.size();
+  misses.resize(num_in_time(costs, load, misses, coming));
+  return nb::make_tuple(count, misses);
+}
+
+// Who leaves for experts that enter in any case; `experts` stay, `members` are keys. Returns pairs of
+// keys.
+Admitted over_lowest_of(const Ids& experts, nb::handle states, nb::handle scores,
+                        std::int32_t first, Ids members, std::int64_t free_slots,
+                        const Ids& entering) {
+  const Buffer state_by_expert(states), score_by_expert(scores);
+  require_scores(state_by_expert, score_by_expert);
+  for (std::int32_t& key : members) key -= first;
+  require_experts(members, static_cast<std::int32_t>(state_by_expert.size()));
+  return keys_of(over_lowest({experts, state_by_expert.data<std::uint8_t>(),
+                              score_by_expert.data<std::uint32_t>(), members, free_slots},
+                             entering),
+                 first);
+}
+
+void bind_deciding(nb::module_& m) {
+  nb::class_<Costs>(m, "Costs")
+      .def("__init__",
+           [](Costs* self, std::vector<double> cpu, std::vector<double> gpu, double cpu_first,
+              double link, double cpu_slowdown, double link_slowdown, double copy_wake) {
+             new (self) Costs{std::move(cpu), std::move(gpu), cpu_first, link,
+                              cpu_slowdown,   link_slowdown,  copy_wake};
+           });
+  m.def("split_layer", &split_layer);
+  m.def("layer_entries", &layer_entries);
+  m.def("most_valued", &most_valued);
+  m.def("expected_ahead", &expected_ahead_of);
+  m.def("over_residents", &over_residents_of);
+  m.def("known_ahead", &known_ahead);
+  m.def("over_lowest", &over_lowest_of);
+}
+
+}  // namespace
+
+void bind_decider(nb::module_& m) {
+  bind_tables(m);
+  bind_foresight(m);
+  bind_deciding(m);
+}
+
+}  // namespace tandem

@@ -1,0 +1,152 @@
+"""Which experts of a layer to come are copied ahead, and who leaves for them: the plain reference.
+
+In plans copies take idle time of the link and slots of the cache: free ones, then those of
+residents that are less likely to be used. In a step that is one graph no expert can leave for them,
+as the device has looked up who is there: they go into clear slots of their own (the staging set).
+
+What a layer that is routed by token will use is known before a step begins. Of it those of most
+tokens are copied first; in plans over residents that the layer will not use, or into staging slots
+where some are set aside.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from tandem.policy.admission import Admission
+from tandem.policy.cost import CostTable
+from tandem.policy.eviction.policy import Eviction
+from tandem.policy.link_queue import LinkQueue
+from tandem.policy.plan import LayerLoad
+from tandem.policy.prediction.policy import Prediction
+from tandem.policy.prefetch import PrefetchChoice, PrefetchTerms, Recurrence
+from tandem.policy.residency import NOWHERE, Residency
+
+
+class Coming(NamedTuple):
+    """A layer to come, and the link until then."""
+
+    layer: int
+    begin: float  # when the link is free for its copies
+    needed_at: float  # when it is planned, or published
+    in_graph: bool  # into clear slots alone, and in time alone
+    in_use: frozenset[int]  # keys that the present layer uses
+
+
+class Ahead:
+    """Decides with any policies; changes nothing."""
+
+    def __init__(
+        self,
+        costs: CostTable,
+        residency: Residency,
+        link: LinkQueue,
+        eviction: Eviction,
+        prediction: Prediction,
+        prefetch: PrefetchChoice,
+        copy_price_seconds: float,
+    ) -> None:
+        """Read the parts of a planner; one copy costs CPU and GPU `copy_price_seconds`."""
+        self._costs, self._residency, self._link = costs, residency, link
+        self.prediction, self.prefetch, self.price = prediction, prefetch, copy_price_seconds
+        self._admission = Admission(residency, eviction)
+
+    def predicted(self, coming: Coming, chances: Recurrence) -> Iterator[tuple[int, int]]:
+        """See `Decider.predicted`."""
+        residency, link, prefetch = self._residency, self._link, self.prefetch
+        idle = self._copies_in_time(coming)
+        if idle <= 0 and (coming.in_graph or not prefetch.is_staged):
+            return
+        is_staged = coming.in_graph or prefetch.is_staged
+        set_id = residency.staging if is_staged else residency.set_of(coming.layer)
+        room = len(residency.free[set_id]) if is_staged else residency.capacity[set_id]
+        if room == 0 or (forecast := self.prediction.predict(coming.layer)) is None:
+            return
+        experts = residency.geometry.num_experts
+        first = coming.layer * experts
+        terms = self._terms(first, room, idle)
+        keys = [first + expert for expert in prefetch.choose(forecast, terms)]
+        if coming.in_graph:  # one may have been fetched for one use, late
+            yield from ((key, NOWHERE) for key in keys if key not in link.pending)
+            return
+        for key, victim in self._admission.pairs(set_id, keys, coming.in_use, asks=False):
+            if victim != NOWHERE:
+                if victim // experts != coming.layer:
+                    continue  # the forecast is about another layer
+                if not prefetch.replaces(forecast, terms, key - first, victim - first):
+                    continue
+            if is_staged or chances.note_chance():
+                yield key, victim
+
+    def known(self, load: LayerLoad, coming: Coming) -> tuple[int, Iterable[tuple[int, int]]]:
+        """See `Decider.known`."""
+        misses = self._misses(load)
+        return len(misses), self._in_time(load, misses, coming)
+
+    def _misses(self, load: LayerLoad) -> list[tuple[int, float]]:
+        """Return a layer's absent experts, those of most tokens first: (key, CPU seconds).
+
+        None that a copy would cost more than the CPU.
+        """
+        cpu, slot_of, pending = self._costs.cpu, self._residency.slot_of, self._link.pending
+        misses = list[tuple[int, float]]()
+        by_tokens = sorted(zip(load.experts, load.tokens, strict=True), key=lambda each: -each[1])
+        for expert, tokens in by_tokens:
+            key = self._residency.geometry.key(load.layer, expert)
+            if slot_of[key] != NOWHERE or key in pending:  # it may be fetched for one use, late
+                continue
+            if cpu[tokens] <= self.price:
+                break
+            misses.append((key, cpu[tokens]))
+        return misses
+
+    def _in_time(
+        self, load: LayerLoad, misses: Sequence[tuple[int, float]], coming: Coming
+    ) -> Iterator[tuple[int, int]]:
+        """Yield those that come in time; in plans those, too, that come sooner than the CPU would.
+
+        As far as there are slots.
+        """
+        link_seconds, begin = self._link.copy_seconds, coming.begin
+        most = self._link.whole_copies(coming.needed_at - begin)
+        places = self._places(load, [key for key, _ in misses], coming)
+        for count, ((key, cpu_seconds), victim) in enumerate(zip(misses, places, strict=False)):
+            if coming.in_graph:
+                if count >= most:
+                    return
+            elif (
+                begin >= coming.needed_at or begin + link_seconds - coming.needed_at >= cpu_seconds
+            ):
+                return
+            yield key, victim
+            begin += link_seconds
+
+    def _places(self, load: LayerLoad, keys: Sequence[int], coming: Coming) -> Iterator[int]:
+        """Yield for each key who leaves for it; may end sooner."""
+        residency = self._residency
+        if coming.in_graph or residency.capacity[residency.staging]:
+            yield from [NOWHERE] * len(residency.free[residency.staging])
+            return
+        geometry, set_id = residency.geometry, residency.set_of(load.layer)
+        stay = coming.in_use | {geometry.key(load.layer, expert) for expert in load.experts}
+        for _, victim in self._admission.pairs(set_id, keys, stay, asks=False):
+            if victim == NOWHERE or victim // geometry.num_experts == load.layer:
+                yield victim
+
+    def _copies_in_time(self, coming: Coming) -> int:
+        """Return how many copies ahead of a layer the link can carry while it is idle.
+
+        Where the layer's router has been asked, a copy of a plan may also end later than the layer
+        begins, if the CPU would need longer still: what is named would otherwise be fetched then.
+        """
+        idle_seconds = coming.needed_at - coming.begin
+        copy_seconds, count = self._link.copy_seconds, self._link.whole_copies(idle_seconds)
+        if count or coming.in_graph or self.prefetch.is_staged or idle_seconds <= 0.0:
+            return count
+        is_sooner = copy_seconds - idle_seconds < self._costs.cpu[1]
+        return int(is_sooner and self.prediction.is_hinted(coming.layer))
+
+    def _terms(self, first: int, room: int, idle_copies: int) -> PrefetchTerms:
+        """Return what copies ahead of the layer with this first key cost and bring."""
+        slots = self._residency.slot_of[first : first + self._residency.geometry.num_experts]
+        gain, link_seconds = self._costs.cpu[1], self._link.copy_seconds
+        return PrefetchTerms(slots, room, idle_copies, link_seconds, self.price, gain)

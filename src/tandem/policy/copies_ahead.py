@@ -1,0 +1,131 @@
+"""Copies ahead of layers to come: asks the decider for them, and carries them out.
+
+In plans copies go to the next layer first, then on to later ones whose loads are known, once
+nothing of a nearer one is left. In a step that is one graph they go ahead of the copies of this
+layer's misses for later steps: a miss that is admitted may save time often; one that the next layer
+is about to have saves it now.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from tandem.policy.ahead import Coming
+from tandem.policy.cost import CostTable
+from tandem.policy.decider import Decider
+from tandem.policy.link_queue import LinkQueue
+from tandem.policy.plan import Copy, LayerLoad
+from tandem.policy.prefetch import PrefetchChoice, Recurrence
+from tandem.policy.residency import NOWHERE, Residency
+
+
+class CopiesAhead:
+    """The copies ahead of a step's layers, and the loads of those that are known."""
+
+    def __init__(
+        self,
+        costs: CostTable,
+        residency: Residency,
+        link: LinkQueue,
+        decider: Decider,
+        prefetch: PrefetchChoice,
+        copy_price_seconds: float,
+    ) -> None:
+        """Work with a planner's parts."""
+        self._costs, self._residency, self._link = costs, residency, link
+        self._decider, self.copy_price_seconds = decider, copy_price_seconds
+        self.is_staged, self.most = prefetch.is_staged, prefetch.count
+        self.chances = Recurrence()
+        self._known: dict[int, LayerLoad] = {}  # by layer, in their order
+
+    def begin_step(self, known: Sequence[LayerLoad]) -> None:
+        """Take the loads of layers that are known, in the layers' order."""
+        self._known = {load.layer: load for load in known}
+        self._costs.require(max((max(load.tokens) for load in known), default=0))
+
+    def knows(self, layer: int) -> bool:
+        """Tell whether a layer's load is known."""
+        return layer in self._known
+
+    def planned(
+        self, layer: int, in_use: frozenset[int], now: float, next_plan: float, *, predicts: bool
+    ) -> tuple[Copy, ...]:
+        """Return copies for layers from this one on, which is planned at `next_plan`; queue them.
+
+        Each layer is expected as much later than the one before as this is than `now`. Staged
+        experts of layers that have passed and are not `in_use` leave first.
+        """
+        found, link = list[Copy](), self._link
+        if predicts and layer not in self._known:
+            self.chances.layer_passed()
+            set_id = self._residency.set_of(layer)
+            if self.is_staged:
+                self._residency.release_passed(layer, in_use)
+                set_id = self._residency.staging
+            coming = Coming(layer, max(link.free_at, now), next_plan, False, in_use)
+            for pair in self._decider.predicted(coming, self.chances):
+                found.append(self._queued(pair, set_id, now))
+        if self._known:
+            found += self._of_known(layer, in_use, now, next_plan)
+        return tuple(found)
+
+    def in_graph(
+        self, layer: int, num_fetches: int, now: float, next_plan: float, *, predicts: bool
+    ) -> tuple[Copy, ...]:
+        """Give clear slots to experts of a layer that is published at `next_plan`.
+
+        And of those behind it that are known, each as much later than the one before as this is
+        than `now`. As many as come until then, behind so many fetches. The caller has them issued.
+        """
+        found, link = list[Copy](), self._link
+        ready = max(link.free_at, now + self._costs.copy_wake) + num_fetches * link.copy_seconds
+
+        def coming(of: int, published: float) -> Coming:
+            return Coming(of, ready + len(found) * link.copy_seconds, published, True, frozenset())
+
+        for load in self._since(layer):
+            published = next_plan + (load.layer - layer) * (next_plan - now)
+            _, pairs = self._decider.known(load, coming(load.layer, published))
+            found += [self._into_clear(key) for key, _ in pairs]
+        num_layers = self._residency.geometry.num_layers
+        if predicts and layer < num_layers and layer not in self._known:
+            pairs = self._decider.predicted(coming(layer, next_plan), self.chances)
+            found += [self._into_clear(key) for key, _ in pairs]
+        return tuple(found)
+
+    def issue(self, ahead: Iterable[Copy], now: float) -> None:
+        """Queue the copies ahead of a step in one graph on the link."""
+        for copy in ahead:
+            key = self._residency.geometry.key(copy.layer, copy.expert)
+            self._link.issue(key, now + self._costs.copy_wake)
+
+    def _of_known(
+        self, layer: int, in_use: frozenset[int], now: float, next_plan: float
+    ) -> list[Copy]:
+        residency, link = self._residency, self._link
+        residency.release_passed(layer, in_use)
+        is_staged, found = residency.capacity[residency.staging] > 0, list[Copy]()
+        for load in self._since(layer):
+            needed_at = next_plan + (load.layer - layer) * (next_plan - now)
+            coming = Coming(load.layer, max(link.free_at, now), needed_at, False, in_use)
+            set_id = residency.staging if is_staged else residency.set_of(load.layer)
+            num_wanted, pairs = self._decider.known(load, coming)
+            copies = [self._queued(pair, set_id, now) for pair in pairs]
+            found += copies
+            if len(copies) < num_wanted:
+                break
+        return found
+
+    def _since(self, layer: int) -> list[LayerLoad]:
+        """Return the loads that are known of a layer and of those behind it."""
+        return [load for load in self._known.values() if load.layer >= layer]
+
+    def _queued(self, pair: tuple[int, int], set_id: int, now: float) -> Copy:
+        residency, (key, victim) = self._residency, pair
+        if victim != NOWHERE:
+            residency.remove(victim)
+        slot = residency.insert(key, set_id)
+        self._link.issue(key, now)
+        return residency.copy_of(key, slot, victim)
+
+    def _into_clear(self, key: int) -> Copy:
+        residency = self._residency
+        return residency.copy_of(key, residency.insert(key, residency.staging), NOWHERE)
