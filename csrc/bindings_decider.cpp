@@ -21,6 +21,7 @@
 #include "decider/assignment.hpp"
 #include "decider/entries.hpp"
 #include "decider/foresight.hpp"
+#include "decider/reads.hpp"
 #include "policy_tables.hpp"
 
 namespace nb = nanobind;
@@ -305,6 +306,22 @@ Admitted over_lowest_of(const Ids& experts, nb::handle states, nb::handle scores
                  first);
 }
 
+// `coming`: layer, experts, a byte by expert that says which are there, free slots of the layer.
+std::vector<std::tuple<std::int32_t, std::int32_t, bool>> known_reads_of(
+    const std::vector<std::tuple<std::int32_t, Ids, nb::bytes, std::int64_t>>& coming,
+    std::int64_t all, std::int64_t free, std::int64_t expected) {
+  std::vector<ComingUse> uses;
+  for (const auto& [layer, experts, are_there, free_slots] : coming) {
+    require_experts(experts, static_cast<std::int32_t>(are_there.size()));
+    uses.push_back(
+        {layer, experts, static_cast<const std::uint8_t*>(are_there.data()), free_slots});
+  }
+  std::vector<std::tuple<std::int32_t, std::int32_t, bool>> found;
+  for (const ReadAhead& read : known_reads(uses, {all, free, expected}))
+    found.emplace_back(read.layer, read.expert, read.passes);
+  return found;
+}
+
 void bind_deciding(nb::module_& m) {
   nb::class_<Costs>(m, "Costs")
       .def("__init__",
@@ -320,6 +337,21 @@ void bind_deciding(nb::module_& m) {
   m.def("over_residents", &over_residents_of);
   m.def("known_ahead", &known_ahead);
   m.def("over_lowest", &over_lowest_of);
+  m.def("known_reads", &known_reads_of);
+  m.def("prompt_reads", [](nb::handle on_device, const Scores& scores) {
+    const Buffer states(on_device);
+    require(states.size() == static_cast<std::int64_t>(scores.size()), "a score for each expert");
+    return prompt_reads(states.data<std::uint8_t>(), scores);
+  });
+  m.def("rank_last", [](nb::handle on_device, Scores scores) {
+    const Buffer states(on_device);
+    require(states.size() == static_cast<std::int64_t>(scores.size()), "a score for each expert");
+    rank_last(states.data<std::uint8_t>(), scores);
+    return scores;
+  });
+  m.def("is_prompt", &is_prompt);
+  m.def("may_lend", &may_lend);
+  m.def("may_take_room", &may_take_room);
 }
 
 }  // namespace

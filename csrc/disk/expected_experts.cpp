@@ -1,9 +1,9 @@
 // Experts that are known for sure before their layers are computed: those of layers that are routed by
-// the token alone. They are read in the order of their use, into free slots of their layers and into
-// half of the transit slots, the others being left to what is asked for.
+// the token alone. The decider says which of them are read (decider/reads.hpp).
 #include <algorithm>
 #include <utility>
 
+#include "decider/reads.hpp"
 #include "disk/host_slots.hpp"
 
 namespace tandem {
@@ -21,18 +21,31 @@ bool HostSlots::is_expected(const Slot& slot) const {
 }
 
 void HostSlots::read_expected() {
-  const auto most = static_cast<std::ptrdiff_t>(transit_.size() / 2);
-  for (std::size_t layer = 0; layer < expected_.size(); ++layer)
-    for (const std::int32_t expert : expected_[layer]) {
-      const auto number = static_cast<std::int32_t>(layer);
-      const bool is_on_device =
-          on_device_[layer * resident_.num_experts + expert] == kReady;
-      if (is_on_device || find(number, expert, transit_) != nullptr) continue;
-      const auto taken = std::count_if(transit_.begin(), transit_.end(),
-                                       [&](const Slot& slot) { return is_expected(slot); });
-      if (resident_.free[layer].empty() && taken >= most) return;
-      if (!read_ahead(number, expert)) return;
-    }
+  const std::int64_t num = resident_.num_experts;
+  std::vector<std::vector<std::uint8_t>> are_there(expected_.size());
+  std::vector<ComingUse> coming;
+  for (std::size_t layer = 0; layer < expected_.size(); ++layer) {
+    if (expected_[layer].empty()) continue;
+    const auto number = static_cast<std::int32_t>(layer);
+    are_there[layer].resize(num);
+    for (const std::int32_t expert : expected_[layer])
+      are_there[layer][expert] =
+          on_device_[number * num + expert] == kReady || find(number, expert, transit_) != nullptr;
+    coming.push_back({number, expected_[layer], are_there[layer].data(),
+                      static_cast<std::int64_t>(resident_.free[layer].size())});
+  }
+  if (coming.empty()) return;
+  for (const ReadAhead& read : known_reads(coming, shared_slots()))
+    read_ahead(read.layer, read.expert);
+}
+
+SharedSlots HostSlots::shared_slots() const {
+  SharedSlots found{static_cast<std::int64_t>(transit_.size()), 0, 0};
+  for (const Slot& slot : transit_) {
+    found.expected += is_expected(slot);
+    found.free += slot.layer < 0 || (has_passed(slot) && slot.num_holders == 0);
+  }
+  return found;
 }
 
 }  // namespace tandem

@@ -1,8 +1,7 @@
 // Experts of host slots that are held in place for copies to a device, by any thread, beside the use
 // of a layer that is under way.
 //
-// What is in no slot is read into a room. The last free room is for those who wait for one: they
-// hold nothing that only goes with it, so they come to an end.
+// What is in no slot is read into a room. What may be lent is the decider's to say (decider/reads.hpp).
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
@@ -17,13 +16,13 @@ constexpr std::chrono::milliseconds kLookEvery{1};
 
 }  // namespace
 
-// A slot that has an expert, or is being read into. Of the transit slots half are left to uses.
+// A slot that has an expert, or is being read into.
 HostSlots::Slot* HostSlots::slot_to_hold(std::int32_t layer, std::int32_t expert) {
   if (Slot* slot = find(layer, expert, held_)) return slot;
   const auto num_held = std::count_if(transit_.begin(), transit_.end(),
                                       [](const Slot& slot) { return slot.num_holders > 0; });
-  const bool has_room = 2 * (num_held + 1) <= static_cast<std::ptrdiff_t>(transit_.size());
-  return has_room ? find(layer, expert, transit_) : nullptr;
+  const auto num_shared = static_cast<std::int64_t>(transit_.size());
+  return may_lend(num_held, num_shared) ? find(layer, expert, transit_) : nullptr;
 }
 
 HostSlots::Slot* HostSlots::free_room(bool waits) {
@@ -34,7 +33,7 @@ HostSlots::Slot* HostSlots::free_room(bool waits) {
     found = &room;
     ++num_free;
   }
-  return num_free > (waits ? 0 : 1) ? found : nullptr;
+  return may_take_room(num_free, waits) ? found : nullptr;
 }
 
 ExpertHold HostSlots::try_hold(std::int32_t layer, std::int32_t expert, bool waits) {

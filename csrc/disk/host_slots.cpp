@@ -5,7 +5,7 @@
 #include <numeric>
 #include <utility>
 
-#include "decider/entries.hpp"
+#include "decider/reads.hpp"
 #include "memory.hpp"
 
 namespace tandem {
@@ -245,11 +245,16 @@ void HostSlots::read_into(Slot& slot, std::int32_t layer, std::int32_t expert, C
   readers_.ask(slot.read, cause == Cause::kDemand);
 }
 
+// Whether a transit slot has what is not wanted any more.
+bool HostSlots::has_passed(const Slot& slot) const {
+  const bool stays =
+      slot.layer == layer_ + 1 || is_wanted(slot.layer, slot.expert) || is_expected(slot);
+  return slot.layer >= 0 && !stays && slot.read.has_ended();
+}
+
 HostSlots::Slot* HostSlots::free_transit() {
   for (Slot& slot : transit_) {
-    const bool stays = slot.layer == layer_ + 1 || is_wanted(slot.layer, slot.expert) ||
-                       is_expected(slot);
-    if (slot.layer >= 0 && !stays && slot.read.has_ended()) leave(slot);
+    if (has_passed(slot)) leave(slot);
     if (slot.layer < 0) return &slot;
   }
   return nullptr;
@@ -281,17 +286,14 @@ bool HostSlots::read_ahead(std::int32_t layer, std::int32_t expert) {
   return slot != nullptr;
 }
 
-// Of a prompt, the next layer's experts: those with the highest scores are read first, at the end. For
-// the others there is no slot then, and a prompt does not use all of them.
+// Of a prompt, the next layer's experts, the first one last.
 void HostSlots::order_ahead() {
   ahead_.clear();
   const auto next = static_cast<std::size_t>(layer_) + 1;
   if (!is_prompt_ || next >= layers_.size()) return;
-  ahead_.resize(layers_[next].num_experts);
-  std::iota(ahead_.begin(), ahead_.end(), 0);
-  const std::uint8_t* states = on_device_.data() + next * resident_.num_experts;
-  std::erase_if(ahead_, [&](std::int32_t expert) { return states[expert] == kReady; });
-  ahead_ = by_score(std::move(ahead_), scores_of(static_cast<std::int32_t>(next)).data());
+  Scores scores = scores_of(static_cast<std::int32_t>(next));
+  scores.resize(layers_[next].num_experts);
+  ahead_ = prompt_reads(on_device_.data() + next * resident_.num_experts, scores);
   std::reverse(ahead_.begin(), ahead_.end());
 }
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "coordinator/step_policy.hpp"
+#include "decider/reads.hpp"
 #include "disk/reader_pool.hpp"
 #include "expert_source.hpp"
 #include "policy_tables.hpp"
@@ -148,7 +149,9 @@ class HostSlots final : public ExpertSource {
   bool is_expected(const Slot& slot) const;
   void read_expected();
   bool read_ahead(std::int32_t layer, std::int32_t expert);
+  bool has_passed(const Slot& slot) const;
   Slot* free_transit();
+  SharedSlots shared_slots() const;
   void release_handed_out();
   void learn();
   void fill_next();

@@ -6,9 +6,6 @@
 namespace tandem {
 namespace {
 
-// A use of more tokens is a prompt's: it reads nearly all experts of each layer, and the next layer's
-// are read ahead.
-constexpr std::int64_t kMostStepTokens = 32;
 // As tandem.policy.eviction.next_use: a prompt counts as at most so many steps of one token.
 constexpr std::int64_t kPromptTokens = 16;
 
@@ -18,7 +15,7 @@ constexpr std::int64_t kPromptTokens = 16;
 void HostSlots::note(const ExpertUse& use) {
   if (use.layer <= layer_) ++step_;
   if (use.layer != layer_ + 1) above_.clear();
-  is_prompt_ = use.num_tokens > kMostStepTokens;
+  is_prompt_ = is_prompt(use.num_tokens);
   SuccessorTable* table = layers_[use.layer].table;
   const Ids in_use(is_prompt_ ? use.last.begin() : use.experts.begin(),
                    is_prompt_ ? use.last.end() : use.experts.end());
@@ -41,9 +38,7 @@ void HostSlots::note(const ExpertUse& use) {
 Scores HostSlots::scores_of(std::int32_t layer) const {
   const SuccessorTable* table = layers_[layer].table;
   Scores found = table == nullptr ? last_use_[layer] : table->values();
-  const std::uint8_t* states = on_device_.data() + layer * resident_.num_experts;
-  for (std::int32_t expert = 0; expert < layers_[layer].num_experts; ++expert)
-    if (states[expert] == kReady) found[expert] = 0;
+  rank_last(on_device_.data() + layer * resident_.num_experts, found);
   return found;
 }
 

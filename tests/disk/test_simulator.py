@@ -14,8 +14,8 @@ from tandem.experts.execution.forced_routing import ForcedRouting
 from tandem.hf.config import OffloadConfig
 from tandem.hf.disk_tier import slots_over
 from tandem.policy.plan import Geometry
+from tandem.policy.reads import is_prompt
 from tandem.recording.recorded_graph import RecordedGraph
-from tandem.sim.disk import is_prompt
 from tandem.sim.hit_rate import DemandCache
 from tandem.sim.steps import LoadReader, Step
 from tandem.sim.typical_routing import typical_routing

@@ -36,6 +36,7 @@ WITHOUT_MEMORY = {
     "SuccessorTable.values", "TokenSampler", "TwinStream.join", "TwinStream.set_dense_seconds",
     "TwinStream.set_guesses", "TwinStream.set_patience", "TwinStream.times",
     "available_isas", "block_bytes", "block_cols", "grid_lines",
-    "detect_cpu_features", "expected_ahead", "join_crc32c", "known_ahead", "layer_entries",
-    "most_valued", "over_lowest", "over_residents", "slot_bytes", "split_layer",
+    "detect_cpu_features", "expected_ahead", "is_prompt", "join_crc32c", "known_ahead",
+    "known_reads", "layer_entries", "may_lend", "may_take_room", "most_valued", "over_lowest",
+    "over_residents", "prompt_reads", "rank_last", "slot_bytes", "split_layer",
 }  # fmt: skip

@@ -15,12 +15,11 @@ from tandem.core.config import require_range
 from tandem.policy.cost import CostTable, ShapeCosts
 from tandem.policy.eviction import EVICTIONS, Eviction
 from tandem.policy.plan import Geometry, LayerLoad
+from tandem.policy.reads import is_prompt
 from tandem.sim.hit_rate import DemandCache, belady_hit_rate, demand_loads, hit_rate
 from tandem.sim.steps import LoadReader, Step, replay_steps
 from tandem.trace import RoutingTrace, TraceMeta
 
-# As csrc/disk/host_slots.cpp has it: what a step of more tokens uses is a prompt's.
-_MOST_STEP_TOKENS = 32
 _PAGE_BYTES = 4096  # experts lie at multiples of it
 
 # For a geometry and so many slots in each layer.
@@ -30,11 +29,6 @@ MakeEviction = Callable[[Geometry, int], Eviction]
 def whole_pages(num_bytes: int) -> int:
     """Return what an expert of so many bytes takes in a file, and in a slot."""
     return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
-
-
-def is_prompt(num_tokens: int) -> bool:
-    """Tell whether slots take a step of so many tokens for a prompt's."""
-    return num_tokens > _MOST_STEP_TOKENS
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
