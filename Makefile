@@ -73,8 +73,8 @@ test-all-isas: setup  ## Every architecture with every instruction set of the CP
 FORMATS ?=
 SANITIZED := matmul kernels layers attention recurrent quantize tensors blocks crc32c hyper
 FUZZED := experts rows
-# Of native code, and as many of model files: a minute of both.
-FUZZ_SECONDS ?= 30
+# Of native code, and as many of model files; make fuzz has an hour of both.
+FUZZ_SECONDS ?= 10
 sanitize: $(SANITIZED:%=sanitized-%) $(FUZZED:%=fuzzed-%)  ## The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 
 sanitized:

@@ -5,7 +5,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +27,10 @@ def interpreted() -> Iterator[pytest.MonkeyPatch]:
 
         patch.setattr(interpreter, "_patch_lang_tensor", patched)
         patch.setattr(interpreter, "_patch_lang", _PatchedOnce(interpreter._patch_lang))
+        builtins = _BuiltinsOnce(interpreter._patch_builtin)
+        patch.setattr(interpreter, "_patch_builtin", builtins)
+        patch.setattr(interpreter, "_get_np_dtype", _np_dtypes(interpreter._get_np_dtype))
+        _keep_shapes(patch)
         # A third of the time: its checks of sums and products are for debugging, which is off.
         builder = interpreter.interpreter_builder
         options = dataclasses.replace(builder.options, sanitize_overflow=False)
@@ -54,6 +58,63 @@ class _PatchedOnce:
 
         scope.restore = restored
         return scope
+
+
+class _BuiltinsOnce:
+    """Looks once for what of a module or class is Triton's own, and not again for each launch."""
+
+    def __init__(self, patch_builtins: Callable[[Any, Any, Any], None]) -> None:
+        self._patch_builtins = patch_builtins
+        self._found: dict[Any, list[tuple[Any, str, Any]]] = {}
+
+    def __call__(self, package: Any, builder: Any, scope: Any) -> None:
+        if package not in self._found:
+            found = self._found[package] = list[tuple[Any, str, Any]]()
+            recorder = SimpleNamespace(set_attr=lambda *change: found.append(change))
+            self._patch_builtins(package, builder, recorder)
+        for change in self._found[package]:
+            scope.set_attr(*change)
+
+
+def _np_dtypes(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return `original`, which makes a table for each of its answers, with the answers kept."""
+    known: dict[str, Any] = {}
+
+    def np_dtype(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = original(dtype)
+        return known[name]
+
+    return np_dtype
+
+
+def _keep_shapes(patch: pytest.MonkeyPatch) -> None:
+    """Keep what each tensor and each of its types computes of its shape again."""
+    from triton.language import core
+
+    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+    blocks: dict[Any, dict[str, Any]] = {}
+    shapes: dict[Any, tuple[Any, Any]] = {}
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(s.value if isinstance(s, core.constexpr) else s for s in shape))
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = dict(vars(self))
+        self.__dict__ |= blocks[key]
+        self.element_ty = element_ty
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape.values) if type.is_block() else ()
+        if key not in shapes:
+            make_tensor(self, handle, type)
+            shapes[key] = (self.shape, self.numel)
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[key]
+
+    patch.setattr(core.block_type, "__init__", block)
+    patch.setattr(core.tensor, "__init__", tensor)
 
 
 def interpreted_module(name: str) -> Any:

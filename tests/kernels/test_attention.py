@@ -1,6 +1,7 @@
 """Attention over a KV cache against the plain definition, over shapes, masks and sinks."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -60,15 +61,21 @@ def plain(
     return torch.stack(outs)
 
 
+def keys_and_values(
+    form: AttentionForm, dtype: torch.dtype, rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    lead = (rows, form.num_kv_heads, CAPACITY)
+    keys = torch.randn(*lead, form.key_dim, generator=random).to(dtype)
+    return keys, torch.randn(*lead, form.value_dim, generator=random).to(dtype)
+
+
 def filled(
     form: AttentionForm, dtype: torch.dtype, sinks: torch.Tensor | None = None, kv_dtype: str = "",
     rows: int = 3,
 ) -> tuple[CachedAttention, torch.Tensor, torch.Tensor]:  # fmt: skip
     """A full cache, with its keys and values (rows, kv heads, positions, dim)."""
-    random = torch.Generator().manual_seed(0)
-    lead = (rows, form.num_kv_heads, CAPACITY)
-    keys = torch.randn(*lead, form.key_dim, generator=random).to(dtype)
-    values = torch.randn(*lead, form.value_dim, generator=random).to(dtype)
+    keys, values = keys_and_values(form, dtype, rows)
     attention = CachedAttention(form, kv_dtype or dtype, sinks, PROMPT_LENGTHS)
     attention.reserve(rows, CAPACITY)
     for row in range(rows):
@@ -81,19 +88,31 @@ def sinks_of(form: AttentionForm, has_sinks: bool) -> torch.Tensor | None:
     return torch.linspace(-1, 4, form.num_heads) if has_sinks else None
 
 
+@functools.cache
+def defined(
+    form: AttentionForm, dtype: torch.dtype, rows: tuple[int, ...], positions: tuple[int, ...],
+    has_sinks: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Queries (heads, tokens, dim) and what attention is by definition: once for all kernels."""
+    (keys, values), sinks = keys_and_values(form, dtype, 3), sinks_of(form, has_sinks)
+    query = torch.randn(len(rows), form.num_heads, form.key_dim).to(dtype).transpose(0, 1)
+    wanted = [
+        plain(form, query[:, token], keys[row], values[row], position, sinks, row)
+        for token, (row, position) in enumerate(zip(rows, positions, strict=True))
+    ]
+    return query, torch.stack(wanted)
+
+
 def require_definition(
     form: AttentionForm, dtype: torch.dtype, rows: torch.Tensor, positions: torch.Tensor,
     isa: str, has_sinks: bool,
 ) -> None:  # fmt: skip
     """Attend for tokens at some rows and positions, and compare each with the definition."""
-    threads, sinks = CpuThreads(num_threads=2, isa=isa), sinks_of(form, has_sinks)
-    attention, keys, values = filled(form, dtype, sinks)
-    query = torch.randn(len(rows), form.num_heads, form.key_dim).to(dtype).transpose(0, 1)
-    actual = attention.attend(threads, rows, positions, query)
+    attention, *_ = filled(form, dtype, sinks_of(form, has_sinks))
+    query, wanted = defined(form, dtype, (*rows.tolist(),), (*positions.tolist(),), has_sinks)
+    actual = attention.attend(CpuThreads(num_threads=2, isa=isa), rows, positions, query)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    for token, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
-        wanted = plain(form, query[:, token], keys[row], values[row], position, sinks, row)
-        torch.testing.assert_close(actual[token].double(), wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("isa", available_isas())
