@@ -38,7 +38,7 @@ test: setup  ## Everything that CI runs
 	@$(MAKE) --no-print-directory -j4 -Oline unit beside-unit
 
 beside-unit:
-	@nice -n 5 $(MAKE) --no-print-directory lint floors sanitize check-clang types seam-oldest fuzz-files
+	@nice -n 5 $(MAKE) --no-print-directory lint floors sanitize types seam-oldest fuzz-files
 
 setup: $(VENV)/dev.stamp
 
@@ -64,6 +64,7 @@ unit: setup
 
 test-slow: setup  ## What unit leaves out for its time: architectures that are like others, benchmarks run whole, the demo's quality, more traces, all GPUs' compilers
 	$(PYTEST) -m slow
+	$(PYTEST) -m "not slow" --isa best --hypothesis-profile slow $$(grep -rl "^@given" tests)
 
 test-all-isas: setup  ## Every architecture with every instruction set of the CPU kernels, of which unit has some
 	$(PYTEST) --isa all -m every_isa

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from tandem.kernels.dense import CpuThreads
 
 # Drawn cases are judged by what they give, never by their time: machines are shared.
-hypothesis.settings.register_profile("tandem", deadline=None)
+# `make test-slow` draws as many as Hypothesis does by itself.
+hypothesis.settings.register_profile("tandem", deadline=None, max_examples=40)
+hypothesis.settings.register_profile("slow", deadline=None)
 hypothesis.settings.load_profile("tandem")
 
 # Read when torch loads its OpenMP: threads that spin for a busy core stop a shared machine.

@@ -4,6 +4,7 @@ The planner is the one that `tandem simulate` and `tandem plan` ask about steps 
 """
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,15 +33,20 @@ from tests.policy.integrity import check_integrity
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 STEPS = 60
-# Of two that differ in nothing but sizes one will do.
-MACHINES = [name for name in profile_names() if name not in ("desktop-24gb", "ddr4-12gb")]
+# Of two that differ in nothing but sizes one will do; a quick and a slow link are in each test run.
+MACHINES = [
+    pytest.param(name, marks=() if name in ("desktop-16gb", "laptop-8gb") else pytest.mark.slow)
+    for name in profile_names()
+    if name not in ("desktop-24gb", "ddr4-12gb")
+]
 
 
 @pytest.fixture(
     scope="module", params=["deepseek-v2-lite", pytest.param("gpt-oss-20b", marks=pytest.mark.slow)]
 )
 def trace(request: pytest.FixtureRequest) -> RoutingTrace:
-    return read_trace(TRACES / f"{request.param}.npz")
+    """Return a trace with guesses of each next layer's experts."""
+    return with_guesses(read_trace(TRACES / f"{request.param}.npz"))
 
 
 @pytest.mark.parametrize("hardware", MACHINES)
@@ -129,12 +135,12 @@ def replay(
         TANDEM, assignment=rule, predicting_rows=GRAPH_ROWS if predicts else (),
         asking_rows=GRAPH_ROWS if asks else (), copies_prompts=num_known > 0,
     )  # fmt: skip
-    trace = with_guesses(trace)
     planner, template = planners(profile, shape, settings, geometry, share)
     policy = native_step_policy(template)
     assert policy is not None
     timeline, reader, counts = Timeline(profile, shape), LoadReader(trace), Counter[str]()
-    for number, step in enumerate(list(replay_steps(trace, batch, prompt=1))[: STEPS // batch + 8]):
+    steps = itertools.islice(replay_steps(trace, batch, prompt=1), STEPS // batch + 8)
+    for number, step in enumerate(steps):
         # Some steps do not copy ahead, as those of other rows, and find late copies.
         planner.predicting_rows = settings.predicting_rows[: 4 * (number % 4)]
         planner.asking_rows = settings.asking_rows[: 4 * (number % 5)]
