@@ -77,20 +77,25 @@ def test_a_dump_is_enough_to_recompute_the_numbers(trace: RoutingTrace) -> None:
     assert copies * header["costs"]["expert_bytes"] == result["bytes_fetched"]
 
 
-# Of two that differ in nothing but sizes one will do.
-MACHINES = [name for name in profile_names() if name not in ("desktop-24gb", "ddr4-12gb")]
+def on_machines(*values: float) -> list[Any]:
+    """Return `values` of each machine: of a quick and a slow link's in each test run."""
+    return [
+        pytest.param(
+            name, *values, marks=() if name in ("desktop-16gb", "laptop-8gb") else pytest.mark.slow
+        )
+        for name in profile_names()
+        if name not in ("desktop-24gb", "ddr4-12gb")  # which differ from others in sizes alone
+    ]
 
 
-@pytest.mark.parametrize("hardware", MACHINES)
+@pytest.mark.parametrize("hardware", on_machines())
 def test_never_slower_than_lru_that_inserts_every_miss(trace: RoutingTrace, hardware: str) -> None:
     given = conditions(hardware, limit=250, compare_every=0)
     ours = run_timed(trace, PlannerSettings(), given).decode_tokens_per_second()
     assert ours >= run_timed(trace, LRU, given).decode_tokens_per_second()
 
 
-@pytest.mark.parametrize(
-    ("hardware", "gpu_experts"), [*((name, 0.25) for name in MACHINES), (MACHINES[0], 0.5)]
-)
+@pytest.mark.parametrize(("hardware", "gpu_experts"), [*on_machines(0.25), ("collab-testbed", 0.5)])
 def test_prefetch_is_never_slower_than_none(
     trace: RoutingTrace, hardware: str, gpu_experts: float
 ) -> None:
@@ -118,7 +123,7 @@ def test_hints_of_a_gate_ahead_bring_speed_as_far_as_they_are_right(trace: Routi
     assert without < speed(0.6) < speed(0.95)
 
 
-@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("batch", [1, 8, pytest.param(32, marks=pytest.mark.slow)])
 def test_plans_are_within_two_percent_of_the_optimum(trace: RoutingTrace, batch: int) -> None:
     given = conditions(gpu_experts=0.5, batch=batch, limit=60 * batch, compare_every=7)
     tally = run_timed(trace, PlannerSettings(), given)
