@@ -194,9 +194,9 @@ docs-forecast: setup  ## Write docs/gpu-forecast.md: what tandem plan says of co
 api-docs: setup  ## The API reference from the docstrings, HTML in build/api
 	$(BIN)/python -W ignore -m tests.api_reference build/api
 
-# MkDocs refuses a link or an anchor that leads nowhere, tests/site.py what is loaded from other hosts.
+# MkDocs refuses a link or an anchor that leads nowhere (not with --quiet), tests/site.py what is loaded from other hosts.
 docs: api-docs  ## The site of docs/ in build/site, with the API reference
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 try-clients: setup  ## Other projects' clients, each installed on its own; writes docs/clients.md
 	$(BIN)/python -m tests.clients --write-docs
