@@ -145,12 +145,12 @@ def test_residuals_of_another_model_or_no_residuals_are_refused(tmp_path: Path) 
         Residuals.load(tmp_path / "r.npz", "me", 2, 3)
 
 
-@pytest.mark.parametrize("prediction", ["gate", "residual", "foresight"])
+@pytest.mark.parametrize("prediction", ["gate", "residual", "regression"])
 def test_hints_are_planned_with_and_replay_exactly(
     checkpoint: Path, profile: str, prediction: str
 ) -> None:
     options = {"prediction": prediction, "prefetch": "top-k", "prefetch_count": 3}
-    options |= {"gpu_memory": "600kB", "look_ahead": prediction == "foresight"}
+    options |= {"gpu_memory": "600kB", "look_ahead": prediction == "regression"}
     model = load(checkpoint, profile, **options)
     executor = runtime_in(model).executor
     assert isinstance(executor.look_ahead, LookAhead)
@@ -174,7 +174,7 @@ def test_steps_that_are_replayed_ask_as_the_models_own_code_does(
     checkpoint: Path, profile: str, *, is_gpu: bool
 ) -> None:
     """A twin of the GPU's steps needs no device of its own for that."""
-    model = load(checkpoint, profile, look_ahead=True, prediction="foresight")
+    model = load(checkpoint, profile, look_ahead=True, prediction="regression")
     executor = runtime_in(model).executor
     assert isinstance(executor.look_ahead, LookAhead)
     executor.look_ahead.residuals.is_fixed = True  # a step that is compared is done twice
