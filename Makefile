@@ -178,7 +178,7 @@ seam-newest: setup  ## The seam's tests on the newest Transformers that the inde
 	$(BIN)/pip install --disable-pip-version-check -q --target $(VENV)/newest transformers $(if $(filter-out $(TORCH),$(NEWEST_TORCH)),$(NEWEST_TORCH))
 	PYTHONPATH=$(VENV)/newest $(PYTEST) -m seam $(SEAM) -W "ignore:.*is newer than:UserWarning"
 
-docs-models: setup  ## Write docs/models.md anew
+docs-models: setup  ## Write docs/models.md again
 	$(BIN)/pytest tests/hf/test_architectures.py --write-docs
 
 docs-modules: setup  ## Write the table of modules in docs/architecture.md again

@@ -84,7 +84,7 @@ class ExpertEngine {
   void load(const void* from, ValueType type, std::int64_t count, float* to) const;
   void store(const float* from, std::int64_t count, ValueType type, void* to) const;
 
-  // The same bits whoever computed the rows: a product and an addition each round by themselves.
+  // The same bits on whichever processor computed the rows: a product and an addition each round by themselves.
   void add_rows(const RowSum& sum);
 
   // Wakes the threads a little before `run`: they look out for work for some microseconds.

@@ -76,7 +76,7 @@ def test_routers_that_choose_the_largest_of_a_product_are_found(
         assert 0 < len(products) < len(routers)
 
 
-def test_a_router_that_reads_token_ids_is_foreseen_exactly(tmp_path: Path) -> None:
+def test_a_router_that_reads_token_ids_is_predicted_exactly(tmp_path: Path) -> None:
     config = build_tiny_model("deepseek_v4").config
     config.mlp_layer_types = ["hash_moe"] * len(config.mlp_layer_types)
     hashed = AutoModelForCausalLM.from_config(config)
@@ -98,8 +98,8 @@ def test_a_router_that_reads_token_ids_is_foreseen_exactly(tmp_path: Path) -> No
     assert trace.predicted is not None
     for layer in exact:
         for place in range(len(trace.meta.predictors)):
-            foreseen = np.sort(trace.predicted[:, layer, place])
-            assert (foreseen == np.sort(trace.experts[:, layer])).all()
+            predicted = np.sort(trace.predicted[:, layer, place])
+            assert (predicted == np.sort(trace.experts[:, layer])).all()
     assert exact
 
 
@@ -232,8 +232,8 @@ def test_given_residuals_are_used_and_those_of_another_model_refused(
     checkpoint: Path, profile: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "r.npz"
-    Residuals(2, 64).save(path, "somebody else")
-    with pytest.raises(ConfigError, match="of model 'somebody else'"):
+    Residuals(2, 64).save(path, "another model")
+    with pytest.raises(ConfigError, match="of model 'another model'"):
         load(checkpoint, profile, prediction="residual", residuals=str(path))
 
 

@@ -1,4 +1,4 @@
-"""Models of each kind, loaded for a GPU that is none, say what they say on the CPU."""
+"""Models of each kind, loaded for a simulated GPU, say what they say on the CPU."""
 
 from pathlib import Path
 
