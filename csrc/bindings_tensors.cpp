@@ -111,7 +111,8 @@ void add_greatest(Program& program, const Tensor& x, const Tensor& out, const Te
 
 // Where an index chooses along a dimension of `x`, and the strides of `x` but for that. It has as many
 // dimensions, none of them longer but that one.
-std::pair<DimIndex, Four> dim_index(const Tensor& x, const char* name, int dim, const Tensor& index) {
+std::pair<DimIndex, Four> dim_index(const Tensor& x, const char* name, int dim,
+                                    const Tensor& index) {
   sizes_of(x, name);
   const Four sizes = sizes_of(index, "index");
   if (index.element() != Element::kInt64 || index.dims() != x.dims() || dim < 0 || dim >= x.dims())
