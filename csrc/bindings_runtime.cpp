@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -30,6 +31,9 @@ namespace {
 // caller does other work. Expert i has rows begin[i]..begin[i + 1] - 1 of a call of `num_rows` rows,
 // whose results are at out; row_token has the tokens of this batch. From its making to `finish`,
 // which its maker's thread calls, the engine is its own, and the tensors must live.
+//
+// Only the tokens of the batch's rows are read, by the workers: threads of another pool would be in
+// their way, and most of a long prompt's tokens may have no row here.
 class StartedBatch {
  public:
   StartedBatch(ExpertEngine& engine, const RoutedLayer& layer,
@@ -39,6 +43,8 @@ class StartedBatch {
       : engine_(engine), coming_(engine), begin_(std::move(begin)) {
     const std::int64_t num_rows = out.size(0), num_tokens = hidden.size(0);
     const std::int64_t size = layer.layout.hidden_size, all_tokens = row_token.count();
+    const ValueType type = hidden.token_type("hidden");
+    const void* given = hidden.values("hidden", type, num_tokens * size);
     auto* rows = out.dense<float>("out", num_rows * size);
     const auto* tokens = row_token.dense<const std::int32_t>("row_token", all_tokens);
     if (begin_.size() != experts.size() + 1 || begin_.front() < 0 || begin_.back() > num_rows)
@@ -56,17 +62,23 @@ class StartedBatch {
     }
     const std::int32_t first = begin_.front();
     for (std::int32_t& row : begin_) row -= first;
-    const ExpertCall call{static_cast<std::int64_t>(experts.size()),
-                          num_tokens,
-                          addresses_.data(),
-                          begin_.data(),
-                          tokens + first_token,
-                          hidden.dense<const float>("hidden", num_tokens * size),
-                          rows + first * size};
+    ExpertCall call{static_cast<std::int64_t>(experts.size()),
+                    num_tokens,
+                    addresses_.data(),
+                    begin_.data(),
+                    tokens + first_token,
+                    nullptr,
+                    rows + first * size};
     require(first_token >= 0 && first_token <= all_tokens - begin_.back(), "a token for each row");
     require_in_range(call, begin_.back());
     const nb::gil_scoped_release release;
     turn_ = std::unique_lock(engine.busy());
+    number_tokens(call);
+    hidden_ = std::make_unique_for_overwrite<float[]>(used_.size() * size);
+    engine.load_rows(given, type, size, used_, hidden_.get());
+    call.num_tokens = static_cast<std::int64_t>(used_.size());
+    call.row_token = row_token_.data();
+    call.hidden = hidden_.get();
     if (layer.source != nullptr && !are_addresses) {
       is_coming_ = true;
       coming_.begin(layer, call, {experts.begin(), experts.end()});
@@ -92,12 +104,27 @@ class StartedBatch {
   }
 
  private:
+  // Numbers the tokens that have rows, in the order of their first ones.
+  void number_tokens(const ExpertCall& call) {
+    std::vector<std::int32_t> number(call.num_tokens, -1);
+    row_token_.reserve(begin_.back());
+    for (std::int32_t row = 0; row < begin_.back(); ++row) {
+      std::int32_t& place = number[call.row_token[row]];
+      if (place < 0) {
+        place = static_cast<std::int32_t>(used_.size());
+        used_.push_back(call.row_token[row]);
+      }
+      row_token_.push_back(place);
+    }
+  }
+
   ExpertEngine& engine_;
   std::unique_lock<std::mutex> turn_;  // goes last
   ComingExperts coming_;
   bool is_coming_ = false;
   std::vector<const std::uint8_t*> addresses_;
-  std::vector<std::int32_t> begin_;
+  std::vector<std::int32_t> begin_, row_token_, used_;
+  std::unique_ptr<float[]> hidden_;  // of the tokens that are used
 };
 
 // Numbers from Python index tables: nothing is read outside.

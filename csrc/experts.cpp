@@ -204,6 +204,13 @@ void ExpertEngine::store(const float* from, std::int64_t count, ValueType type, 
   store_values(from, count, type, to);
 }
 
+void ExpertEngine::load_rows(const void* from, ValueType type, std::int64_t size,
+                             const std::vector<std::int32_t>& rows, float* to) {
+  pool_.run(static_cast<std::int64_t>(rows.size()), [&](std::int64_t i) {
+    load(value_at(from, type, rows[i] * size), type, size, to + i * size);
+  });
+}
+
 void ExpertEngine::add_rows(const RowSum& sum) {
   pool_.run(sum.num_tokens, [&](std::int64_t t) {
     // Block by block through all rows: half of them lie in another core's cache, and come sooner

@@ -84,7 +84,11 @@ class ExpertEngine {
   void load(const void* from, ValueType type, std::int64_t count, float* to) const;
   void store(const float* from, std::int64_t count, ValueType type, void* to) const;
 
-  // The same bits on whichever processor computed the rows: a product and an addition each round by themselves.
+  // Some rows of a tensor, each of `size` values side by side, to fp32.
+  void load_rows(const void* from, ValueType type, std::int64_t size,
+                 const std::vector<std::int32_t>& rows, float* to);
+
+  // The same bits wherever the rows were computed: a product and an addition each round by themselves.
   void add_rows(const RowSum& sum);
 
   // Wakes the threads a little before `run`: they look out for work for some microseconds.

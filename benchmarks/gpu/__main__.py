@@ -143,7 +143,7 @@ def _measure(model: Any, cell: Cell, options: argparse.Namespace) -> Result:
     num_experts = geometry.num_layers * geometry.num_experts
     num_slots = max(1, int(cell.share * num_experts))
     if cell.share == 1.0:  # all of them resident: nothing is planned, and no routing is forced
-        num_slots += cache.settings.extra_slots(num_experts)
+        num_slots = cache.settings.slots_for(num_experts)
         every = list(range(num_experts))
         executor.resize_now(num_slots, every)
     else:

@@ -69,8 +69,10 @@ def measure(model: Any, executor: HybridExecutor, work: Work) -> Result:
     executor.listeners.append(prediction)
     _decode(pool, WARM_STEPS, work.batch)
     statistics = CacheStatistics()
+    executor.catch_up()
     executor.listeners.append(statistics)
     decode_seconds = _timed(lambda: _decode(pool, work.new_tokens, work.batch))
+    executor.catch_up()
     executor.listeners.remove(statistics)
     executor.listeners.remove(prediction)
     copied = statistics.copies * executor.cache.slot_bytes

@@ -169,7 +169,7 @@ def fill(cache: ExpertCache, share: float) -> None:
     """Give a share of the experts slots; if it is all of them, they are resident from the start."""
     count = cache.geometry.num_layers * cache.geometry.num_experts
     if share == 1.0:
-        cache.resize(count + cache.settings.extra_slots(count), range(count))
+        cache.resize(cache.settings.slots_for(count), range(count))
     else:
         cache.resize(round(share * count))
 

@@ -118,6 +118,7 @@ def test_a_step_is_one_graph_and_gives_the_cpus_logits(
     assert_alike(logits_of(rows, num_rows, TOKENS), expected)
     assert rows.step.is_replaying, rows.step.why_not
     assert rows.num_segments == 1
+    executor.catch_up()
     assert statistics.hits > 0
     assert statistics.copies > 0
     num_layers = len(executor.store)
@@ -363,6 +364,7 @@ def test_a_forced_routing_is_handed_over_in_the_same_graph(
         at = sum(map(len, prompts(num_rows))) + len(TOKENS) * num_rows
         for token in (50, 51):
             rows.decode([token] * num_rows)
+            executor.catch_up()
             routes = trace.experts[at : at + num_rows].transpose(1, 0, 2).tolist()
             assert [event.load and event.load.routes for event in events] == routes
             at += num_rows

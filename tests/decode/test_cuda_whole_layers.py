@@ -48,7 +48,7 @@ class WholeLayers:
     def prepare(self, num_tokens: int) -> None:
         pass
 
-    def serves(self, functions: ExpertFunctions, num_tokens: int) -> bool:
+    def serves(self, functions: ExpertFunctions) -> bool:
         return True
 
     def execute(

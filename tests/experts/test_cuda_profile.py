@@ -18,7 +18,7 @@ from tandem.experts.execution.expert_kernels import ExpertKernels, WeightSource
 from tandem.experts.measuring.profiler import MeasuredExperts
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels.dense import CpuThreads
-from tandem.policy.cost import HardwareProfile, HostCosts
+from tandem.policy.cost import FETCHES_A_LAUNCH, HardwareProfile, HostCosts
 from tests.experts.lazy_streams import LazyStreams
 from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_machine
 from tests.experts.test_handed_layers import HostSignals, NeverRings
@@ -126,7 +126,7 @@ def test_the_hosts_work_is_measured_and_charged_to_layers_fetches_and_cpu_expert
     (was,), (alone,), (host,) = before.shapes, after.shapes, after.host
     assert host.layer_seconds == pytest.approx(PREPARING_SECONDS, rel=1e-3)
     assert host.cpu_end_seconds == pytest.approx(SENDING_SECONDS, rel=1e-3)
-    assert host.fetch_seconds == pytest.approx(PREPARING_SECONDS / 8, rel=1e-3)
+    assert host.fetch_seconds == pytest.approx(PREPARING_SECONDS / FETCHES_A_LAUNCH, rel=1e-3)
     assert alone.dense_seconds == was.dense_seconds
     assert alone.cpu_first_expert_seconds == was.cpu_first_expert_seconds
     now = after.charged(alone)

@@ -123,7 +123,8 @@ class TwinExecutor(HybridExecutor):
         """End a captured step whose layers were done by a recording."""
         assert self.captured is not None
         with self._turn, self._losing_at_most_a_step():
-            self.captured.finish(self.listeners)
+            self.captured.finish(is_heard=bool(self.listeners))
+            self.captured.report(self.listeners)  # no device goes on meanwhile
 
     def _compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
         twin = self._twin
@@ -135,5 +136,6 @@ class TwinExecutor(HybridExecutor):
         self._last_layer = call.layer
         out = twin.run(call)
         if call.layer == len(self.store) - 1:
-            twin.finish(self.listeners)
+            twin.finish(is_heard=bool(self.listeners))
+            twin.report(self.listeners)
         return out

@@ -42,10 +42,12 @@ def memory_of(operation: StateOperation, states: torch.Tensor) -> StateMemory:
 
 def steps_of(num_each: int) -> list[SlotTokens]:
     """Two slots' tokens: certain ones; then drafted ones; then some of these again, and others."""
-    found = []
+    found, drafted = [], min(num_each - 1, MOST_DRAFTED)
     for certain, again, half in ((num_each, (-1, 0), 0), (1, (0, 0), 0), (1, (2, 0), 1)):
-        count = num_each if certain == num_each else min(num_each, 1 + MOST_DRAFTED)
-        runs = [Run(1 + n, n * num_each, count, certain, again[n], half) for n in range(2)]
+        count = num_each if certain == num_each else 1 + drafted
+        runs = [
+            Run(1 + n, n * num_each, count, certain, min(again[n], drafted), half) for n in range(2)
+        ]
         found.append(SlotTokens(torch.tensor(runs, device=DEVICE), count))
     return found
 

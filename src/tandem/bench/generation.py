@@ -153,8 +153,9 @@ def _decode(
     bench: KernelBench | None,
 ) -> _Decoded:  # fmt: skip
     decoded, experts, plans = _Decoded(), ExpertStatistics(), _PlanTime()
-    listeners = require_runtime(model).executor.listeners
-    listeners += [experts, plans]
+    executor = require_runtime(model).executor
+    executor.catch_up()
+    executor.listeners += [experts, plans]
     for number in range(num_steps):
         start = time.perf_counter()
         logits = pool.decode(dict(enumerate(tokens)))
@@ -165,8 +166,9 @@ def _decode(
         decoded.steps.append(end - start)
         if bench is not None and number % _READ_EVERY == min(num_steps, _READ_EVERY) - 1:
             decoded.reads.append((end - start, bench.read_rate()))
+    executor.catch_up()
     for listener in (experts, plans):
-        listeners.remove(listener)
+        executor.listeners.remove(listener)
     decoded.expert_bytes = experts.touched_bytes // num_steps
     decoded.plan_seconds = plans.seconds / num_steps
     return decoded

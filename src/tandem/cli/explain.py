@@ -286,6 +286,7 @@ class Explanation:
         self._runtime.use(self._executor)
         if self._generator.speculation is not None:
             self._generator.speculation.on_kept = None
+        self._executor.catch_up()
         self._executor.listeners.remove(self._statistics)
         self._recorder.pause()  # the recorded step goes on through it
         trace = self._recorder.trace("this run")

@@ -61,6 +61,7 @@ class RunReport:
         """Stop counting."""
         if self._speculation is not None:
             self._speculation.experts = None
+        self._executor.catch_up()
         self._executor.listeners.remove(self._experts)
         self._executor.listeners.remove(self._cache)
         if self._expert_cache is not None:
@@ -68,6 +69,7 @@ class RunReport:
 
     def line(self, answer: "Answer") -> str:
         """Return the statistics as one line."""
+        self._executor.catch_up()
         parts = [
             f"first token {answer.time_to_first_token_seconds:.2f} s",
             f"prefill {answer.prefill_tokens_per_second:.1f} tok/s ({_prompt_parts(answer)})",

@@ -23,10 +23,10 @@ def require_finite_logits(
 
     `tokens_of` returns the tokens of a row so far. A model may forbid tokens by minus infinity.
     """
-    highest = logits.amax(-1)  # NaN where a row has one
-    if math.isfinite(_waited_for(highest.sum())):
+    highest = _waited_for(logits.amax(-1))  # NaN where a row has one
+    if all(map(math.isfinite, highest)):
         return
-    row = int(highest.isfinite().logical_not().nonzero()[0])
+    row = next(row for row, value in enumerate(highest) if not math.isfinite(value))
     place = _first_spoilt(model, list(tokens_of(row))[-_SEARCHED_TOKENS:])
     where = "no single layer" if place is None else place
     raise ExecutionError(
@@ -36,16 +36,17 @@ def require_finite_logits(
     )
 
 
-def _waited_for(value: Tensor) -> float:
-    """Return a step's last value; by an event, which on a GPU says that the wait is meant."""
-    if value.device.type != "cuda":
-        return float(value)
-    host = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True)
-    host.copy_(value, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record(torch.cuda.current_stream(value.device))
-    done.synchronize()
-    return float(host)
+def _waited_for(values: Tensor) -> list[float]:
+    """Return a step's last values; by an event, which on a GPU says that the wait is meant."""
+    host = values
+    if values.device.type == "cuda":
+        host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(values.device))
+        done.synchronize()
+    found: list[float] = host.tolist()
+    return found
 
 
 @torch.inference_mode()

@@ -154,7 +154,7 @@ def forecast_on_gpu(
     heat = trace.sequences(0, _HEAT_SEQUENCES)
     is_resident = num_slots >= sizes.num_experts
     if is_resident:  # as loading has it: all of them, and room for copies
-        num_slots += settings.extra_slots(num_slots)
+        num_slots = settings.slots_for(num_slots)
     charged = profile.charged(costs, path.host_path)
     if path.in_graph:
         settings = settled(settings, profile, charged, geometry, num_slots, tables=NATIVE_TABLES)

@@ -129,7 +129,7 @@ def _hybrid_on(parts: DeviceParts, observed: ObservedModel, runtime: Runtime) ->
         device.memory(),
         slot_bytes=max(layer.image_bytes for layer in observed.store),
         # With these beside one for each expert, all can be resident.
-        num_experts=num_experts + options.planner_settings().extra_slots(num_experts),
+        num_experts=options.planner_settings().slots_for(num_experts),
         reserved_bytes=parts.reserved_bytes,
     )
     settings = observed.settings(parts.machine, num_slots)

@@ -182,7 +182,7 @@ class _Runs:
         self._rows = (first[:, None] + place).clamp(max=num_rows - 1)
         row = torch.arange(num_rows, device=runs.device)[:, None]
         self._run_of = ((first <= row) & (row < first + count)).to(torch.int8).argmax(1)
-        self._place_of = (row[:, 0] - first[self._run_of]).clamp(min=0)
+        self._place_of = (row[:, 0] - first[self._run_of]).clamp(0, self._most - 1)
         number = torch.arange(len(runs), device=runs.device)
         self._kept_from = torch.where(self.num_certain > 0, number, 0)
 

@@ -20,7 +20,7 @@ PROFILE_FORMAT = 1
 # In place of a path's name: times as if the host's own work took none.
 NO_HOST = "none"
 # Experts that are fetched for one use are computed so many in one launch, where slots allow.
-FETCHES_A_LAUNCH = 8
+FETCHES_A_LAUNCH = 16
 SEGMENTS, GRAPH = "segments", "graph"  # paths
 
 
@@ -43,6 +43,8 @@ class ShapeCosts:
     second_launch_seconds: float = 0.0
     copy_wake_seconds: float = 0.0
     asking_seconds: float = 0.0
+    planned_first_expert_seconds: float = 0.0
+    """What `cpu_first_expert_seconds` is in planned steps; 0: as much."""
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, what was found and what is expected."""
@@ -68,7 +70,7 @@ class ShapeCosts:
                 )
         for name in (
             "cpu_first_expert_seconds", "link_seconds_per_expert", "second_launch_seconds",
-            "copy_wake_seconds", "asking_seconds",
+            "copy_wake_seconds", "asking_seconds", "planned_first_expert_seconds",
         ):  # fmt: skip
             _require(name, given[name], "at least 0 and at most 1e6", _is_seconds)
 
@@ -199,11 +201,15 @@ class HardwareProfile:
     ) -> ShapeCosts:
         """Return a shape's times with the host's work in them, on a path as of `host_costs`.
 
-        Of decode steps whose experts are all resident the host hands no layer over.
+        Of decode steps whose experts are all resident the host hands no layer over. Prompts are
+        planned whatever the path of decode steps is: a first expert on the CPU costs them what it
+        does in graph segments.
         """
         host = self.host_costs(path)
         if host is None:
             return shape
+        segments = next((costs for costs in self.host if costs.path == SEGMENTS), host)
+        planned = segments.cpu_begin_seconds + segments.cpu_end_seconds
         layer = host.step_seconds / shape.num_moe_layers
         layer += 0.0 if is_resident else host.layer_seconds
         on_cpu = host.cpu_begin_seconds + host.cpu_end_seconds
@@ -215,6 +221,7 @@ class HardwareProfile:
             second_launch_seconds=host.second_launch_seconds,
             copy_wake_seconds=host.copy_wake_seconds,
             asking_seconds=host.asking_seconds,
+            planned_first_expert_seconds=shape.cpu_first_expert_seconds + planned,
         )
 
     def to_json(self) -> str:
@@ -328,6 +335,7 @@ class CostTable:
         self.cpu: list[float] = [0.0]
         self.gpu: list[float] = [0.0]
         self.cpu_first = costs.cpu_first_expert_seconds
+        self.planned_first = costs.planned_first_expert_seconds or self.cpu_first
         self.link = costs.link_seconds_per_expert * link_slowdown
         self.second_launch, self.copy_wake = costs.second_launch_seconds, costs.copy_wake_seconds
         self.asking = costs.asking_seconds

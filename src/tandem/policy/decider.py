@@ -57,10 +57,10 @@ class PlainDecider:
 
     def split(self, rule: Rule, layer: LayerNow, max_fetches: int) -> Split:
         """Ask the rule."""
-        return rule.split(self.problem(layer, max_fetches))
+        return rule.split(self.problem(rule, layer, max_fetches))
 
-    def problem(self, layer: LayerNow, max_fetches: int) -> LayerProblem:
-        """Return the layer's assignment problem."""
+    def problem(self, rule: Rule, layer: LayerNow, max_fetches: int) -> LayerProblem:
+        """Return the layer's assignment problem, in a step of this rule's kind."""
         load, keys, states, now = layer
         costs, tokens = self.costs, load.tokens
         costs.require(max(tokens))
@@ -74,7 +74,8 @@ class PlainDecider:
         return LayerProblem(
             load.layer, load.experts, tokens,
             [cpu_table[n] for n in tokens], [gpu_table[n] for n in tokens], wait,
-            self.eviction.scores(keys), costs.cpu_first, costs.link, self.link.busy_seconds(now),
+            self.eviction.scores(keys), costs.cpu_first if rule.launches else costs.planned_first,
+            costs.link, self.link.busy_seconds(now),
             max_fetches, costs.cpu_slowdown, costs.link_slowdown, costs.copy_wake,
         )  # fmt: skip
 

@@ -228,7 +228,7 @@ class Planner:
         return self._problem(self._layer_now(load, now))
 
     def _problem(self, layer: LayerNow) -> LayerProblem:
-        return self._plain.problem(layer, self._max_fetches)
+        return self._plain.problem(self._rule, layer, self._max_fetches)
 
     def _layer_now(self, load: LayerLoad, now: float) -> LayerNow:
         first, state = load.layer * self.geometry.num_experts, self.residency.state

@@ -28,7 +28,8 @@ P = TypeVar("P", Eviction, Prediction)
 LINK_SHARE = 0.15
 # Slots of which experts take turns that are fetched for one use: half of them are computed in one
 # launch while the others are filled; in small caches at least two.
-RING_SLOTS, RING_SHARE = 16, 1 / 96
+RING_SLOTS, RING_SHARE = 32, 1 / 48
+GRAPH_RING_SLOTS = 16  # in steps that are one graph
 # For copies ahead in long prompts: the layer that runs and the one to come have half each. As many
 # as a link of 25 GB/s fills while 2,048 tokens of Qwen3-30B-A3B attend on a 4070.
 PROMPT_SLOTS, PROMPT_SHARE = 64, 1 / 32
@@ -186,8 +187,15 @@ class PlannerSettings:
         return min(RING_SLOTS, num_slots // 4, max(2, int(num_slots * RING_SHARE)))
 
     def extra_slots(self, num_slots: int) -> int:
-        """Return the slots that are no part of the cache proper."""
+        """Return the slots, of so many, that are no part of the cache proper."""
         return self.staging_slots(num_slots) + min(OWN_SLOTS, self.ring_slots(num_slots))
+
+    def slots_for(self, num_cached: int) -> int:
+        """Return the fewest slots of which so many are the cache's."""
+        num_slots = num_cached
+        while num_slots - self.extra_slots(num_slots) < num_cached:
+            num_slots = num_cached + self.extra_slots(num_slots)
+        return num_slots
 
 
 def make_planner(
@@ -214,10 +222,8 @@ def make_planner(
         make = with_tables(settings.policies.evictions.factory(settings.eviction), tables)
         eviction = make(geometry, **dict(settings.eviction_options))
     eviction.resized(sizes)
-    own = range(residency.num_slots, num_slots)
-    ring = Ring(
-        residency, eviction, own, settings.ring_slots(num_slots), min(RING_SLOTS, num_slots // 4)
-    )
+    own, in_graph = range(residency.num_slots, num_slots), min(GRAPH_RING_SLOTS, num_slots // 4)
+    ring = Ring(residency, eviction, own, settings.ring_slots(num_slots), in_graph)
     prediction = like.prediction if like else None
     policies, name = settings.policies, settings.rule()
     planner = Planner(

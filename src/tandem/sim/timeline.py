@@ -81,7 +81,8 @@ class Timeline:
         tokens = dict(zip(load.experts, load.tokens, strict=True))
         start = self.now
         cpu = sum([costs.cpu[tokens[expert]] for expert in plan.cpu])
-        cpu += costs.cpu_first if plan.cpu else 0.0
+        first = costs.cpu_first if plan.launches else costs.planned_first
+        cpu += first if plan.cpu else 0.0
         if plan.launches:
             self.now += costs.asking if plan.asks else 0.0
             return self._run_in_graph(plan, tokens, cpu)

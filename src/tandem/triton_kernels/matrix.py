@@ -178,8 +178,11 @@ def matrix_up(
 ) -> None:
     """Write activation(up projection): inner (n_rows, num_rows); see `vector_up`."""
     expert = tl.load(tile_expert + tl.program_id(1))
-    row = tl.load(tile_first + tl.program_id(1)) + tl.arange(0, block_rows)
-    is_row = row < tl.load(begin + expert + 1)
+    first, end = tl.load(tile_first + tl.program_id(1)), tl.load(begin + expert + 1)
+    if first >= end:  # one of the tiles that there might have been
+        return
+    row = first + tl.arange(0, block_rows)
+    is_row = row < end
     lanes = tl.program_id(0) * block_lanes + tl.arange(0, block_lanes)
     address = tl.load(addresses + expert)
     token = tl.load(row_token + row, mask=is_row, other=0).to(tl.int64)
@@ -208,8 +211,11 @@ def matrix_down(
 ) -> None:
     """Write the down projection: out (n_rows, num_rows) fp32, num_rows being the hidden size."""
     expert = tl.load(tile_expert + tl.program_id(1))
-    row = tl.load(tile_first + tl.program_id(1)) + tl.arange(0, block_rows)
-    is_row = row < tl.load(begin + expert + 1)
+    first, end = tl.load(tile_first + tl.program_id(1)), tl.load(begin + expert + 1)
+    if first >= end:  # one of the tiles that there might have been
+        return
+    row = first + tl.arange(0, block_rows)
+    is_row = row < end
     lanes = tl.program_id(0) * block_lanes + tl.arange(0, block_lanes)
     address = tl.load(addresses + expert)
     row = row.to(tl.int64)

@@ -2,10 +2,12 @@
 
 A step that is captured whole runs nothing of the executor, so its listeners would not hear of its
 layers. What the routers chose stays in the step's memory; it is copied to the host behind each
-replay and reported before the next one: a step late, and without a wait.
+replay and reported behind the next one's launch: a step late, and without a wait.
 """
 
+from collections import deque
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +18,17 @@ from tandem.devices.cuda.streams import Event, Stream
 from tandem.experts.cache.clock import Clock
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.executor import Executor
+
+_HOST_COPIES = 2  # one is read while the next step's is written
+
+
+class _Replay(NamedTuple):
+    """A step that has been launched."""
+
+    begin: Event
+    end: Event
+    chosen: Tensor
+    """By layer, on the host, behind `end`."""
 
 
 class GraphedLayers:
@@ -28,9 +41,9 @@ class GraphedLayers:
         self._executor, self._device = executor, device
         self._clock, self._layers = clock, layers
         self._chosen: dict[int, Tensor] = {}  # by layer: (n_tokens, top_k) in the step's memory
-        self._host: Tensor | None = None
+        self._hosts: deque[Tensor] = deque()  # in turns
         self._begin: Event | None = None
-        self._end: Event | None = None
+        self._replays: deque[_Replay] = deque()  # not yet reported
 
     def prepare(self, num_tokens: int) -> None:
         """Make what must be there before a step is captured."""
@@ -40,7 +53,7 @@ class GraphedLayers:
         self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: ExpertFunctions
     ) -> Tensor | None:
         """Queue a layer; None if it needs a graph break."""
-        if not self._layers.serves(functions, len(hidden)):
+        if not self._layers.serves(functions):
             return None
         self._chosen[layer] = index
         return self._layers.execute(layer, hidden, index, weights, functions)
@@ -59,7 +72,7 @@ class GraphedLayers:
 
     def begin_step(self) -> None:
         """Note when a replay begins."""
-        if not self._chosen:  # too many tokens: all layers are graph breaks
+        if not self._chosen:  # all layers are graph breaks
             return
         self._begin = self._device.streams.record(Stream.COMPUTE, is_timed=True)
 
@@ -69,30 +82,32 @@ class GraphedLayers:
             return
         streams = self._device.streams
         chosen = torch.stack([self._chosen[layer] for layer in sorted(self._chosen)])
-        if self._host is None:
-            with torch.inference_mode(False):
+        with torch.inference_mode(False):
+            while len(self._hosts) < _HOST_COPIES:
                 memory = streams.pinned(chosen.nbytes)
-                self._host = memory.view(chosen.dtype).view(chosen.shape)
-        host = self._host
+                self._hosts.append(memory.view(chosen.dtype).view(chosen.shape))
+        self._hosts.rotate()
+        host = self._hosts[0]
 
         def bring() -> None:
             host.copy_(chosen, non_blocking=True)
 
         streams.run(Stream.COMPUTE, bring)
-        self._end = streams.record(Stream.COMPUTE, is_timed=True)
+        assert self._begin is not None
+        end = streams.record(Stream.COMPUTE, is_timed=True)
+        self._replays.append(_Replay(self._begin, end, host))
 
-    def report(self) -> None:
-        """Report the layers of the last replay, if that has not been done."""
-        end, self._end = self._end, None
-        if end is None or self._host is None or self._begin is None:
-            return
-        if not end.query():  # its logits have been read, so it is about to be done
-            end.synchronize()
-        self._device.add_busy(self._device.streams.between(self._begin, end))
-        for layer, chosen in zip(sorted(self._chosen), self._host, strict=True):
-            event = resident_event(self._executor.store[layer], chosen, self._clock.now)
-            for listener in self._executor.listeners:
-                listener(event)
+    def report(self, *, but: int = 0) -> None:
+        """Report the layers of the replays that have not been reported, but for so many last."""
+        while len(self._replays) > but:
+            begin, end, host = self._replays.popleft()
+            if not end.query():  # its logits have been read, so it is about to be done
+                end.synchronize()
+            self._device.add_busy(self._device.streams.between(begin, end))
+            for layer, chosen in zip(sorted(self._chosen), host, strict=True):
+                event = resident_event(self._executor.store[layer], chosen, self._clock.now)
+                for listener in self._executor.listeners:
+                    listener(event)
 
 
 def graphed_layers(executor: Executor | None) -> GraphedLayers | None:

@@ -32,6 +32,7 @@ from tandem.decode.token_routed import TokenRouted
 from tandem.decode.trial import NOT_IN_SLOTS, why_other_logits
 from tandem.devices.cuda.captures import Capture, CudaCapture
 from tandem.devices.cuda.embedding import StepRows, given_rows
+from tandem.devices.cuda.host_twin import on_its_way
 from tandem.experts.cache.expert_cache import SHRINK
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.foreign_types import PreTrainedModel
@@ -39,7 +40,7 @@ from tandem.hf.steps import MAX_STEP_TOKENS
 from tandem.kernels.attention import Segment
 from tandem.kernels.opaque_calls import intercepted
 from tandem.kv_cache.cuda.cache import StaticKvCache
-from tandem.kv_cache.cuda.layers import DecodeKernels, on_its_way
+from tandem.kv_cache.cuda.layers import DecodeKernels
 from tandem.kv_cache.stand_ins import sees_all
 from tandem.recording.replay import ReplayedStep
 
@@ -189,13 +190,14 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         logits = step.replayed()
         for layers in step.resident:
             layers.end_step()
+        self._report(but=step)
         return logits
 
-    def _report(self) -> None:
-        """Report the layers of the last step to listeners, if they were part of its segments."""
+    def _report(self, but: _Step | None = None) -> None:
+        """Report to listeners the layers of segments, but for those of a step's last replay."""
         for step in self._steps.values():
             for layers in step.resident:
-                layers.report()
+                layers.report(but=int(step is but))
 
     def _inputs_of(self, count: int) -> StepInputs:
         if count not in self._inputs:
@@ -206,7 +208,6 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
 
     def _follow_executor(self) -> None:
         """Drop what was captured for another executor, other slots, or before all were resident."""
-        self._report()
         executor = self._model.executor
         if executor is not None:
             executor.settle()  # a replay of whole steps would never come to it
@@ -216,11 +217,13 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         if len(self._captured_for) != len(now) or any(
             a is not b for a, b in zip(now, self._captured_for, strict=True)
         ):
+            self._report()
             self._captured_for = now
             self._steps.clear()
 
     def _step_at(self, count: int) -> _Step:
         if self._generation != self.cache.generation:
+            self._report()
             self._generation = self.cache.generation
             self._steps.clear()
         key = count, *self.cache.form
@@ -256,7 +259,8 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         return logits
 
     def _pad(self, count: int, index: Tensor) -> Tensor:
-        return index if count == 1 else index.masked_fill(self._inputs_of(count).is_idle, -1)
+        # One kernel: in a graph of kernels alone a launch costs the host next to nothing.
+        return index if count == 1 else index | self._inputs_of(count).idle
 
     def _recorded(self, count: int) -> Callable[[], Tensor]:
         """Do a step of so many rows and return it in fewer operations."""

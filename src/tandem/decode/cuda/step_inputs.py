@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.devices.cuda.embedding import StepRows
-from tandem.kv_cache.cuda.layers import on_its_way
+from tandem.devices.cuda.host_twin import HostTwin
 
 
 class StepInputs:
@@ -20,13 +20,15 @@ class StepInputs:
         room_for_hidden: Callable[[int], Tensor | None],
     ) -> None:
         """Hold nothing for so many rows; embeddings in the host's memory are read there."""
-        self._device, self._num_idle = device, 0
+        self._num_idle = 0
         self.hidden = room_for_hidden(num_rows)
         """What the output head read, (n_rows, width), if that is noted."""
         with torch.inference_mode(False):
             self.ids = torch.zeros((num_rows, 1), dtype=torch.int64, device=device)
-            self.is_idle = torch.zeros((num_rows, 1), dtype=torch.bool, device=device)
+            self.idle = torch.zeros((num_rows, 1), dtype=torch.int64, device=device)
+            """-1 for padding tokens, 0 for the others: joined by `|` an id becomes padding."""
             self._rows = StepRows(embeddings, num_rows)
+        self._host_ids, self._host_idle = HostTwin(self.ids), HostTwin(self.idle)
 
     @property
     def embedded(self) -> Tensor | None:
@@ -36,15 +38,14 @@ class StepInputs:
     @property
     def tensors(self) -> list[Tensor]:
         """Return all of it."""
-        return [self.ids, self.is_idle, *([] if self.embedded is None else [self.embedded])]
+        return [self.ids, self.idle, *([] if self.embedded is None else [self.embedded])]
 
     def bring(self, ids: Sequence[int]) -> None:
         """Queue a step's token ids; the rows behind them are idle."""
         num_rows, num_idle = len(self.ids), len(self.ids) - len(ids)
         whole = [*ids, *[0] * num_idle]
-        self.ids.copy_(on_its_way(whole, self._device)[:, None], non_blocking=True)
+        self._host_ids.bring(whole)
         self._rows.bring(whole)
         if num_idle != self._num_idle:
             self._num_idle = num_idle
-            idle = on_its_way([row >= len(ids) for row in range(num_rows)], self._device)
-            self.is_idle.copy_(idle[:, None], non_blocking=True)
+            self._host_idle.bring([-(row >= len(ids)) for row in range(num_rows)])

@@ -198,7 +198,7 @@ class CudaDevice(Device):
     def resident(self, cache: ExpertCache) -> ResidentLayers | None:
         """Return what computes a cache's layers without a plan, once all of them are resident."""
         experts = self.grouped_experts
-        return None if experts is None else ResidentLayers(cache, experts, self.streams.device)
+        return None if experts is None else ResidentLayers(cache, experts, self.streams)
 
     @property
     def grouped_experts(self) -> "TritonExperts | None":

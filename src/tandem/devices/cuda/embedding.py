@@ -11,6 +11,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
+from tandem.devices.cuda.host_twin import HostTwin
 from tandem.foreign_types import ModelPart
 
 _GIVEN: ContextVar[Tensor | None] = ContextVar("tandem_given_rows", default=None)
@@ -35,9 +36,9 @@ class HostEmbedding(nn.Module):
         return self._on_host[0]
 
     def rows(self, ids: Sequence[int]) -> Tensor:
-        """Return rows on the host, (n, embedding_dim); copies of them to a GPU do not wait."""
+        """Return rows on the host, (n, embedding_dim)."""
         found: Tensor = self.on_host(torch.tensor(ids, dtype=torch.int64, device="cpu"))
-        return found.pin_memory() if self.device.type == "cuda" else found
+        return found
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the tokens' embeddings on the device: (...) int64 -> (..., embedding_dim)."""
@@ -85,14 +86,17 @@ class StepRows:
                 self.memory = torch.zeros(
                     shape, dtype=self._source.dtype, device=self._source.device
                 )
+            self._twin = HostTwin(self.memory)
 
     def bring(self, ids: Sequence[int]) -> None:
         """Queue the copy of a step's rows, one for each slot."""
         if self._source is not None and self.memory is not None:
-            self.memory.copy_(self._source.rows(ids)[:, None], non_blocking=True)
+            self._twin.bring(self._source.rows(ids)[:, None])
 
     def of_prompt(self, ids: Sequence[int]) -> Tensor | None:
         """Return a prompt's rows on the device, (1, n, embedding_dim); None: it has them."""
         if self._source is None:
             return None
-        return self._source.rows(ids)[None].to(self._source.device, non_blocking=True)
+        rows = self._source.rows(ids)[None]
+        rows = rows.pin_memory() if self._source.device.type == "cuda" else rows
+        return rows.to(self._source.device, non_blocking=True)

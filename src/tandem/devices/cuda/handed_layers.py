@@ -39,20 +39,18 @@ class HandedLayers:
         signals: Signals,
         words: handing.WaitWords,
         *,
-        host_table: Tensor | None = None,
         fetches: bool = False,
         routers: Sequence[AskedRouter | None] = (),
     ) -> None:
         """Hand over through a mailbox, whose bytes are `memory` (num_bytes,) uint8, mapped.
 
         `table` (layers, experts) int64 on the device has the address of each resident expert, 0
-        for the others. Each step begins with bringing `host_table`, pinned, if there is one.
-        `words` are for all mailboxes: a step is under way in one of them. `fetches` tells whether
-        the host may answer with addresses. `routers`, of the layers behind the first one, are asked
-        ahead, if there are some, but for those that are None.
+        for the others. `words` are for all mailboxes: a step is under way in one of them. `fetches`
+        tells whether the host may answer with addresses. `routers`, of the layers behind the first
+        one, are asked ahead, if there are some, but for those that are None.
         """
         self._store, self._box, self._memory, self._table = store, box, memory, table
-        self._experts, self._signals, self._host_table = experts, signals, host_table
+        self._experts, self._signals = experts, signals
         self._words, self._fetches = words, fetches
         self._routers = routers
         self._heard: dict[int, Tensor] = {}  # by layer: what its router has read
@@ -79,8 +77,6 @@ class HandedLayers:
         assert isinstance(host, PackedLayer)
         if layer == 0:
             self._words.begin_step()
-            if self._host_table is not None:
-                self._table.copy_(self._host_table, non_blocking=True)
         hidden, index = hidden.contiguous(), index.contiguous()
 
         def hits(addresses: Tensor, computed: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Captured steps on a GPU: one graph each, whose layers the coordinator answers.
 
-    begin     the host's table is as plans have left it, without the experts that are to go
-      -> the graph: the table is brought to the device, then each layer is handed over
+    begin     the host's table, as plans have left it without the experts that are to go, is brought
+              to the device
+      -> the graph: each layer is handed over; of kernels alone, so that its launch costs little
       -> finish  all layers have been answered; the GPU may still be at what follows them
 
 The device's own table is written by the copying thread too, while a step runs, where the driver
@@ -28,7 +29,6 @@ from tandem.experts.execution.asked_routers import AskedRouter
 from tandem.experts.execution.captured_steps import PATIENCE_SECONDS, CapturedSteps
 from tandem.experts.execution.device import DeviceLostError
 from tandem.experts.store.packed_layer import PackedLayer
-from tandem.experts.tracing.events import Listener
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.native import TOKEN_DTYPES
@@ -115,8 +115,8 @@ class HandedSteps(CapturedSteps):
                 number,
                 HandedLayers(
                     self._cache.store, box, memory, self._device_table, self._experts,
-                    self._signals, self._words, host_table=self._host_table,
-                    fetches=self.fetches(num_rows), routers=self._asked(num_rows),
+                    self._signals, self._words, fetches=self.fetches(num_rows),
+                    routers=self._asked(num_rows),
                 ),
             )  # fmt: skip
         return self._layers[num_rows][1]
@@ -164,16 +164,20 @@ class HandedSteps(CapturedSteps):
         self._begin = self._end = None
         self._words.given_up.zero_()
         self.begin_on(number, num_rows, known)
+        self._streams.run(Stream.COMPUTE, self._bring_table)
         self._begin = self._streams.record(Stream.COMPUTE, is_timed=True)
 
-    def finish(self, listeners: Sequence[Listener]) -> None:
+    def _bring_table(self) -> None:
+        self._device_table.copy_(self._host_table, non_blocking=True)
+
+    def finish(self, *, is_heard: bool) -> None:
         """End a step whose graph has been launched; raises `DeviceLostError` if nothing helps.
 
         `RuntimeError` where the device has given a layer up: what it computed then is not used.
         """
         self._end = self._streams.record(Stream.COMPUTE, is_timed=True)
         try:
-            super().finish(listeners)
+            super().finish(is_heard=is_heard)
         except _native.StepLostError:
             self.wait_for_device()
             raise

@@ -1,17 +1,20 @@
 """Layers whose experts are all on the GPU: no plan, no wait, nothing of the host.
 
-Every (token, expert) row is computed as if it had an expert of its own, whose address the router's
-choice looks up; experts that several tokens share are read again from the GPU's own cache. Only for
-few tokens, and all of it can be captured. It holds as long as the cache keeps its size: where every
-expert has a slot, none is ever evicted.
+Of few tokens every (token, expert) row is computed as if it had an expert of its own, whose address
+the router's choice looks up; experts that several tokens share are read again from the GPU's own
+cache. Rows of more tokens are sorted by expert on the device. All of it can be captured. It holds
+as long as the cache keeps its size: where every expert has a slot, none is ever evicted.
 """
 
+from collections import deque
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from tandem.devices.cuda.streams import CudaStreams, Event, Stream
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.routing import Routing
@@ -19,7 +22,7 @@ from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.policy.plan import LayerPlan
-from tandem.triton_kernels.rows import GroupedRows
+from tandem.triton_kernels.rows import GroupedRows, block_rows
 
 if TYPE_CHECKING:
     from tandem.triton_kernels.experts import TritonExperts
@@ -30,9 +33,11 @@ MAX_TOKENS = 8  # more are worth sorting by expert
 class ResidentLayers:
     """The layers of a cache that has a slot for every expert."""
 
-    def __init__(self, cache: ExpertCache, experts: "TritonExperts", device: torch.device) -> None:
-        """Compute with `experts` from a cache's slots on `device`."""
-        self._cache, self._experts, self._device = cache, experts, device
+    def __init__(self, cache: ExpertCache, experts: "TritonExperts", streams: CudaStreams) -> None:
+        """Compute with `experts` from a cache's slots on the device of `streams`."""
+        self._cache, self._experts, self._streams = cache, experts, streams
+        self._device = streams.device
+        self._noted = deque[tuple[int, Tensor, Event]]()  # layer, choice, when it has come
         self._tables: dict[int, Tensor] = {}
         self._is_packed = all(
             isinstance(host, PackedLayer) and host.input_order is None for host in cache.store
@@ -45,11 +50,9 @@ class ResidentLayers:
         """
         return self._is_packed and self._cache.planner.residency.has_every_expert()
 
-    def serves(self, functions: ExpertFunctions, num_tokens: int) -> bool:
+    def serves(self, functions: ExpertFunctions) -> bool:
         """Tell whether a layer is computed here: of a whole cache, and plainly gated."""
-        if functions.native is None or functions.post_norm is not None:
-            return False
-        return num_tokens <= MAX_TOKENS and self.is_whole()
+        return functions.native is not None and functions.post_norm is None and self.is_whole()
 
     def execute(
         self,
@@ -64,18 +67,43 @@ class ResidentLayers:
         assert isinstance(host, PackedLayer)
         num_tokens, top_k = top_k_index.shape
         table = self._table(layer)
-        known = top_k_index.clamp(0, len(table) - 1)  # others are padding
-        rows = each_row_alone(table[known.reshape(-1)], num_tokens, top_k)
+        if num_tokens > MAX_TOKENS:
+            rows, row_of = sorted_by_expert(top_k_index, table)
+        else:
+            known = top_k_index.clamp(0, len(table) - 1)  # others are padding
+            rows = each_row_alone(table[known.reshape(-1)], num_tokens, top_k)
+            row_of = rows.begin[:-1].view(num_tokens, top_k).masked_fill(known != top_k_index, -1)
         computed = hidden.new_empty(num_tokens * top_k, hidden.shape[1], dtype=torch.float32)
         self._experts.compute(host.layout, functions.native, hidden.contiguous(), rows, computed)
-        row_of = rows.begin[:-1].view(num_tokens, top_k).masked_fill(known != top_k_index, -1)
         out = torch.empty_like(hidden)
         self._experts.add_rows(computed, row_of, top_k_weights.float().contiguous(), out)
         return out
 
+    def note(self, layer: int, top_k_index: Tensor) -> None:
+        """Queue the copy of a choice to the host, to be told by `noted`."""
+        streams = self._streams
+        with torch.inference_mode(False):
+            memory = streams.pinned(top_k_index.nbytes)
+            host = memory.view(top_k_index.dtype).view(top_k_index.shape)
+
+        def bring() -> None:
+            host.copy_(top_k_index, non_blocking=True)
+
+        streams.run(Stream.COMPUTE, bring)
+        self._noted.append((layer, host, streams.record(Stream.COMPUTE)))
+
+    def noted(self, now: float) -> Iterator[LayerExecuted]:
+        """Yield what has happened in the noted layers, each once; waits for their choices."""
+        while self._noted:
+            layer, chosen, come = self._noted.popleft()
+            come.synchronize()
+            yield resident_event(self._cache.store[layer], chosen, now)
+
     def prepare(self, num_tokens: int) -> None:
         """Make what must be there before a step is captured."""
-        _row_tables(num_tokens, self._cache.geometry.top_k, self._device)
+        geometry = self._cache.geometry
+        _row_tables(num_tokens, geometry.top_k, self._device)
+        _counting(num_tokens * geometry.top_k + 2 * geometry.num_experts + 1, self._device)
         if self.is_whole():
             for layer in range(len(self._cache.store)):
                 self._table(layer)
@@ -116,6 +144,42 @@ def each_row_alone(addresses: Tensor, num_tokens: int, top_k: int) -> GroupedRow
     every, token = _row_tables(num_tokens, top_k, addresses.device)
     none = every[:0]
     return GroupedRows(addresses, every, token, none, none, most_tokens=1, block_rows=0)
+
+
+def sorted_by_expert(index: Tensor, addresses: Tensor) -> tuple[GroupedRows, Tensor]:
+    """Return a choice's rows expert by expert, and each choice's row: (n_tokens, top_k), -1 none.
+
+    `index` (n_tokens, top_k) int64 and `addresses` (num_experts,) are on the device, where all of
+    it is computed. There are as many tiles as there may be: those too many have no rows.
+    """
+    num_rows, num_experts = index.numel(), len(addresses)
+    size = block_rows(num_rows, num_rows / num_experts)
+    most_tiles = num_rows // size + min(num_experts, num_rows)
+    counting = _counting(max(num_rows, most_tiles, num_experts + 1), addresses.device)
+    flat = index.reshape(-1)
+    is_padding = (flat < 0) | (flat >= num_experts)
+    expert, order = flat.masked_fill(is_padding, num_experts).sort(stable=True)
+    begin = torch.searchsorted(expert, counting[: num_experts + 1], out_int32=True)
+    num_tiles = torch.div(begin.diff() + (size - 1), size, rounding_mode="floor")
+    ends = num_tiles.cumsum(0, dtype=torch.int32)
+    tiles = counting[:most_tiles].int()
+    tile_expert = torch.searchsorted(ends, tiles, right=True, out_int32=True)
+    tile_expert = tile_expert.clamp(max=num_experts - 1)
+    within = tiles - (ends - num_tiles)[tile_expert]
+    rows = counting[:num_rows].int()
+    row_of = torch.empty_like(rows).scatter_(0, order, rows).masked_fill(is_padding, -1)
+    token = torch.div(order, index.shape[1], rounding_mode="floor").int()
+    grouped = GroupedRows(
+        addresses, begin, token, tile_expert, begin[tile_expert] + within * size,
+        most_tokens=len(index), block_rows=size,
+    )  # fmt: skip
+    return grouped, row_of.view(index.shape)
+
+
+@lru_cache(maxsize=64)
+def _counting(count: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(count, device=device)
 
 
 @lru_cache(maxsize=64)

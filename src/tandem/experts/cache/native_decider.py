@@ -14,10 +14,11 @@ from tandem.policy.eviction import next_use
 from tandem.policy.residency import COPYING, READY
 
 
-def native_costs(costs: CostTable) -> _native.Costs:
-    """Return what things cost, as the tables are now."""
+def native_costs(costs: CostTable, *, is_planned: bool = False) -> _native.Costs:
+    """Return what things cost in steps that are one graph or planned, as the tables are now."""
+    first = costs.planned_first if is_planned else costs.cpu_first
     return _native.Costs(
-        costs.cpu, costs.gpu, costs.cpu_first, costs.link, costs.cpu_slowdown,
+        costs.cpu, costs.gpu, first, costs.link, costs.cpu_slowdown,
         costs.link_slowdown, costs.copy_wake,
     )  # fmt: skip
 
@@ -29,7 +30,12 @@ class NativeDecider:
         """Read what the plain one reads, and ask it about assignments without a native form."""
         self._plain, self._eviction = plain, eviction
         self._residency, self._link = plain.residency, plain.link
-        self._costs, self._most_tokens = native_costs(plain.costs), len(plain.costs.cpu) - 1
+        self._take_costs()
+
+    def _take_costs(self) -> None:
+        costs = self._plain.costs
+        self._costs, self._planned_costs = native_costs(costs), native_costs(costs, is_planned=True)
+        self._most_tokens = len(costs.cpu) - 1
 
     def split(self, rule: Rule, layer: LayerNow, max_fetches: int) -> Split:
         """Return who computes what."""
@@ -39,7 +45,7 @@ class NativeDecider:
         if max(load.tokens) > self._most_tokens:
             costs = self._plain.costs
             costs.require(max(load.tokens))
-            self._costs, self._most_tokens = native_costs(costs), len(costs.cpu) - 1
+            self._take_costs()
         coming: list[float] = []
         if COPYING in states:
             coming = [
@@ -48,8 +54,9 @@ class NativeDecider:
             ]
         return Split(
             *_native.split_layer(
-                self._costs, rule.native, rule.never_worse_than_cpu, max_fetches, load.experts,
-                load.tokens, states, coming, self._eviction.values(load.layer),
+                self._costs if rule.launches else self._planned_costs, rule.native,
+                rule.never_worse_than_cpu, max_fetches, load.experts, load.tokens, states, coming,
+                self._eviction.values(load.layer),
                 self._link.busy_seconds(now),
             )
         )  # fmt: skip

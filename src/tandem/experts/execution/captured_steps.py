@@ -3,7 +3,8 @@
     begin(ids)     what was copied by plans has ended; entries of evicted experts are cleared
       -> layers    publish, hits, wait, combine: in a recorded or captured step, without Python;
                    behind the wait a second launch, if some misses are fetched meanwhile
-      -> finish    the planner and the listeners get what was decided behind the layers
+      -> finish    the planner gets what was decided behind the layers
+      -> report    the listeners do: a step late, while the device is at the next one
 
 What the layers run on is a subclass: a GPU's graph, or on the emulated device the caller's thread
 (docs/decisions/0016). The expert cache is one for both ways of computing: a planned step (a prompt)
@@ -77,6 +78,7 @@ class CapturedSteps:
         self._ring: list[int] = []  # slots that the policy fetches into
         self._changed: dict[int, int] = {}  # slot -> key, since the last planned step
         self._num_tokens = 0  # of the step under way
+        self._unreported: tuple[Sequence[_Record], dict[int, _Copies]] | None = None
 
     @property
     def is_under_way(self) -> bool:
@@ -114,8 +116,11 @@ class CapturedSteps:
             self.coordinator.expect([(load.layer, load.experts, load.tokens) for load in known])
         self._num_tokens = num_tokens
 
-    def finish(self, listeners: Sequence[Listener]) -> None:
-        """End a step all of whose layers have been run or queued, and report it."""
+    def finish(self, *, is_heard: bool) -> None:
+        """End a step all of whose layers have been run or queued; `report` tells of what is heard.
+
+        It takes some 20 microseconds a layer, in which the next step can be under way.
+        """
         assert self._num_tokens
         self.coordinator.finish_step(PATIENCE_SECONDS)
         num_tokens, self._num_tokens = self._num_tokens, 0
@@ -123,10 +128,15 @@ class CapturedSteps:
         self._eviction.noted_natively(num_tokens)
         if error := self.coordinator.copy_error():
             raise RuntimeError(f"the link has stopped: {error}")
-        if not listeners:
+        self._unreported = (self.coordinator.records(), copies) if is_heard else None
+
+    def report(self, listeners: Sequence[Listener]) -> None:
+        """Report the last step that has ended, once."""
+        if self._unreported is None:
             return
+        (records, copies), self._unreported = self._unreported, None
         before = copies.get(-1, _Copies()).ahead
-        for record in self.coordinator.records():
+        for record in records:
             ahead, before = before, ()
             event = self._event(record, copies.get(record[0], _Copies()), ahead)
             for listener in listeners:

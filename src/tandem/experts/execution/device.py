@@ -13,21 +13,48 @@ before have read of host memory: from then on `host_rows` may be written again. 
 plan gives to the CPU alone is added up on the host, and only its result is uploaded.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from tandem.core.errors import ExecutionError
 from tandem.experts.cache.sizing import DeviceMemory
 from tandem.experts.cache.slots import MemoryPool, SlotUse
-from tandem.experts.execution.batch import ExpertBatch
+from tandem.experts.execution.batch import ExpertBatch, ExpertFunctions
 from tandem.experts.execution.routing import SumRows
 from tandem.experts.execution.row_memory import RowMemory
+from tandem.experts.tracing.events import LayerExecuted
+
+if TYPE_CHECKING:
+    from tandem.experts.cache.expert_cache import ExpertCache
 
 
 class DeviceLostError(ExecutionError):
     """The device hangs or has broken: of no use to this process, only another one gets it back."""
+
+
+class WholeCache(Protocol):
+    """Layers whose experts are all resident: the host need not know what a router has chosen."""
+
+    def serves(self, functions: ExpertFunctions) -> bool:
+        """Tell whether a layer with these functions is computed here, as the cache is now."""
+
+    def execute(
+        self,
+        layer: int,
+        hidden: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        functions: ExpertFunctions,
+    ) -> Tensor:
+        """Queue a layer; see `Executor`."""
+
+    def note(self, layer: int, top_k_index: Tensor) -> None:
+        """Queue the copy of a choice to the host, to be told by `noted`."""
+
+    def noted(self, now: float) -> Iterator[LayerExecuted]:
+        """Yield what has happened in the noted layers, each once; waits for their choices."""
 
 
 class Device(MemoryPool, Protocol):
@@ -73,6 +100,10 @@ class Device(MemoryPool, Protocol):
         adds nothing. A product and an addition each round by themselves. The sum raises the first
         error of any batch, then or at the next call.
         """
+
+    def resident(self, cache: "ExpertCache") -> "WholeCache | None":
+        """Return what computes a cache's layers without a plan while all experts are resident."""
+        return None
 
     def require_usable(self) -> None:
         """Raise `DeviceLostError` if an error has left the device unusable for this program."""

@@ -88,6 +88,9 @@ class Executor(ABC):
         In the layers' order; before that is announced.
         """
 
+    def catch_up(self) -> None:  # noqa: B027
+        """Report what has been computed and not been reported: steps may be told of a step late."""
+
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:  # noqa: B027
         """Announce the tokens of the forward pass that comes; ids are empty if unknown."""
 
@@ -137,6 +140,7 @@ def unheard(executor: Executor | None) -> Iterator[None]:
     if executor is None:
         yield
         return
+    executor.catch_up()
     listeners = executor.listeners
     kept = listeners[:]
     listeners.clear()  # in place: recorded steps hold this very list

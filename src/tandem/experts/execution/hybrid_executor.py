@@ -5,7 +5,7 @@
 
 `execute` reads from top to bottom as it happens. The CPU's threads begin first, as they are the
 last to end; this thread starts the device and the link and then computes beside them. What the
-layer's result does not need (`catch_up`) can wait until the caller has queued what comes next.
+layer's result does not need (`_learn_of_last_layer`) can wait until the caller has queued the next.
 Whatever the plan, the result has the same bits as `CpuExecutor`'s where the device's arithmetic is
 the CPU's; a GPU's is not (docs/runtime.md).
 """
@@ -24,7 +24,7 @@ from tandem.experts.cache.expert_cache import SHRINK, ExpertCache
 from tandem.experts.cache.sizing import OutOfDeviceMemoryError
 from tandem.experts.execution.batch import CallSide, ExpertFunctions, RoutedCall
 from tandem.experts.execution.captured_steps import CapturedSteps
-from tandem.experts.execution.device import Device, DeviceLostError
+from tandem.experts.execution.device import Device, DeviceLostError, WholeCache
 from tandem.experts.execution.executor import Executor, computed_in_chunks
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.launching import launch
@@ -87,6 +87,7 @@ class HybridExecutor(Executor):
         self._wanted_slots: int | None = None
         self._step_copies: tuple[Copy, ...] = ()
         self._done: _Done | None = None
+        self._whole = device.resident(cache)
         self._is_deferring = False
 
     @property
@@ -123,12 +124,13 @@ class HybridExecutor(Executor):
         assert self.captured is not None
         with self._turn:
             self._announced, self._last_layer = None, len(self.store)
-            self.catch_up()
+            self._learn_of_last_layer()
             self.captured.abort()
             with self._losing_at_most_a_step():
                 begin(self.take_known())
                 yield
-                self.captured.finish(self.listeners)
+                self.captured.report(self.listeners)  # the step before, while this one is computed
+                self.captured.finish(is_heard=bool(self.listeners))
 
     @contextlib.contextmanager
     def _losing_at_most_a_step(self) -> Iterator[None]:
@@ -156,8 +158,8 @@ class HybridExecutor(Executor):
         self._wanted_slots = num_slots
 
     def settle(self) -> None:
-        """Learn and report of the last layer, and take the size that was asked for."""
-        self.catch_up()
+        """Learn of the last layer, and take the size that was asked for."""
+        self._learn_of_last_layer()
         if self._wanted_slots is not None:
             wanted, self._wanted_slots = self._wanted_slots, None
             self.resize_now(wanted)
@@ -167,9 +169,11 @@ class HybridExecutor(Executor):
 
         Captured steps know slots by what they held, so they are left first.
         """
+        self.catch_up()
         if self.captured is not None:
             self.captured.leave()
         self.cache.resize(num_slots, resident)
+        self._whole = self.device.resident(self.cache)
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
@@ -183,10 +187,12 @@ class HybridExecutor(Executor):
         finally:
             self._is_deferring = False
             with self._turn:
-                self.catch_up()
+                self._learn_of_last_layer()
 
     def close(self) -> None:
         """End all threads and give the device's memory back."""
+        with contextlib.suppress(RuntimeError):  # a device that is lost
+            self.catch_up()
         if self.captured is not None:
             self.captured.close()
         self.cache.close()
@@ -217,6 +223,7 @@ class HybridExecutor(Executor):
         return computed_in_chunks(call, lambda chunk: self._execute_chunk(chunk, functions))
 
     def _begin_step(self, num_tokens: int) -> None:
+        self.catch_up()
         if self.captured is not None:
             self.captured.leave()
         self.settle()
@@ -235,7 +242,12 @@ class HybridExecutor(Executor):
             cache.submit(ahead, is_needed=cache.planner.prompt.is_on)
 
     def _execute_chunk(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
-        self.catch_up()
+        self._learn_of_last_layer()
+        if self._whole is not None and self._whole.serves(functions):
+            try:
+                return self._execute_whole(self._whole, call, functions)
+            except (OutOfDeviceMemoryError, torch.OutOfMemoryError):
+                self._recover(shrink=True)
         layer, hidden, top_k_index, top_k_weights = call
         host, cache = self.store[layer], self.cache
         index, tokens = self.device.download(top_k_index, hidden)
@@ -260,11 +272,34 @@ class HybridExecutor(Executor):
             out = self._carry_out(step, plan)
         self._done = _Done(load, plan, begin, plan_seconds, step)
         if not self._is_deferring:
-            self.catch_up()
+            self._learn_of_last_layer()
+        return out
+
+    def _execute_whole(
+        self, whole: WholeCache, call: RoutedCall, functions: ExpertFunctions
+    ) -> Tensor:
+        """Queue a layer whose experts are all resident, without a wait for the router's choice."""
+        layer, hidden, index, weights = call
+        self.cache.clock.run_dense(hidden.shape[0])
+        out = whole.execute(layer, hidden, index, weights, functions)
+        if self.listeners:
+            whole.note(layer, index)
         return out
 
     def catch_up(self) -> None:
-        """Learn from the last layer and report it, if that has not been done."""
+        """Learn from the last layer, and report all that has been computed and not been reported.
+
+        Of captured steps, and of layers that were computed without a plan, the next step reports.
+        """
+        self._learn_of_last_layer()
+        if self.captured is not None:
+            self.captured.report(self.listeners)
+        if self._whole is not None:
+            for event in self._whole.noted(self.cache.clock.now):
+                for listener in self.listeners:
+                    listener(event)
+
+    def _learn_of_last_layer(self) -> None:
         if self._done is None:
             return
         done, self._done = self._done, None
@@ -336,6 +371,7 @@ class HybridExecutor(Executor):
         slots = self.cache.num_slots
         with contextlib.suppress(Exception):  # then the cache is left empty
             self.cache.resize(int(slots * SHRINK) if shrink else slots)
+        self._whole = self.device.resident(self.cache)
         self._last_layer = len(self.store)
 
     def _report(self, done: _Done) -> None:

@@ -43,6 +43,10 @@ class PassingExecutor(Executor):
         self.after(call)
         return out
 
+    def catch_up(self) -> None:
+        """Let the executor within report what waits."""
+        self.inner.catch_up()
+
     def settle(self) -> None:
         """Let the executor within do what waits."""
         self.inner.settle()

@@ -80,7 +80,8 @@ class RoutedLayers:
         native = self._prepared(batch.layer, batch.functions).native
         if native is None:
             return None
-        hidden, rows, tokens = batch.hidden_fp32, batch.side.rows, batch.tokens
+        hidden, rows, tokens = batch.hidden, batch.side.rows, batch.tokens
+        hidden = hidden.contiguous() if hidden.dtype in TOKEN_DTYPES else batch.hidden_fp32
         try:
             return _native.StartedBatch(
                 self._engine, native,

@@ -105,9 +105,8 @@ def on_gpu(shape: ModelShape, share: float, device: str = "cuda") -> Said:
         settings, profile = offload.planner_settings(), cache.machine.profile
         path = run_path(profile, offload.why_planned())
         forecast = forecast_on_gpu(sizes, profile, settings, num_slots, path)
-        cache.resize(
-            num_slots + (settings.extra_slots(num_slots) if num_slots == sizes.num_experts else 0)
-        )
+        is_whole = num_slots == sizes.num_experts
+        cache.resize(settings.slots_for(num_slots) if is_whole else num_slots)
         routing = typical_routing(
             geometry_of(sizes), num_sequences=1, num_tokens=PROMPT_TOKENS + _DECODE_STEPS
         )

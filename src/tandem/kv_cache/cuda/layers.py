@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ConfigError
+from tandem.devices.cuda.host_twin import HostTwin
 from tandem.kernels.attention import AttentionForm, DistanceBias
 from tandem.kernels.device_states import Run
 from tandem.kv_cache.cuda.attention import visible
@@ -127,6 +128,7 @@ class StepPlaces:
             self._memory = torch.zeros(
                 self._width * 3 + num_rows * fields, dtype=torch.int64, device=device
             )
+        self._twin = HostTwin(self._memory)
         self.slots = self._memory[:num_rows]
         self.positions = self._memory[self._width : self._width + num_rows]
         self.prompt_lengths = self._memory[2 * self._width : 2 * self._width + num_rows]
@@ -145,7 +147,7 @@ class StepPlaces:
         gap = [0] * (self._width - len(slots))
         rows = (*slots, *gap, *positions, *gap, *prompt_lengths, *gap)
         numbers = [*rows, *(number for run in runs for number in run)]
-        self._memory.copy_(on_its_way(numbers, self._device), non_blocking=True)
+        self._twin.bring(numbers)
         for kind, mask in self._masks.items():
             mask.copy_(self._seen(*kind, mask.shape[3]))
 
@@ -164,12 +166,6 @@ class StepPlaces:
         if not keeps_prompt:
             return seen
         return seen | (position < self.prompt_lengths[:, None, None, None])
-
-
-def on_its_way(numbers: Sequence[object], device: torch.device) -> Tensor:
-    """Return numbers on the host, pinned if they go to a GPU: copies of them do not wait then."""
-    host = torch.tensor(numbers, device="cpu")
-    return host.pin_memory() if device.type == "cuda" else host
 
 
 class LayerMemory:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.devices.cuda.host_twin import on_its_way
 from tandem.kernels.attention import Segment
 from tandem.kernels.device_compression import compress_prompt, ring_shape
 from tandem.kernels.device_states import (
@@ -26,7 +27,7 @@ from tandem.kernels.recurrent import (
     Recurrence,
     StateOperation,
 )
-from tandem.kv_cache.cuda.layers import StepPlaces, on_its_way
+from tandem.kv_cache.cuda.layers import StepPlaces
 from tandem.kv_cache.index_keys import Zeros
 from tandem.kv_cache.states import KeptStates, StateKey
 
