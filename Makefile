@@ -28,7 +28,7 @@ PYTEST := $(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder $(if $(ISA)
 # that follow.
 WHEEL_PYTHONS ?= $(PYTHON)
 
-.PHONY: beside-unit release release-files lock test-fast test-slow test-all-isas fuzz-files wheel check-wheel check-clang check-commits check-format check-threads check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs-models docs-modules docs-datapoints docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
+.PHONY: beside-unit release release-files lock test-fast test-slow test-all-isas fuzz-files wheel check-wheel check-clang check-commits check-format check-threads check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs docs-models docs-modules docs-datapoints docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
@@ -179,7 +179,7 @@ seam-newest: setup  ## The seam's tests on the newest Transformers that the inde
 	$(BIN)/pip install --disable-pip-version-check -q --target $(VENV)/newest transformers $(if $(filter-out $(TORCH),$(NEWEST_TORCH)),$(NEWEST_TORCH))
 	PYTHONPATH=$(VENV)/newest $(PYTEST) -m seam $(SEAM) -W "ignore:.*is newer than:UserWarning"
 
-docs-models: setup  ## Write docs/models.md anew
+docs-models: setup  ## Write docs/models.md again
 	$(BIN)/pytest tests/hf/test_architectures.py --write-docs
 
 docs-modules: setup  ## Write the table of modules in docs/architecture.md again
@@ -194,6 +194,10 @@ docs-forecast: setup  ## Write docs/gpu-forecast.md: what tandem plan says of co
 # pdoc warns of what it cannot resolve: names that exist for type checkers only.
 api-docs: setup  ## The API reference from the docstrings, HTML in build/api
 	$(BIN)/python -W ignore -m tests.api_reference build/api
+
+# MkDocs refuses a link or an anchor that leads nowhere (not with --quiet), tests/site.py what is loaded from other hosts.
+docs: api-docs  ## The site of docs/ in build/site, with the API reference
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 try-clients: setup  ## Other projects' clients, each installed on its own; writes docs/clients.md
 	$(BIN)/python -m tests.clients --write-docs

@@ -37,7 +37,7 @@ ActivationSpec activation_spec(const ExpertLayout& layout, int activation, float
 void require_in_range(const ExpertCall& call, std::int64_t num_rows);
 
 // What a call from Python holds while it computes: an engine, but not the interpreter's lock, which
-// is let go first, so that whoever has the engine can always end.
+// is let go first, so that the thread that has the engine can always end.
 class Turn {
  public:
   template <typename Engine>

@@ -111,7 +111,8 @@ void add_greatest(Program& program, const Tensor& x, const Tensor& out, const Te
 
 // Where an index chooses along a dimension of `x`, and the strides of `x` but for that. It has as many
 // dimensions, none of them longer but that one.
-std::pair<Places, Four> places(const Tensor& x, const char* name, int dim, const Tensor& index) {
+std::pair<DimIndex, Four> dim_index(const Tensor& x, const char* name, int dim,
+                                    const Tensor& index) {
   sizes_of(x, name);
   const Four sizes = sizes_of(index, "index");
   if (index.element() != Element::kInt64 || index.dims() != x.dims() || dim < 0 || dim >= x.dims())
@@ -131,7 +132,7 @@ std::pair<Places, Four> places(const Tensor& x, const char* name, int dim, const
 // out[i] = x[i], with index[i] for the number in one dimension.
 void add_lookup(Program& program, const Tensor& x, int dim, const Tensor& index,
                 const Tensor& out) {
-  const auto [where, strides] = places(x, "x", dim, index);
+  const auto [where, strides] = dim_index(x, "x", dim, index);
   const Four sizes = sizes_of(index, "index");
   Operand read = operand(x, "x", sizes, 4);
   const bool is_whole = out.element() == Element::kInt64;
@@ -143,7 +144,7 @@ void add_lookup(Program& program, const Tensor& x, int dim, const Tensor& index,
 // out[i] = x[i], with index[i] for the number in one dimension of `out`.
 void add_scatter(Program& program, nb::handle x, int dim, const Tensor& index, const Tensor& out) {
   Target to = target(out, "out");
-  const auto [where, strides] = places(out, "out", dim, index);
+  const auto [where, strides] = dim_index(out, "out", dim, index);
   to.strides = strides;
   const Four sizes = sizes_of(index, "index");
   require(!x.is_none(), "what is written");

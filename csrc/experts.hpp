@@ -88,7 +88,7 @@ class ExpertEngine {
   void load_rows(const void* from, ValueType type, std::int64_t size,
                  const std::vector<std::int32_t>& rows, float* to);
 
-  // The same bits whoever computed the rows: a product and an addition each round by themselves.
+  // The same bits wherever the rows were computed: a product and an addition each round by themselves.
   void add_rows(const RowSum& sum);
 
   // Wakes the threads a little before `run`: they look out for work for some microseconds.

@@ -133,20 +133,20 @@ inline void find_greatest(const Greatest& call) {
 // Calls function(place, how many of the last dimension follow it, their number): one by one, unless
 // all of a row have the same number.
 template <typename Function>
-inline void each_place(const Four& sizes, const Places& places, const Function& function) {
-  const std::int64_t step = places.index_strides[3] == 0 ? sizes[3] : 1;
+inline void each_index(const Four& sizes, const DimIndex& along, const Function& function) {
+  const std::int64_t step = along.index_strides[3] == 0 ? sizes[3] : 1;
   each_row(sizes, [&](std::int64_t row, Four at) {
     for (; at[3] < sizes[3]; at[3] += step)
-      function(row, at, step, places.index[offset_of(places.index_strides, at)]);
+      function(row, at, step, along.index[offset_of(along.index_strides, at)]);
   });
 }
 
 inline void look_up(const Lookup& call) {
   Row values;
-  each_place(call.sizes, call.places, [&](std::int64_t row, Four at, std::int64_t count,
+  each_index(call.sizes, call.along, [&](std::int64_t row, Four at, std::int64_t count,
                                           std::int64_t number) {
-    const bool is_inside = number >= 0 && number < call.places.count;
-    const std::int64_t jump = is_inside ? number * call.places.stride : 0;
+    const bool is_inside = number >= 0 && number < call.along.count;
+    const std::int64_t jump = is_inside ? number * call.along.stride : 0;
     for (std::int64_t end = at[3] + count; at[3] < end; at[3] += kPart) {
       const std::int64_t some = std::min(kPart, end - at[3]);
       void* out = element_at(call.out, call.type, row * call.sizes[3] + at[3]);
@@ -171,13 +171,13 @@ inline void scatter_values(const Scatter& call) {
   Four sizes = call.sizes;
   each_row(sizes, [&](std::int64_t, Four at) {
     for (; at[3] < sizes[3]; ++at[3]) {
-      const std::int64_t number = call.places.index[offset_of(call.places.index_strides, at)];
-      if (number < 0 || number >= call.places.count) continue;
+      const std::int64_t number = call.along.index[offset_of(call.along.index_strides, at)];
+      if (number < 0 || number >= call.along.count) continue;
       float value = call.x.scalar;
       load_operand(call.x, at, 1, &value);
       store_row(call.out.type,
                 element_at(call.out.data, call.out.type,
-                           offset_of(call.out.strides, at) + number * call.places.stride),
+                           offset_of(call.out.strides, at) + number * call.along.stride),
                 1, 1, &value);
     }
   });

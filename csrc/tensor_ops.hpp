@@ -100,27 +100,27 @@ struct Greatest {
   std::int64_t* index;
 };
 
-// Where values lie along one dimension, chosen by number.
-struct Places {
+// An index into one dimension of a tensor, as torch.gather takes it.
+struct DimIndex {
   const std::int64_t* index;
   Four index_strides;
   std::int64_t count, stride;  // of that dimension
 };
 
-// out[i] = x[i] + places: NaN where the number is outside.
+// out[i] = x[i with index[i] along one dimension]: NaN where the index is outside.
 struct Lookup {
   Four sizes;
   Operand x;
-  Places places;
+  DimIndex along;
   ElementType type;
   void* out;  // without gaps
 };
 
-// out[i] + places = x[i]: nothing is written where the number is outside.
+// out[i with index[i] along one dimension] = x[i]: nothing is written where the index is outside.
 struct Scatter {
   Four sizes;
   Operand x;
-  Places places;
+  DimIndex along;
   Target out;
 };
 

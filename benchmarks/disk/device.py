@@ -10,10 +10,10 @@ from tandem.experts.cache.host_slots import page_aligned
 
 PAGE = 4096
 DEPTHS = 1, 4, 16
-LONE = 0  # as a depth: one read after a rest, as a decode step's layer has it
+RESTED = 0  # as a depth: one read after a rest, as a decode step's layer has it
 _SECTOR = 512
 # A probe reads about what a decode step does, so that a disk with a budget gives it the same rate.
-_PROBE_READS, _LONE_READS = 24, 8
+_PROBE_READS, _RESTED_READS = 24, 8
 _REST_SECONDS = 0.001
 
 
@@ -31,30 +31,30 @@ class DiskProbe:
         self._memory = [memoryview(one.numpy()) for one in memory]
         self._threads = ThreadPoolExecutor(max(DEPTHS))
         self._random = random.Random(os.getpid())
-        self.rates: dict[int, list[float]] = {depth: [] for depth in (*DEPTHS, LONE)}
+        self.rates: dict[int, list[float]] = {depth: [] for depth in (*DEPTHS, RESTED)}
         """Bytes per second of each probe, by depth."""
 
     def measure(self) -> None:
         """Probe the next depth."""
         depth = [*self.rates][sum(map(len, self.rates.values())) % len(self.rates)]
-        if depth == LONE:
-            self._measure_lone()
+        if depth == RESTED:
+            self._measure_rested()
             return
-        places = [self._place() for _ in range(_PROBE_READS if depth > 1 else _LONE_READS)]
+        places = [self._place() for _ in range(_PROBE_READS if depth > 1 else _RESTED_READS)]
         begin = time.perf_counter()
         parts = [(self._memory[i], places[i::depth]) for i in range(depth)]
         list(self._threads.map(_read_all, parts))
         seconds = time.perf_counter() - begin
         self.rates[depth].append(len(places) * self._size / seconds)
 
-    def _measure_lone(self) -> None:
+    def _measure_rested(self) -> None:
         seconds = 0.0
-        for _ in range(_LONE_READS):
+        for _ in range(_RESTED_READS):
             time.sleep(_REST_SECONDS)
             begin = time.perf_counter()
             _read_all((self._memory[0], [self._place()]))
             seconds += time.perf_counter() - begin
-        self.rates[LONE].append(_LONE_READS * self._size / seconds)
+        self.rates[RESTED].append(_RESTED_READS * self._size / seconds)
 
     def _place(self) -> tuple[int, int]:
         descriptor, size = self._random.choice(self._files)

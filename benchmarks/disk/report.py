@@ -94,7 +94,7 @@ def _bound_rows(of: Callable[..., float]) -> list[tuple[str, str]]:
         ("bound of a step, ms; time over it",
          f"{of('decode', 'bound_ms'):.1f}; {of('decode', 'over_bound'):.2f}"),
         ("time over the bound with the rate after a rest",
-         f"{of('decode', 'over_lone_bound'):.2f}"),
+         f"{of('decode', 'over_rested_bound'):.2f}"),
         ("hit rate; LRU's in as many slots",
          f"{of('decode', 'hit_rate'):.3f}; {of('decode', 'lru_hit_rate'):.3f}"),
         ("bytes of the disk over those asked for", f"{of('decode', 'device_over_requested'):.3f}"),

@@ -15,7 +15,7 @@ from typing import Any
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `import tandem` sets it, here too late
 
 from benchmarks.disk.bound import Costs
-from benchmarks.disk.device import LONE, DeviceBytes, DiskProbe
+from benchmarks.disk.device import RESTED, DeviceBytes, DiskProbe
 from benchmarks.disk.job import Job
 from benchmarks.disk.measuring import (
     Watch,
@@ -90,8 +90,8 @@ def measure_tier(job: Job) -> dict[str, Any]:
         costs = Costs(dense, expert, size, max(rates.values()))
     report |= {"disk_rates": rates, "decode": decode_report(samples, costs)}
     if costs is not None:
-        lone = decode_report(samples, replace(costs, disk_rate=rates[LONE]))
-        report["decode"]["over_lone_bound"] = lone["over_bound"]
+        rested = decode_report(samples, replace(costs, disk_rate=rates[RESTED]))
+        report["decode"]["over_rested_bound"] = rested["over_bound"]
     report["prompts"] = _prompts(running, watch, job, size)
     report["cold_needed_bytes"] = sum(f.stat().st_size for f in job.folder.glob("*.safetensors"))
     if watch.slots is not None:

@@ -10,8 +10,7 @@ Without `--file` a GGUF of the shape is written with random weights and kept in 
 `--dense-dtype`; `torch` is Transformers in bf16, of a shape. A rival is a program that takes the
 options of llama-bench. Each system is a process of its own, which stands still while another is
 timed; systems that do not fit into memory together are measured `--one-at-a-time`. A ratio is the
-median over rounds of turns next to each other. `--write-docs` puts the table into
-docs/performance.md. Needs the packages gguf and llama-cpp-python.
+median over rounds of turns next to each other. Needs the packages gguf and llama-cpp-python.
 
 TANDEM_ISA gives Tandem and its ceilings another instruction set, and limits torch to it. llama.cpp
 has the one that its library was compiled for, which the table then names; a library for AVX2 is
@@ -38,9 +37,6 @@ from tandem.bench.peers.llama_cpp import llama_cpp_isa
 from tandem.bench.peers.turns import Maker, measure_rounds, median, ratios, table
 from tandem.kernels.cpu import detect_cpu
 from tandem.kernels.engine import choose_isa
-
-DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
-BEGIN, END = "<!-- against_peers: begin -->\n", "<!-- against_peers: end -->\n"
 
 
 def rival(text: str) -> tuple[str, Maker]:
@@ -75,7 +71,6 @@ def read_options() -> argparse.Namespace:
     )
     parser.add_argument("--rival", type=rival, action="append", default=[], help="NAME=LLAMA_BENCH")
     parser.add_argument("--directory", type=Path, default=Path(gettempdir()))
-    parser.add_argument("--write-docs", action="store_true", help="the table into performance.md")
     return parser.parse_args()
 
 
@@ -119,21 +114,13 @@ def named(system: str, setting: ShapeSetting) -> str:
     return f"{system} ({llama_cpp_isa()}, {layout})"
 
 
-def write_into(document: Path, text: str) -> None:
-    """Put a text between the marks of a document."""
-    before, _, rest = document.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    document.write_text(before + BEGIN + text + END + after)
-
-
-def say_ceiling(bench: KernelBench, when: str) -> str:
+def print_ceiling(bench: KernelBench, when: str) -> None:
     """Measure what the machine does at best, and print it."""
     ceiling = measure_machine(bench)
     text = ", ".join(
         f"{name.replace('_', ' ')} {value:.1f}" for name, value in asdict(ceiling).items()
     )
     print(f"machine at best {when}: {text}", flush=True)
-    return text
 
 
 def main() -> None:
@@ -142,7 +129,7 @@ def main() -> None:
     setting = setting_of(options)
     limit_torch(setting.isa)
     bench = KernelBench(num_threads=options.threads, isa=setting.isa)
-    before = say_ceiling(bench, "before")
+    print_ceiling(bench, "before")
     makers: dict[str, Maker] = {named(name, setting): SYSTEMS[name] for name in options.systems}
     makers |= dict(options.rival)
     groups = [{n: m} for n, m in makers.items()] if options.one_at_a_time else [makers]
@@ -150,19 +137,9 @@ def main() -> None:
         found = measure_rounds(groups, setting, options.depth, options.rounds)
     except OSError as error:
         raise SystemExit(f"stopped: {error}") from error
-    after = say_ceiling(bench, "afterwards")
-    rows = table(found, options.depth)
-    print("\n".join(rows))
+    print_ceiling(bench, "afterwards")
+    print("\n".join(table(found, options.depth)))
     what = setting.gguf.name if options.file else f"{options.shape}, {options.layers} layers"
-    if options.write_docs:
-        cpu = detect_cpu()
-        text = (
-            f"{what}, {options.quantisation if not options.file else 'its file'}, prompt "
-            f"{options.prompt}, {options.rounds} rounds in turns, {options.threads} threads of "
-            f"{cpu.model_name}, Tandem with {setting.isa}. "
-            f"At best before: {before}; afterwards: {after}.\n\n"
-        )
-        write_into(DOCUMENT, text + "\n".join(rows) + "\n")
     first = next(iter(found))
     report = [
         {

@@ -25,7 +25,7 @@ STATED = {
     "EdgeMoE": ("35.3 24.5 14.6 11.8", "34.7 25.0 20.1 15.4"),
     "HybriMoE": ("36.7 32.7 35.8 40.6", "45.0 40.1 39.3 38.9"),
 }
-PREDICTORS = {"popularity": "counts, as EdgeMoE", "foresight": "Tandem's"}
+PREDICTORS = {"popularity": "counts, as EdgeMoE", "regression": "Tandem's"}
 # Table 5, percent: mean of four tasks; table 8: mean cosine. HybriMoE's gate, DALI's residual.
 PREDICTED = {"DeepSeek-V2-Lite": ("72.6", "79.5"), "Qwen3-30B-A3B": ("77.6", "93.3")}
 COSINES = {"Qwen3-30B-A3B": (".79", ".93"), "Mixtral-8x7B": (".79", ".89")}

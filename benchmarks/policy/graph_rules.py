@@ -4,7 +4,7 @@ Real routing on a virtual clock of captured steps (`tests.sim.coordinator_clock`
 host costs, the second launch and the copying thread's waking among them, from a cache of random
 experts. By rows of a step: the speed with `balanced-in-graph` over that with `ready-on-gpu`; the
 same after the trial's choice, which is made from typical routing (`tandem.sim.graph_trial`); the
-speed with that rule and two experts copied ahead a layer, as `foresight` predicts, over that
+speed with that rule and two experts copied ahead a layer, as `regression` predicts, over that
 without, in equal slots, where the trial has chosen that too (1 where it has not); the same with
 routers asked ahead, one in six of whose answers, which are drawn, is wrong; what `tandem plan` and
 `tandem simulate` forecast over the run of the rule; and the speed with plans of `balanced`, which a
@@ -48,7 +48,7 @@ GOALS = {
 PLAIN = PlannerSettings()
 # Slots for copies ahead are set aside with and without them, as device `cuda` has them for prompts.
 SLOTS_AHEAD = PlannerSettings(
-    prediction="foresight", prefetch_count=2, must_prefetch=False, copies_prompts=True
+    prediction="regression", prefetch_count=2, must_prefetch=False, copies_prompts=True
 )
 
 

@@ -9,8 +9,8 @@ TRACE --json`.
 
 Traces: DeepSeek-V2-Lite (26 MoE layers, top-6 of 64) and gpt-oss-20b (24 layers, top-4 of 32), see
 data/traces/README.md. All numbers here are of the odd sequences, from a cold start; tables are
-learned online. How clean that split is: the constants of `successor` and `foresight` were fitted on
-the even sequences, but their variants were compared on both halves. The rules of the planner (one
+learned online. How clean that split is: the constants of `successor` and `regression` were fitted
+on the even sequences, but their variants were compared on both halves. The planner's rules (one
 copy on an idle link, the price of link time, token-weighted counts, no staging) were chosen while
 looking at runs over whole traces; how a prompt counts in `successor` and the weight of its counts,
 at these odd sequences. So speeds and the prefetch row are not held out in the strict sense; traces
@@ -86,7 +86,7 @@ routing of 32 to 512 experts. Its margins were chosen on the speeds below and on
 ## Prediction
 
 Batch 1, experts of the next layer predicted when the layer above is known, after 1,000 tokens of
-learning. `foresight` is one regression over transitions, the step before and the token; hints of a
+learning. `regression` is one regression over transitions, the step before and the token; hints of a
 gate that looks ahead join it where the engine or a trace has them. A dash: the trace lacks what the
 predictor needs (router inputs, token ids).
 """,

@@ -71,7 +71,7 @@ class Lines {
 class Panel {
  public:
   // One register per block and step of columns. Blocks that the matrix has not are those of
-  // another: whoever stores results leaves them out.
+  // another: the code that stores results leaves them out.
   const std::uint8_t* codes[kMostBlocks];
 
   // 16 rows each.

@@ -13,7 +13,7 @@
 // Misses that are copied to the device meanwhile (`LayerDecisions::fetch`) are not computed here,
 // unless they come too late: the device never waits for a copy alone.
 //
-// Who answers a layer, is decided by one word of its own, which never goes back within a step:
+// Each layer has a state word that says which thread answers it. Within a step it only advances:
 //
 //   open -> taken    by the thread that answers, when it sees the doorbell
 //   open or taken -> closed   by the one that may write `done`: after its results the thread, or,

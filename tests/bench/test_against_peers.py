@@ -1,17 +1,11 @@
-"""What compares Tandem with its peers: rivals' programs, ratios, the table in the documents."""
+"""What compares Tandem with its peers: rivals' programs, and ratios."""
 
 import stat
 from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
-from benchmarks.generation.against_peers import (
-    BEGIN,
-    DOCUMENT,
-    END,
-    rival,
-    write_into,
-)
+from benchmarks.generation.against_peers import rival
 
 from tandem.bench.peers.llama_bench import LlamaBench
 from tandem.bench.peers.llama_cpp import widest_isa
@@ -81,11 +75,3 @@ def test_ratios_are_medians_of_turns_next_to_each_other() -> None:
 )
 def test_what_llama_cpp_was_compiled_for_is_named(told: str, isa: str) -> None:
     assert widest_isa(told) == isa
-
-
-def test_the_table_is_put_between_its_marks(tmp_path: Path) -> None:
-    document = tmp_path / "performance.md"
-    document.write_text(f"before\n{BEGIN}old\n{END}after\n")
-    write_into(document, "new\n")
-    assert document.read_text() == f"before\n{BEGIN}new\n{END}after\n"
-    assert BEGIN in DOCUMENT.read_text()

@@ -119,7 +119,7 @@ def _read(report: Report, log: str) -> None:
 
 
 def _environment(name: str) -> Path:
-    """Return the Python of a client's environment, made anew if its needs have changed."""
+    """Return the Python of a client's environment, made again if its needs have changed."""
     needs = _needs(name)
     home = _ENVIRONMENTS / name
     python, stamp = home / "bin" / "python", home / "installed.json"

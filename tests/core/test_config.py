@@ -70,3 +70,19 @@ def test_registry_finds_lists_and_suggests() -> None:
         registry.factory("lrv")
     with pytest.raises(ConfigError, match="unknown policy 'belady'; known: lru"):
         registry.factory("belady")
+
+
+def test_a_former_name_is_taken_as_todays() -> None:
+    registry: Registry[int] = Registry("cook")
+    registry.register("chef", formerly="cook")(lambda: 1)
+    assert registry.names() == ["chef"]
+    assert registry.factory("cook")() == registry.extended({}).factory("cook")() == 1
+    assert registry.today("cook") == registry.today("chef") == "chef"
+
+    @dataclass(frozen=True)
+    class Kitchen:
+        cook: str = option("chef", help="who cooks", choices=("chef",), former=registry.former)
+
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Kitchen)
+    assert from_flags(Kitchen, parser.parse_args(["--cook", "Cook"])).cook == "chef"

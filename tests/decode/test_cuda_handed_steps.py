@@ -154,7 +154,7 @@ def test_the_next_router_is_asked_in_the_same_graph(
     save_profile(make_machine(cpu=SLOW_CPU, gpu=4e-5, link=1e-6).profile, tmp_path / "p")
     config = OffloadConfig(
         device="cuda", gpu_memory="32MB", threads=1, cache_dir=str(tmp_path),
-        profile=str(tmp_path / "p"), assignment="ready-on-gpu", prediction="foresight",
+        profile=str(tmp_path / "p"), assignment="ready-on-gpu", prediction="regression",
         look_ahead=True,
     )  # fmt: skip
     expected, runtime = expected_of(model, prompts(num_rows)), require_runtime(model)

@@ -158,12 +158,12 @@ def test_slots_are_stepped_in_any_company(any_model: Any) -> None:
         close(pool.prefill({slot: text}), alone[slot].prefill({0: text}))
     events: list[LayerExecuted] = []
     top_k = model.config.get_text_config().num_experts_per_tok
-    for turn, company in enumerate([(0,), (0, 1), (0, 1, 3), (3,), (1, 3)] * 5):
+    for turn, batch in enumerate([(0,), (0, 1), (0, 1, 3), (3,), (1, 3)] * 5):
         runtime_in(model).executor.listeners.append(events.append)
-        logits = pool.decode({slot: 40 + (turn + slot) % 50 for slot in company})
+        logits = pool.decode({slot: 40 + (turn + slot) % 50 for slot in batch})
         runtime_in(model).executor.listeners.clear()
-        assert events[-1].num_expert_rows == len(company) * top_k  # idle rows choose no expert
-        for slot, ours in zip(company, logits, strict=True):
+        assert events[-1].num_expert_rows == len(batch) * top_k  # padding tokens choose no expert
+        for slot, ours in zip(batch, logits, strict=True):
             close(ours[None], alone[slot].decode({0: 40 + (turn + slot) % 50}))
     assert {key[0] for key, step in pool._steps.items() if step.replayed.is_replaying} == {1, 2, 4}
     assert all(list(pool.held(slot)[: len(text)]) == text for slot, text in texts.items())

@@ -68,7 +68,7 @@ def test_a_slot_goes_back_to_a_checkpoint(name: str) -> None:
     close(pool.prefill({1: [33]}), fresh.prefill({0: [*LONG[:192], 33]}))
     pool.copy(1, 0, 193)  # states as they are, without a checkpoint
     close(pool.decode({0: 77}), fresh.decode({0: 77}))
-    pool.keep(0, 0)  # and begins anew with zeros
+    pool.keep(0, 0)  # and begins again with zeros
     fresh.keep(0, 0)
     close(pool.prefill({0: LONG[:9]}), fresh.prefill({0: LONG[:9]}))
 

@@ -179,7 +179,7 @@ def test_the_layer_gives_what_torch_gives(name: str, tmp_path: Path) -> None:
 
 
 class Reference:
-    """Transformers' own MTP layers of a checkpoint, all computed anew for each draft."""
+    """Transformers' own MTP layers of a checkpoint, all computed again for each draft."""
 
     def __init__(self, directory: Path) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

@@ -99,7 +99,7 @@ def test_a_slot_goes_back_to_a_checkpoint(name: str, threads: CpuThreads) -> Non
     other = [33, 34, 35]
     close(continued(pool, 0, 112, other), fresh.prefill({0: LONG[:112] + other}))
     assert pool.held(0) == LONG[:112] + other
-    # and begins anew with zeros
+    # and begins again with zeros
     assert pool.usable(0, 50) == 0
     close(continued(pool, 0, 0, LONG[:9]), fresh.prefill({1: LONG[:9]}))
 

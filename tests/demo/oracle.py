@@ -1,7 +1,7 @@
 """The dense SmolLM2 as an oracle: what `demo-equal` must say, however it is loaded.
 
 Transformers reads the dense model's GGUF for half a minute, so what it says is kept in
-tests/data/dense_answers.json, which this module writes anew:
+tests/data/dense_answers.json, which this module writes again:
 
     python -m tests.demo.oracle
 """

@@ -37,7 +37,7 @@ def test_pip_failure_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    # As Triton leaves it: setuptools then warns whoever asks for pip by the import system.
+    # As Triton leaves it: setuptools then warns the code that asks the import system for pip.
     monkeypatch.setitem(sys.modules, "distutils", ModuleType("distutils"))
     with pytest.raises(BuildError, match=r"could not download .*No matching.* TANDEM_DEMO_SOURCE"):
         fetch(tmp_path, None)

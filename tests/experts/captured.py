@@ -103,7 +103,7 @@ def asking_planner(num_slots: int) -> Planner:
     """Return what such a policy is made from."""
     machine = make_machine(cpu=1e-3, gpu=1e-5, link=2e-5)
     settings = PlannerSettings(
-        assignment="ready-on-gpu", prediction="foresight", prefetch_count=4,
+        assignment="ready-on-gpu", prediction="regression", prefetch_count=4,
         predicting_rows=GRAPH_ROWS, asking_rows=GRAPH_ROWS,
     )  # fmt: skip
     planner = make_planner(

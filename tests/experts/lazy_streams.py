@@ -1,6 +1,6 @@
-"""A GPU that is none, and as unkind as the rules allow: the CPU twin of `CudaStreams`.
+"""A simulated GPU, as unkind as the rules allow: the CPU twin of `CudaStreams`.
 
-Work is only noted when it is queued. It runs when somebody waits, in an order that is drawn at
+Work is only noted when it is queued. It runs when a thread waits, in an order that is drawn at
 random from those that streams and events leave open, and "pinned" host memory that is still being
 read is not protected: an executor that forgets an event computes with other bytes.
 """

@@ -115,7 +115,7 @@ def test_experts_of_the_next_layer_are_copied_ahead_and_computed_by_the_device(
 ) -> None:
     """What is not admitted leaves with the step; planned steps go on from there."""
     settings = PlannerSettings(
-        assignment=rule, prediction="foresight", prefetch_count=2, predicting_rows=(1, 2)
+        assignment=rule, prediction="regression", prefetch_count=2, predicting_rows=(1, 2)
     )
     executor, events = make_real_executor(store, 16, settings, cpu=SLOW_CPU), list[LayerExecuted]()
     planner = executor.cache.planner
@@ -145,7 +145,7 @@ def test_experts_of_the_next_layer_are_copied_ahead_and_computed_by_the_device(
 
 def test_what_captured_steps_have_counted_goes_on_in_planned_ones(store: HostStore) -> None:
     settings = PlannerSettings(
-        assignment="ready-on-gpu", prediction="foresight", prefetch_count=2, predicting_rows=(1,)
+        assignment="ready-on-gpu", prediction="regression", prefetch_count=2, predicting_rows=(1,)
     )
     executor = make_real_executor(store, 16, settings, cpu=SLOW_CPU)
     prediction = executor.cache.planner.prediction

@@ -58,7 +58,7 @@ def check(machine: TwinMachine, store: HostStore, step: list[LayerTokens]) -> No
 @pytest.mark.parametrize("dtype", TOKEN_DTYPES)
 @pytest.mark.parametrize("num_rows", [1, 2, 8])
 def test_bits_equal_those_of_the_cpu(name: str, dtype: torch.dtype, num_rows: int) -> None:
-    """All on the CPU, half resident, all resident; full batches, idle rows, padding."""
+    """All on the CPU, half resident, all resident; full batches, padding tokens, padding."""
     store, generator = make_store(expert_dtype=name), torch.Generator().manual_seed(num_rows)
     machine = TwinMachine(store, num_rows, num_slots=NUM_EXPERTS, dtype=dtype)
     for resident in (0, NUM_EXPERTS // 2, NUM_EXPERTS):

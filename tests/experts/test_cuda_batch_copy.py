@@ -77,7 +77,7 @@ def test_without_a_driver_or_with_an_old_one_there_is_none() -> None:
     assert find_batch_copy(lambda name: FakeDriver()) is None
 
 
-def test_small_entries_and_lone_copies_go_by_themselves() -> None:
+def test_small_entries_and_single_copies_go_by_themselves() -> None:
     large, small = CopyEntry(1, 1, LEAST_BYTES), CopyEntry(1, 1, LEAST_BYTES - 1)
     assert is_worth_a_batch([large, large])
     assert not is_worth_a_batch([large])

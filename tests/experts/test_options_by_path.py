@@ -43,7 +43,7 @@ DECISIONS: list[tuple[list[str], str | None]] = [
         for name in EVICTIONS
     ),
     (["--prediction", "none"], None),
-    (["--prediction", "foresight"], None),
+    (["--prediction", "regression"], None),
     (["--prefetch-count", "0"], None),
     (["--prefetch-count", "1"], None),
     (["--prediction", "none", "--prefetch-count", "1"], None),  # nothing can be copied ahead
@@ -96,7 +96,7 @@ def test_every_setting_of_a_planner_is_named_or_cannot_matter() -> None:
         assert str(value[0][1] if isinstance(value, tuple) else value) in why
     assert PlannerSettings(assignment="ready-on-gpu", max_fetches=1).why_planned() is None
     staged = SimulatedSettings(
-        prediction="foresight", prefetch_count=1, prefetch="top-k", must_prefetch=False
+        prediction="regression", prefetch_count=1, prefetch="top-k", must_prefetch=False
     )
     assert staged.why_planned() == "prefetch top-k"
     asked = SimulatedSettings(prediction="popularity", prefetch_count=1)
@@ -169,7 +169,7 @@ def assert_followed(words: Sequence[str], settings: PlannerSettings, *, in_graph
             assert len(plan.cpu) == num_absent - len(split.fetch) + len(split.spill)
             num_ahead.append(len(plan.prefetch))
     most = int(asked.get("--prefetch-count", "2"))
-    are_asked = asked.get("--prediction") == "foresight" or "--prefetch-count" in asked
+    are_asked = asked.get("--prediction") == "regression" or "--prefetch-count" in asked
     is_off = (in_graph and not are_asked) or asked.get("--prediction") == "none"
     if is_off or most == 0:
         assert max(num_ahead) == 0
@@ -245,7 +245,7 @@ def test_simulate_decides_one_graph_as_it_runs(
     "words",
     [
         ["--costs", "equations", "--assignment", "dali"],
-        ["--prediction", "foresight"],
+        ["--prediction", "regression"],
         ["--prefetch-choice", "none"],
     ],
 )

@@ -1,4 +1,4 @@
-"""Continuous batching: whoever comes and goes, each request gets what it gets alone."""
+"""Continuous batching: whichever requests come and go, each gets what it gets alone."""
 
 import random
 from typing import Any

@@ -130,7 +130,7 @@ def test_an_option_that_one_graph_cannot_follow_is_followed_in_segments_by_name(
     assert parts.captured(no_cache) is None  # without a look at it
 
 
-@pytest.mark.parametrize("options", [{"prefetch_count": 1}, {"prediction": "foresight"}])
+@pytest.mark.parametrize("options", [{"prefetch_count": 1}, {"prediction": "regression"}])
 def test_what_is_copied_ahead_as_asked_needs_no_segments(
     observed: ObservedModel, options: dict[str, Any], recwarn: pytest.WarningsRecorder
 ) -> None:

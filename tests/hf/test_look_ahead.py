@@ -76,7 +76,7 @@ def test_routers_that_choose_the_largest_of_a_product_are_found(
         assert 0 < len(products) < len(routers)
 
 
-def test_a_router_that_reads_token_ids_is_foreseen_exactly(tmp_path: Path) -> None:
+def test_a_router_that_reads_token_ids_is_predicted_exactly(tmp_path: Path) -> None:
     config = build_tiny_model("deepseek_v4").config
     config.mlp_layer_types = ["hash_moe"] * len(config.mlp_layer_types)
     hashed = AutoModelForCausalLM.from_config(config)
@@ -98,8 +98,8 @@ def test_a_router_that_reads_token_ids_is_foreseen_exactly(tmp_path: Path) -> No
     assert trace.predicted is not None
     for layer in exact:
         for place in range(len(trace.meta.predictors)):
-            foreseen = np.sort(trace.predicted[:, layer, place])
-            assert (foreseen == np.sort(trace.experts[:, layer])).all()
+            predicted = np.sort(trace.predicted[:, layer, place])
+            assert (predicted == np.sort(trace.experts[:, layer])).all()
     assert exact
 
 
@@ -145,12 +145,12 @@ def test_residuals_of_another_model_or_no_residuals_are_refused(tmp_path: Path) 
         Residuals.load(tmp_path / "r.npz", "me", 2, 3)
 
 
-@pytest.mark.parametrize("prediction", ["gate", "residual", "foresight"])
+@pytest.mark.parametrize("prediction", ["gate", "residual", "regression"])
 def test_hints_are_planned_with_and_replay_exactly(
     checkpoint: Path, profile: str, prediction: str
 ) -> None:
     options = {"prediction": prediction, "prefetch": "top-k", "prefetch_count": 3}
-    options |= {"gpu_memory": "600kB", "look_ahead": prediction == "foresight"}
+    options |= {"gpu_memory": "600kB", "look_ahead": prediction == "regression"}
     model = load(checkpoint, profile, **options)
     executor = runtime_in(model).executor
     assert isinstance(executor.look_ahead, LookAhead)
@@ -174,7 +174,7 @@ def test_steps_that_are_replayed_ask_as_the_models_own_code_does(
     checkpoint: Path, profile: str, *, is_gpu: bool
 ) -> None:
     """A twin of the GPU's steps needs no device of its own for that."""
-    model = load(checkpoint, profile, look_ahead=True, prediction="foresight")
+    model = load(checkpoint, profile, look_ahead=True, prediction="regression")
     executor = runtime_in(model).executor
     assert isinstance(executor.look_ahead, LookAhead)
     executor.look_ahead.residuals.is_fixed = True  # a step that is compared is done twice
@@ -232,8 +232,8 @@ def test_given_residuals_are_used_and_those_of_another_model_refused(
     checkpoint: Path, profile: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "r.npz"
-    Residuals(2, 64).save(path, "somebody else")
-    with pytest.raises(ConfigError, match="of model 'somebody else'"):
+    Residuals(2, 64).save(path, "another model")
+    with pytest.raises(ConfigError, match="of model 'another model'"):
         load(checkpoint, profile, prediction="residual", residuals=str(path))
 
 

@@ -73,7 +73,7 @@ class _Launcher:
 
 
 class NoCard:
-    """A driver of Triton's for a GPU that is none."""
+    """A driver of Triton's for a simulated GPU."""
 
     launcher_cls = _Launcher
     utils = _Utilities()

@@ -29,7 +29,7 @@ def mapped(file: Path) -> np.memmap[Any, np.dtype[np.uint8]]:
 
 
 def cached(file: Path) -> npt.NDArray[np.bool]:
-    """Return of each page of a file whether it is in memory, whoever read it."""
+    """Return of each page of a file whether it is in memory, whichever process read it."""
     data = mapped(file)
     flags = np.zeros(-(-len(data) // PAGE), np.uint8)
     mincore = ctypes.CDLL(None).mincore

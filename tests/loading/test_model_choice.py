@@ -68,12 +68,12 @@ def test_a_revision_of_a_hub_id(
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    save_tiny_checkpoint(tmp_path / "models--somebody--tiny" / "snapshots" / COMMIT)
-    words = ["run", "somebody/tiny", "-p", "x", "--max-new-tokens", "4", "--quiet"]
+    save_tiny_checkpoint(tmp_path / "models--owner--tiny" / "snapshots" / COMMIT)
+    words = ["run", "owner/tiny", "-p", "x", "--max-new-tokens", "4", "--quiet"]
     assert main([*words, "--revision", COMMIT]) == 0
     capsys.readouterr()
     assert main([*words, "--revision", "b" * 40]) == 2
-    assert "somebody/tiny is not on this machine" in capsys.readouterr().err
+    assert "owner/tiny is not on this machine" in capsys.readouterr().err
 
 
 def test_a_directory_has_no_revisions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ FIRST, SECOND = LayerLoad(0, (1, 2), (1, 2)), LayerLoad(1, (4, 5), (3, 1))
 
 def planner(num_slots: int = 12, link: float = 0.125, **choices: Any) -> Planner:
     costs = CostTable(shape_costs(link=link))
-    made = SimulatedSettings(**{"prediction": "foresight", "prefetch_count": 1, **choices})
+    made = SimulatedSettings(**{"prediction": "regression", "prefetch_count": 1, **choices})
     return make_planner(made, GEOMETRY, costs, num_slots, copy_price_seconds=0.01)
 
 

@@ -110,7 +110,7 @@ def test_plans_are_sound_for_every_assignment(
 def test_steps_in_one_graph_leave_hits_to_the_gpu(
     assignment: str, given_steps: list[list[LayerLoad]], lag: int, link: float
 ) -> None:
-    choices: dict[str, Any] = {"prediction": "foresight", "prefetch_count": 1, "link": link}
+    choices: dict[str, Any] = {"prediction": "regression", "prefetch_count": 1, "link": link}
     chosen = planner(assignment=assignment, must_prefetch=False, **choices)
     Executor(chosen, lag, in_graph=True).run(given_steps)
 
@@ -141,7 +141,8 @@ def test_plans_are_sound_for_every_prediction(
 @settings(max_examples=10)
 @given(given_steps=steps())
 def test_equal_calls_give_equal_plans(eviction: str, given_steps: list[list[LayerLoad]]) -> None:
-    choices: dict[str, Any] = {"eviction": eviction, "prediction": "foresight", "prefetch_count": 1}
+    choices: dict[str, Any] = {"eviction": eviction}
+    choices |= {"prediction": "regression", "prefetch_count": 1}
     first = Executor(planner(**choices), 1).run(given_steps)
     assert Executor(planner(**choices), 1).run(given_steps) == first
 
@@ -235,7 +236,7 @@ def test_a_cache_of_the_whole_model_plans_as_if_it_learned(
 def test_when_the_planner_learns_changes_no_plan(
     given_steps: list[list[LayerLoad]], calls: list[bool]
 ) -> None:
-    choices: dict[str, Any] = {"prediction": "foresight", "prefetch_count": 1}
+    choices: dict[str, Any] = {"prediction": "regression", "prefetch_count": 1}
     never, sometimes = planner(**choices), planner(**choices)
     learns = itertools.cycle(calls)
     plan = sometimes.plan
@@ -280,7 +281,7 @@ def test_without_slots_everything_runs_on_the_cpu() -> None:
     [
         ({"assignment": "dalli"}, "unknown assignment 'dalli'; did you mean 'dali'?"),
         # Names of the simulator's alone, which is imported above.
-        ({"prediction": "popularity"}, "unknown prediction 'popularity'; known: foresight, none"),
+        ({"prediction": "popularity"}, "unknown prediction 'popularity'; known: regression, none"),
         ({"prefetch": "top-k"}, "unknown prefetch choice 'top-k'; known: pays, none"),
         ({"pool": "layer"}, "pool is 'layer'; expected one of by-layer, shared"),
         ({"prefetch_count": -1}, "prefetch_count is -1; expected at least 0"),
@@ -364,9 +365,9 @@ def test_what_a_step_in_one_graph_has_copied_ahead_in_vain_leaves_with_it() -> N
 
 
 def test_copies_ahead_that_are_asked_for_are_followed_in_one_graph() -> None:
-    asked = PlannerSettings(prediction="foresight", prefetch_count=2)
+    asked = PlannerSettings(prediction="regression", prefetch_count=2)
     assert asked.with_predictions(()).predicting_rows == (1, 2, 4, 8)
-    usual = PlannerSettings(prediction="foresight", prefetch_count=2, must_prefetch=False)
+    usual = PlannerSettings(prediction="regression", prefetch_count=2, must_prefetch=False)
     assert usual.with_predictions((4,)).predicting_rows == (4,)
     nothing = PlannerSettings(prediction="none", prefetch_count=2)
     assert nothing.with_predictions((4,)) is nothing

@@ -4,9 +4,11 @@ import random
 
 import pytest
 
+from tandem.cli.parser import parse
 from tandem.policy.plan import Geometry, Hint, LayerLoad
 from tandem.policy.prediction import Prediction
 from tandem.policy.prediction.policy import Forecast
+from tandem.policy.settings import PlannerSettings
 from tandem.sim.systems import POLICIES
 
 GEOMETRY = Geometry(num_layers=4, num_experts=8, top_k=2)
@@ -37,7 +39,7 @@ def train(policy: Prediction, steps: int) -> None:
             policy.observe(LayerLoad(layer, experts, (1, 1), (), (experts,)))
 
 
-@pytest.mark.parametrize("name", ["foresight", "token-memory"])
+@pytest.mark.parametrize("name", ["regression", "token-memory"])
 def test_a_known_token_foresees_every_layer_before_any_has_run(name: str) -> None:
     policy = POLICIES.predictions.factory(name)(GEOMETRY)
     train(policy, 400)
@@ -58,7 +60,7 @@ def test_token_memory_forgets_the_tokens_that_are_longest_unused() -> None:
         assert (known != expected(policy.predict(0))) == is_known
 
 
-@pytest.mark.parametrize("name", ["foresight", "transitions"])
+@pytest.mark.parametrize("name", ["regression", "transitions"])
 def test_the_layer_above_foresees_the_next(name: str) -> None:
     policy = POLICIES.predictions.factory(name)(GEOMETRY)
     train(policy, 400)
@@ -78,13 +80,13 @@ def test_hints_of_the_right_source_are_taken(name: str) -> None:
 
 
 def brier_score(accuracy: float | None, sources: tuple[str, ...] = ("residual",)) -> float:
-    """Return the mean squared error of foresight's chances, with hints that are so often right.
+    """Return the mean squared error of regression's chances, with hints that are so often right.
 
     A token's expert is right with probability `accuracy`, else any expert; None: no hints.
     """
     geometry = Geometry(num_layers=4, num_experts=16, top_k=2)
     draw = random.Random(0)
-    policy = POLICIES.predictions.factory("foresight")(geometry)
+    policy = POLICIES.predictions.factory("regression")(geometry)
     total, count = 0.0, 0
     for step in range(1200):
         policy.begin_step(())
@@ -122,7 +124,7 @@ def test_the_better_the_hint_the_better_the_forecast() -> None:
 
 
 def test_a_hint_is_for_one_step_only() -> None:
-    policy = POLICIES.predictions.factory("foresight")(GEOMETRY)
+    policy = POLICIES.predictions.factory("regression")(GEOMETRY)
     policy.begin_step((1,))
     before = expected(policy.predict(2))
     policy.hint(Hint("gate", LayerLoad(2, (5,), (1,))))
@@ -140,3 +142,8 @@ def test_chances_are_probabilities(name: str) -> None:
         if forecast is not None:
             assert all(0.0 <= forecast.chance(s) <= 1.0 for s in forecast.scores)
         policy.observe(LayerLoad(layer, route(1, layer), (1, 1), (), (route(1, layer),)))
+
+
+def test_regression_keeps_its_former_name() -> None:
+    assert PlannerSettings(prediction="foresight") == PlannerSettings(prediction="regression")
+    assert parse(["run", "--prediction", "foresight"]).prediction == "regression"

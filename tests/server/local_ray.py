@@ -11,7 +11,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-_QUESTIONS = 8
+_PROMPTS = 8
 PORT = 8321
 
 
@@ -58,9 +58,9 @@ def main() -> int:
             status.applications["default"].deployments["tandem"].replica_states
         )
         address = f"http://127.0.0.1:{PORT}"
-        with ThreadPoolExecutor(_QUESTIONS) as pool:
-            texts = list(pool.map(lambda n: ask(address, n), range(_QUESTIONS)))
-            again = list(pool.map(lambda n: ask(address, n), range(_QUESTIONS)))
+        with ThreadPoolExecutor(_PROMPTS) as pool:
+            texts = list(pool.map(lambda n: ask(address, n), range(_PROMPTS)))
+            again = list(pool.map(lambda n: ask(address, n), range(_PROMPTS)))
         found["are_equal"] = texts == again
         found["texts"] = texts
         found["answered"] = len(texts) + len(again)

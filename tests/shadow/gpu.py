@@ -1,4 +1,4 @@
-"""A GPU that is none: its memory, streams, captures and the thread that does launched work.
+"""A simulated GPU: its memory, streams, captures and the thread that does launched work.
 
 torch's own operations are done at once, by the thread that calls them, as soon as what was launched
 before has ended. Kernels and graphs are done by a thread of the GPU's, so that they can wait for

@@ -1,4 +1,4 @@
-"""Dense models on a GPU that is none: all of one lies there, or it is refused before it is read."""
+"""Dense models on a simulated GPU: all of one lies there, or it is refused before it is read."""
 
 import gc
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Models of each kind, loaded for a GPU that is none, say what they say on the CPU."""
+"""Models of each kind, loaded for a simulated GPU, say what they say on the CPU."""
 
 from pathlib import Path
 
@@ -78,7 +78,7 @@ def test_a_model_that_asks_routers_within_its_steps_says_the_same_on_a_gpu(
         "mixtral", tmp_path, values={"num_hidden_layers": 2}, expert_dtype="mxfp4",
         on_gpu={
             "assignment": "ready-on-gpu", "profile": "desktop-12gb", "look_ahead": True,
-            "prediction": "foresight",
+            "prediction": "regression",
         },
     )  # fmt: skip
     assert {"graph", "publish", "ask", "publish_guess", "combine"} <= set(gpu.launched)

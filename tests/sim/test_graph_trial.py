@@ -67,7 +67,7 @@ def test_nothing_is_tried_where_nothing_can_be_fetched_or_a_rule_was_asked_for()
 @pytest.mark.parametrize("assignment", [None, "ready-on-gpu"])
 def test_steps_copy_ahead_where_that_pays_in_slots_that_are_there(assignment: str | None) -> None:
     usual = dataclasses.replace(
-        PlannerSettings(assignment=assignment), prediction="foresight", prefetch_count=2,
+        PlannerSettings(assignment=assignment), prediction="regression", prefetch_count=2,
         must_prefetch=False, copies_prompts=True,
     )  # fmt: skip
 
@@ -87,7 +87,7 @@ def test_steps_copy_ahead_where_that_pays_in_slots_that_are_there(assignment: st
 
 def test_routers_are_asked_where_that_may_be_and_pays() -> None:
     can_ask = PlannerSettings(
-        assignment="ready-on-gpu", prediction="foresight", prefetch_count=2, must_prefetch=False,
+        assignment="ready-on-gpu", prediction="regression", prefetch_count=2, must_prefetch=False,
         can_ask=True,
     )  # fmt: skip
 
@@ -168,7 +168,7 @@ def test_a_forecast_is_what_captured_steps_take_with_their_copies_in_their_order
     geometry = trace.meta.geometry
     shape = profile.charged(shape_for(profile, trace.meta.model, geometry), GRAPH)
     settings = PlannerSettings(
-        assignment=FETCHING_RULE, prediction="foresight", prefetch_count=2,
+        assignment=FETCHING_RULE, prediction="regression", prefetch_count=2,
         predicting_rows=predicting_rows,
     )  # fmt: skip
     num_slots = geometry.num_layers * geometry.num_experts // 4

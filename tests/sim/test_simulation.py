@@ -168,7 +168,7 @@ def test_a_comparison_has_every_system_and_a_picture(trace: RoutingTrace) -> Non
 def test_an_unknown_model_gets_the_most_similar_shape() -> None:
     profile = load_profile("laptop-8gb")
     geometry = profile.shape("qwen3-30b-a3b")
-    similar = shape_for(profile, "somebody/new-moe", Geometry(40, geometry.num_experts, 8))
+    similar = shape_for(profile, "owner/new-moe", Geometry(40, geometry.num_experts, 8))
     assert similar.shape == "qwen3-30b-a3b"
 
 

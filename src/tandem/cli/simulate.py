@@ -46,7 +46,7 @@ class SimulateOptions:
     )
     eviction: str = option("successor", help="what stays")
     prediction: str | None = option(
-        None, help="what comes next, for --prefetch (default: foresight)"
+        None, help="what comes next, for --prefetch (default: regression)"
     )
     prefetch_choice: str | None = option(
         None, help="what is copied ahead, for --prefetch (default: pays)"
@@ -153,7 +153,7 @@ def _settings(options: SimulateOptions) -> "PlannerSettings":
         assignment=options.assignment,
         assignment_options=(("pipelined", False),) if by_equations else (),
         eviction=options.eviction,
-        prediction=options.prediction or ("foresight" if options.prefetch else "none"),
+        prediction=options.prediction or ("regression" if options.prefetch else "none"),
         prefetch=options.prefetch_choice or "pays",
         prefetch_count=options.prefetch,
         pool=options.pool,

@@ -9,6 +9,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from tandem.core.errors import ConfigError
@@ -25,16 +26,20 @@ def option(
     *,
     help: str,
     choices: Sequence[str] | None = None,
+    former: Mapping[str, str] | None = None,
     metavar: str | None = None,
     short: str | None = None,
 ) -> Any:
     """Declare a dataclass field with its help text; `choices` also limits the flag's values.
 
-    Choices are names in lower case, and a flag's value is taken in any. `short` is another name of
-    the flag, such as "-q".
+    Choices are names in lower case, and a flag's value is taken in any. `former` has choices by the
+    names that they had before. `short` is another name of the flag, such as "-q".
     """
     assert all(choice == choice.lower() for choice in choices or ())
-    metadata = {"help": help, "choices": choices, "metavar": metavar, "short": short}
+    metadata = {
+        "help": help, "choices": choices, "former": former or {},
+        "metavar": metavar, "short": short,
+    }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -73,11 +78,16 @@ def add_flags(
             kwargs["action"] = "store_true" if is_plain else argparse.BooleanOptionalAction
         else:
             choices = field.metadata["choices"]
-            kwargs.update(type=str.lower if choices else kind, choices=choices)
+            named = partial(_choice, former=field.metadata["former"])
+            kwargs.update(type=named if choices else kind, choices=choices)
             kwargs["metavar"] = field.metadata["metavar"]
         short = field.metadata["short"]
         group = _rare_flags(parser) if field.name in getattr(config, "rare", ()) else parser
         group.add_argument(*([short] if short else []), flag, **kwargs)
+
+
+def _choice(text: str, former: Mapping[str, str]) -> str:
+    return former.get(text.lower(), text.lower())
 
 
 def _rare_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:

@@ -26,13 +26,19 @@ class Registry(Generic[T]):
         """Name the kind of thing that is registered; it appears in error messages."""
         self.kind = kind
         self._factories: MutableMapping[str, Callable[..., T]] = {}
+        self.former: MutableMapping[str, str] = {}
+        """Names of before, which are still taken, and today's."""
 
-    def register(self, name: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-        """Register a class or function under a name; a name is taken once."""
+    def register(
+        self, name: str, *, formerly: str | None = None
+    ) -> Callable[[Callable[..., T]], Callable[..., T]]:
+        """Register a class or function under a name, once; `formerly` is taken for it too."""
 
         def add(factory: Callable[..., T]) -> Callable[..., T]:
             assert name not in self._factories, f"{self.kind} {name!r} is registered twice"
             self._factories[name] = factory
+            if formerly is not None:
+                self.former[formerly] = name
             return factory
 
         return add
@@ -41,12 +47,17 @@ class Registry(Generic[T]):
         """Return a registry with all that this one has, now and later, and other names."""
         longer: Registry[T] = Registry(self.kind)
         longer._factories = ChainMap(dict(more), self._factories)
+        longer.former = self.former
         return longer
+
+    def today(self, name: str) -> str:
+        """Return the present name of what had another one."""
+        return self.former.get(name, name)
 
     def factory(self, name: str) -> Callable[..., T]:
         """Return what was registered under a name; `ConfigError` with the nearest names else."""
         try:
-            return self._factories[name]
+            return self._factories[self.today(name)]
         except KeyError:
             hint = nearest_names(name, self.names())
             raise ConfigError(f"unknown {self.kind} {name!r}; {hint}") from None

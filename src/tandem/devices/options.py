@@ -20,7 +20,7 @@ from tandem.policy.settings import POOLS, PlannerSettings
 _OF_ONE_DEVICE = {"emulated_speed": "emulated"}
 _OF_DENSE_PARTS = ("threads", "device", "importance", "context", "sequences")
 # What is copied ahead where steps are planned, if nothing is asked for.
-DEFAULT_PREDICTION, DEFAULT_PREFETCH_COUNT = "foresight", 2
+DEFAULT_PREDICTION, DEFAULT_PREFETCH_COUNT = "regression", 2
 
 
 @dataclasses.dataclass(kw_only=True, repr=False)
@@ -93,12 +93,13 @@ class OffloadOptions:
     )
     prediction: str | None = option(
         None,
-        help="what the next layers will want (default: foresight where steps are planned)",
+        help="what the next layers will want (default: regression where steps are planned)",
         choices=PREDICTIONS.names(),
+        former=PREDICTIONS.former,
     )
     look_ahead: bool = option(
         False,
-        help="let prediction foresight ask the next layer's router too (in steps that are one "
+        help="let prediction regression ask the next layer's router too (in steps that are one "
         "graph, where a trial says that it pays)",
     )
     residuals: str | None = option(

@@ -16,7 +16,7 @@ _SLIDING = "sliding_attention"
 _GPU_INDEX_BYTES = 4  # a GPU's kernels read index keys in fp32; it alone keeps one copy of keys
 # Kept before a window, so that slots can go back: a conversation's next turn often writes the end
 # of the last one differently, and requests may begin with the same instructions. Drafted tokens and
-# an idle row on a GPU are written over a part of it. A window of 128 is 1,024 with it.
+# a padding token on a GPU are written over a part of it. A window of 128 is 1,024 with it.
 MARGIN_TOKENS = 896
 # A slot's room grows in steps, so that it is copied rarely and never much too large.
 GRANULE_TOKENS = 256

@@ -1,7 +1,7 @@
 """Compressed windows of tokens on a device that computes in torch (`csrc/compression.hpp` on CPUs).
 
 Tokens lie by their positions in a ring of each slot, gates with their bias. A ring has room for
-drafted tokens and an idle row's beyond the windows that the next key is made of, so that taking
+drafted tokens and a padding token's beyond the windows that the next key is made of, so that taking
 tokens back changes nothing. Nothing here waits for the device, so that steps can be captured.
 """
 
@@ -14,7 +14,7 @@ from tandem.kernels.recurrent import Compression
 def ring_shape(operation: Compression) -> tuple[int, ...]:
     """Return what is kept of a slot: tokens, values and gates, their width."""
     num_tokens, *rest = operation.state_shape
-    return num_tokens + 1, *rest  # an idle row stands behind the drafted ones
+    return num_tokens + 1, *rest  # a padding token stands behind the drafted ones
 
 
 def compress_prompt(

@@ -37,7 +37,7 @@ POOLS = ("by-layer", "shared")
 # where fetches do not pay and where they do.
 PLANNED_RULE, GRAPH_RULE, FETCHING_RULE = "balanced", "ready-on-gpu", "balanced-in-graph"
 # What steps in one graph predict by: native code does the same.
-GRAPH_PREDICTION = "foresight"
+GRAPH_PREDICTION = "regression"
 
 
 class Native(NamedTuple):
@@ -84,6 +84,7 @@ class PlannerSettings:
         """Check the names; `ConfigError` names the nearest ones."""
         self.policies.assignments.factory(self.rule())
         self.policies.evictions.factory(self.eviction)
+        object.__setattr__(self, "prediction", self.policies.predictions.today(self.prediction))
         self.policies.predictions.factory(self.prediction)
         self.policies.prefetches.factory(self.prefetch)
         if self.pool not in POOLS:

@@ -11,7 +11,7 @@ from tandem.core.errors import ConfigError
 from tandem.policy.cost import GRAPH, NO_HOST, SEGMENTS, HardwareProfile
 
 MAX_GRAPH_TOKENS = 8  # of a step in one graph; one of more is planned
-GRAPH_ROWS = (1, 2, 4, MAX_GRAPH_TOKENS)  # a step of other tokens has idle rows
+GRAPH_ROWS = (1, 2, 4, MAX_GRAPH_TOKENS)  # a step of other sizes has padding tokens
 
 
 def graph_rows(num_tokens: int) -> int:

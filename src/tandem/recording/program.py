@@ -1,7 +1,7 @@
 """Native operations of a recorded graph as programs: neighbours are one call, in fixed memory.
 
-A step's tensors have the same shapes each time, so what native operations read and write gets a
-place once; views of it are made once too. Places are used again as soon as nobody reads them.
+A step's tensors have the same shapes each time, so each tensor that native operations read or
+write gets a buffer once; views of it are made once too. A buffer is reused after its last read.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -50,7 +50,7 @@ def may_alias(operation: Operation) -> bool:
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
-class Places:
+class BufferPlan:
     """The fixed memory of a recorded graph: by tensor number, besides its constants."""
 
     def __init__(
@@ -60,10 +60,10 @@ class Places:
         constants: dict[int, Tensor],
         result: Ref,
     ) -> None:
-        """Give a place to whatever native operations read or write; `tensors` tell the shapes."""
+        """Give a buffer to whatever native operations read or write; `tensors` tell the shapes."""
         self.tensors: dict[int, Tensor] = dict(constants)
         self.views: set[int] = set()
-        """Indices of operations that need not run: their results are views of places."""
+        """Indices of operations that need not run: their results are views of buffers."""
         self._groups = _Groups(operations, tensors)
         self._wanted = {
             self._groups.of(ref.number)
@@ -80,7 +80,7 @@ class Places:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that were taken for places."""
+        """Bytes that the buffers take."""
         return self._memory.num_bytes
 
     def _place(self, index: int, operation: Operation, tensors: Sequence[Tensor]) -> None:
@@ -95,7 +95,7 @@ class Places:
                 self.tensors[ref.number] = self._memory.take(tensors[ref.number], group)
 
     def _is_view(self, operation: Operation) -> bool:
-        """Do a view's operation now, if what it looks at has a place."""
+        """Do a view's operation now, if what it looks at has a buffer."""
         if operation.has_effects or any(r.number not in self.tensors for r in operation.inputs):
             return False
 
@@ -179,14 +179,14 @@ class _Memory:
         self._used = [(group, memory) for group, memory in self._used if last_use[group] > index]
 
 
-def compile_program(operations: Sequence[Operation], places: Places) -> Callable[[], None]:
+def compile_program(operations: Sequence[Operation], plan: BufferPlan) -> Callable[[], None]:
     """Return one call that runs native operations, all with the same threads."""
     threads = operations[0].function.threads  # type: ignore[attr-defined]
     program = threads.program()
     reports: list[Report] = []
     for operation in operations:
-        inputs = [places.tensors[ref.number] for ref in operation.inputs]
-        outputs = [places.tensors[ref.number] for ref in filter(None, operation.outputs)]
+        inputs = [plan.tensors[ref.number] for ref in operation.inputs]
+        outputs = [plan.tensors[ref.number] for ref in filter(None, operation.outputs)]
         report = operation.function.add(program, inputs, outputs)  # type: ignore[attr-defined]
         if report is not None:
             reports.append(report)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tandem.kernels.dense import CpuThreads
 from tandem.recording.fusion import fuse
-from tandem.recording.program import NativeCall, Places, compile_program, memory_of
+from tandem.recording.program import BufferPlan, NativeCall, compile_program, memory_of
 from tandem.recording.recorder import Operation, Recorder, Recording, Ref
 
 # Public functions that do what an ATen overload does with the same positional arguments, and cost
@@ -73,10 +73,12 @@ class RecordedGraph:
             for op in self._operations
         )
         """Whether results may depend on the number of tokens: torch multiplies matrices."""
-        self._places = Places(self._operations, recording.tensors, constants, recording.ref(result))
+        self._plan = BufferPlan(
+            self._operations, recording.tensors, constants, recording.ref(result)
+        )
         self._result = recording.ref(result)
         self._shapes = [tuple(tensor.shape) for tensor in recording.tensors]
-        self._function = _compile(self._operations, self._places, self._result)
+        self._function = _compile(self._operations, self._plan, self._result)
 
     def __len__(self) -> int:
         return len(self._operations)
@@ -84,7 +86,7 @@ class RecordedGraph:
     @property
     def num_calls(self) -> int:
         """Calls that a run makes: programs, and operations that are none's."""
-        return len(_parts(self._operations, self._places, are_apart=False))
+        return len(_parts(self._operations, self._plan, are_apart=False))
 
     @property
     def operations(self) -> Sequence[Operation]:
@@ -94,7 +96,7 @@ class RecordedGraph:
     @property
     def place_bytes(self) -> int:
         """Bytes of the fixed memory between native operations."""
-        return self._places.num_bytes
+        return self._plan.num_bytes
 
     @torch.inference_mode()
     def run(self) -> Tensor:
@@ -105,13 +107,13 @@ class RecordedGraph:
     def profile(self, num_runs: int) -> list[tuple[Operation, float]]:
         """Run several times; return what runs with its mean seconds. Slower than `run`."""
         seconds = [0.0] * len(self._operations)
-        timed = _compile(self._operations, self._places, self._result, seconds)
+        timed = _compile(self._operations, self._plan, self._result, seconds)
         for _ in range(num_runs):
             timed()
         return [
             (operation, seconds[index] / num_runs)
             for index, operation in enumerate(self._operations)
-            if index not in self._places.views
+            if index not in self._plan.views
         ]
 
     def shape_of(self, ref: Ref) -> tuple[int, ...]:
@@ -174,24 +176,24 @@ def _fold(
 
 
 def _compile(
-    operations: list[Operation], places: Places, result: Ref, seconds: list[float] | None = None
+    operations: list[Operation], plan: BufferPlan, result: Ref, seconds: list[float] | None = None
 ) -> Callable[[], Tensor]:
     """Write the operations as a function; with `seconds`, one that adds each one's time there."""
-    namespace: dict[str, object] = {f"v{n}": tensor for n, tensor in places.tensors.items()}
+    namespace: dict[str, object] = {f"v{n}": tensor for n, tensor in plan.tensors.items()}
     namespace |= {"now": time.perf_counter, "seconds": seconds}
     last_use = {ref.number: i for i, op in enumerate(operations) for ref in op.inputs}
     lines = []
     local: set[int] = set()
-    for part in _parts(operations, places, are_apart=seconds is not None):
+    for part in _parts(operations, plan, are_apart=seconds is not None):
         index = part[0]
-        namespace[f"f{index}"] = _function(operations, part, places)
+        namespace[f"f{index}"] = _function(operations, part, plan)
         if isinstance(operations[index].function, NativeCall):
             lines.append(f"f{index}()")
         else:
             operation = operations[index]
-            lines += _lines(index, operation, places, namespace)
+            lines += _lines(index, operation, plan, namespace)
             outputs = [o.number for o in operation.outputs if o and o not in operation.inputs]
-            local.update(number for number in outputs if number not in places.tensors)
+            local.update(number for number in outputs if number not in plan.tensors)
             read = {ref.number for ref in operation.inputs} | set(outputs)
             ended = [n for n in read if n in local and last_use.get(n, index) <= index]
             ended = sorted(n for n in ended if n != result.number)
@@ -200,18 +202,18 @@ def _compile(
                 local.difference_update(ended)
         if seconds is not None:
             lines.append(f"end = now(); seconds[{index}] += end - begin; begin = end")
-    # A place is written again by the next run, and the result belongs to the caller.
-    copy = ".clone()" if result.number in places.tensors else ""
+    # A buffer is written again by the next run, and the result belongs to the caller.
+    copy = ".clone()" if result.number in plan.tensors else ""
     body = "\n".join(f"    {line}" for line in lines)
     exec(f"def step():\n    begin = now()\n{body}\n    return v{result.number}{copy}\n", namespace)
     return cast("Callable[[], Tensor]", namespace["step"])
 
 
-def _parts(operations: list[Operation], places: Places, *, are_apart: bool) -> list[list[int]]:
+def _parts(operations: list[Operation], plan: BufferPlan, *, are_apart: bool) -> list[list[int]]:
     """Cut the operations that run into programs and single ones, as indices."""
     parts: list[list[int]] = []
     for index, operation in enumerate(operations):
-        if index in places.views:
+        if index in plan.views:
             continue
         before = operations[parts[-1][-1]].function if parts else None
         joins = (
@@ -228,11 +230,11 @@ def _parts(operations: list[Operation], places: Places, *, are_apart: bool) -> l
 
 
 def _function(
-    operations: list[Operation], part: list[int], places: Places
+    operations: list[Operation], part: list[int], plan: BufferPlan
 ) -> Callable[..., object]:
     first = operations[part[0]]
     if isinstance(first.function, NativeCall):
-        return compile_program([operations[index] for index in part], places)
+        return compile_program([operations[index] for index in part], plan)
     return _direct(first)
 
 
@@ -243,14 +245,14 @@ def _direct(operation: Operation) -> Callable[..., object]:
 
 
 def _lines(
-    index: int, operation: Operation, places: Places, namespace: dict[str, object]
+    index: int, operation: Operation, plan: BufferPlan, namespace: dict[str, object]
 ) -> list[str]:
     parts = [_expression(arg, namespace) for arg in operation.args]
     parts += [f"{name}={_expression(v, namespace)}" for name, v in operation.kwargs.items()]
     call = f"f{index}({', '.join(parts)})"
     # What an operation writes to in place keeps its name.
     new = [o.number if o and o not in operation.inputs else None for o in operation.outputs]
-    placed = [number for number in new if number in places.tensors]
+    placed = [number for number in new if number in plan.tensors]
     names = ["_" if n is None else f"t{n}" if n in placed else f"v{n}" for n in new]
     targets = f"{', '.join(names)}," if operation.returns_sequence else names[0]
     return [f"{targets} = {call}", *(f"v{n}.copy_(t{n}); del t{n}" for n in placed)]

@@ -26,8 +26,8 @@ _EQUAL_STEPS = 3
 # token, a right one may choose the other: that is seldom, and not twice in a row.
 _DIFFERENT_STEPS = 3
 
-# So where most tokens of a step are equal, its answers are still the recording's: else a request
-# would be answered otherwise than alone, or than without drafted tokens.
+# A recording stays trusted if at least this share of a step's tokens is equal. Otherwise an answer
+# would depend on the batch composition, or on drafted tokens.
 _LEAST_SHARE = 0.5
 
 # What code that is recorded, compiled or captured raises where that is impossible.

@@ -26,9 +26,9 @@ from tandem.trace import RoutingTrace
 LEAST_GAIN = 1.02
 _STEPS = 24
 _HEAT_SEQUENCES = 4
-# Of the experts that `foresight` names, so many in a hundred come: 74 and 78 of gpt-oss-20b's and
+# Of the experts that `regression` names, so many in a hundred come: 74 and 78 of gpt-oss-20b's and
 # DeepSeek-V2-Lite's (docs/policies.md).
-_FORESIGHT_ONE_WRONG_IN = 4
+_REGRESSION_ONE_WRONG_IN = 4
 
 
 def settled(
@@ -115,7 +115,7 @@ class _TrialSettings(PlannerSettings):
     policies: ClassVar[Policies] = PlannerSettings.policies._replace(
         predictions=PlannerSettings.policies.predictions.extended(
             {
-                _TYPICAL: partial(_TypicalPrediction, one_wrong_in=_FORESIGHT_ONE_WRONG_IN),
+                _TYPICAL: partial(_TypicalPrediction, one_wrong_in=_REGRESSION_ONE_WRONG_IN),
                 _ASKED: partial(_TypicalPrediction, one_wrong_in=ONE_WRONG_IN),
             }
         )
@@ -162,7 +162,7 @@ class _Trial:
     def asking_pays(self, rows: int, rule: str) -> bool:
         """Tell whether they are quicker by so much if they copy ahead what routers say.
 
-        Than without copies ahead: what `foresight` names alone is as often right here as on real
+        Than without copies ahead: what `regression` names alone is as often right here as on real
         routing, but it names more here.
         """
         asked, plain = (self._seconds(rows, rule, by) for by in (_ASKED, None))

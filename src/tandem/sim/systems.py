@@ -54,7 +54,7 @@ class SimulatedSettings(PlannerSettings):
     policies: ClassVar[Policies] = POLICIES
 
 
-TANDEM = PlannerSettings(prediction="foresight", prefetch_count=2, must_prefetch=False)
+TANDEM = PlannerSettings(prediction="regression", prefetch_count=2, must_prefetch=False)
 
 
 class System(NamedTuple):

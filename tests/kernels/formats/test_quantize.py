@@ -43,7 +43,7 @@ ONE_SCALE = [f for f in ONE_SCALE if not f.encoding.super_cols]
 def test_values_of_a_format_survive_it(fmt: WeightFormat) -> None:
     values = unpack(pack(draw_weights(40, 200), fmt))
     again = unpack(pack(values, fmt))
-    # Grouped scales are found anew, hence to fp16's precision only.
+    # Grouped scales are computed again, hence to fp16's precision only.
     torch.testing.assert_close(again, values, rtol=0 if fmt.group_size is None else 2e-3, atol=1e-3)
 
 

@@ -26,7 +26,7 @@ class StepInputs:
         with torch.inference_mode(False):
             self.ids = torch.zeros((num_rows, 1), dtype=torch.int64, device=device)
             self.idle = torch.zeros((num_rows, 1), dtype=torch.int64, device=device)
-            """-1 for idle rows, 0 for the others: joined by `|` an id becomes padding."""
+            """-1 for padding tokens, 0 for the others: joined by `|` an id becomes padding."""
             self._rows = StepRows(embeddings, num_rows)
         self._host_ids, self._host_idle = HostTwin(self.ids), HostTwin(self.idle)
 

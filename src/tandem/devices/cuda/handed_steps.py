@@ -139,7 +139,7 @@ class HandedSteps(CapturedSteps):
         return [partial(self._launch_once, rows) for rows in GRAPH_ROWS]
 
     def _launch_once(self, num_rows: int) -> None:
-        """Hand a layer over in a mailbox that nobody answers: it misses nothing."""
+        """Hand over a layer without misses, which needs no answer: this compiles the kernels."""
         from tandem.devices.cuda.handed_layers import HandedLayers
 
         box, memory = self._mailbox(num_rows)

@@ -1,9 +1,9 @@
 """How a stream and the host signal each other by words of memory that both of them see.
 
-The kernels that hand a layer over ring and wait themselves, or the driver's writes and waits do, in
-a stream's order. These can be captured. In a graph they carry constants, so the words are flags
-that are reset, not counters. Memory on the host must be pinned. A wait of the driver's that is
-never ended holds its stream for ever.
+Either the kernels that hand a layer over write and poll these words, or the driver's stream memory
+operations do, in a stream's order. Both can be captured. In a graph they carry constants, so the
+words are flags that are reset, not counters. Memory on the host must be pinned. A driver's wait
+that is never ended blocks its stream for ever.
 """
 
 import ctypes

@@ -200,7 +200,7 @@ class CpuExecutor(Executor):
             return out
         self._kernels.wake()  # while the rows are sorted
         routing = Routing(call.top_k_index, layer.arrivals.num_experts)
-        order = routing.lone_order()
+        order = routing.fastest_order()
         with self._rows_lock:
             rows = self._rows(routing.num_rows, call.hidden.shape[1])
             side, work = CallSide(call.hidden, rows), LayerCall(layer, functions, routing, order)

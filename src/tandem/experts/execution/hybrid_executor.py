@@ -5,9 +5,9 @@
 
 `execute` reads from top to bottom as it happens. The CPU's threads begin first, as they are the
 last to end; this thread starts the device and the link and then computes beside them. What the
-layer's result does not need can wait until the caller has queued what comes next. Whatever the
-plan, the result has the same bits as `CpuExecutor`'s where the device's arithmetic is the CPU's; a
-GPU's is not (docs/runtime.md).
+layer's result does not need (`_learn_of_last_layer`) can wait until the caller has queued the next.
+Whatever the plan, the result has the same bits as `CpuExecutor`'s where the device's arithmetic is
+the CPU's; a GPU's is not (docs/runtime.md).
 """
 
 import contextlib

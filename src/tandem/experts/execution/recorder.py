@@ -89,7 +89,7 @@ class RoutingRecorder(PassingExecutor):
         super().begin_step(token_ids, is_prefill=is_prefill)
 
     def keep(self, num_tokens: int, num_kept: int) -> None:
-        """Hear that of the last step's tokens, so many, the others were drafted and are wrong."""
+        """Keep the first `num_kept` tokens of the last step; the others were rejected drafts."""
         assert self._batch == 1
         if not self._is_recording:
             return

@@ -123,8 +123,8 @@ class Routing:
         row_of = torch.from_numpy(table.reshape(self.num_tokens, self.top_k))
         return Rows(begin, token, row_of)
 
-    def lone_order(self) -> Sequence[int]:
-        """Return the order of experts that needs the least sorting."""
+    def fastest_order(self) -> Sequence[int]:
+        """Return the order of experts that takes the least sorting."""
         return self._single if self._single is not None else self.experts
 
 

@@ -215,7 +215,7 @@ class _Bench:
         index = torch.tensor([experts] * num_tokens, device="cpu")
         hidden = self._experts.hidden(num_tokens)
         routing = Routing(index, total)
-        order = routing.lone_order()
+        order = routing.fastest_order()
         side = CallSide(hidden, self._rows(routing.num_rows, self._experts.hidden_size))
         batch = LayerCall(self._store[layer], self._experts.functions, routing, order).batch(
             0, len(order), side

@@ -57,12 +57,12 @@ class PlainLayer:
     def adopt(self, stored_name: str, tensor: Tensor) -> None:
         """Keep a tensor of a packed checkpoint; it may be a view of a mapped file.
 
-        One that lies askew in its file is copied: torch's products differ in the last bit with the
-        alignment of their operands, and slots are aligned.
+        A tensor that is not aligned in its file is copied. Slots are aligned, and torch's products
+        differ in the last bit with the alignment of their operands.
         """
         self.arrivals.check_fused(stored_name, tuple(tensor.shape))
-        is_askew = tensor.data_ptr() % SECTION_ALIGNMENT_BYTES != 0
-        self._tensors[stored_name] = tensor.clone() if is_askew else tensor
+        is_unaligned = tensor.data_ptr() % SECTION_ALIGNMENT_BYTES != 0
+        self._tensors[stored_name] = tensor.clone() if is_unaligned else tensor
         self.arrivals.count(stored_name, self.arrivals.num_experts)
 
     def move_to(self, stored: dict[str, Tensor]) -> None:

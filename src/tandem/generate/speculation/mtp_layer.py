@@ -37,7 +37,7 @@ class _Pairs:
         return self.first - self.start
 
     def cut_to(self, num_read: int) -> None:
-        """Let the slot hold fewer pairs; what was made of the others is gone, and stays zero."""
+        """Reduce the slot to `num_read` pairs; what was computed of the others becomes zero."""
         gone = self.num_read - num_read
         self.rows = torch.cat([self.rows.new_zeros(gone, self.rows.shape[1]), self.rows])
         self.first -= gone

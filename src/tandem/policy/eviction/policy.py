@@ -9,7 +9,7 @@ from tandem.policy.plan import LayerLoad
 class Eviction(Protocol):
     """Ranks experts by a score. Experts are named by key (`Geometry.key`).
 
-    What a policy does not say: no phases, every miss enters, no newcomer is refused.
+    Defaults of a subclass: it has no phases, every miss enters, and no newcomer is refused.
     """
 
     # Whether a miss that the CPU computes is copied for later: "always", "never", or "idle": if the

@@ -7,5 +7,5 @@ from tandem.policy.prediction.regression_predictor import RegressionPredictor
 __all__ = ["PREDICTIONS", "Forecast", "Prediction", "RegressionPredictor"]
 
 PREDICTIONS: Registry[Prediction] = Registry("prediction")
-PREDICTIONS.register("foresight")(RegressionPredictor)
+PREDICTIONS.register("regression", formerly="foresight")(RegressionPredictor)
 PREDICTIONS.register("none")(NoPrediction)

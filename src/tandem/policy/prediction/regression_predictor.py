@@ -1,4 +1,4 @@
-"""Tandem's own predictor (`foresight`): transitions, last step and token memory in one regression.
+"""Tandem's own predictor (`regression`): transitions, last step and token memory in one regression.
 
 Expected tokens of each expert = sum of rows: one per expert that the layer above uses now, one per
 expert that the layer used one step before, one per token of the step (if token ids are known). The

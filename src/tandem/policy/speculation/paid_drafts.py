@@ -205,9 +205,9 @@ class PaidDrafts:
         for count, (chance, slot) in enumerate(chances, 1):
             tokens += chance
             taken[slot] += 1
-            worth = tokens - terms.speed * (terms.costs.seconds(terms.batch + count) or 0.0)
-            if worth > best:
-                best, kept = worth, dict(taken)
+            gain = tokens - terms.speed * (terms.costs.seconds(terms.batch + count) or 0.0)
+            if gain > best:
+                best, kept = gain, dict(taken)
         return {slot: found[slot].tokens[:count] for slot, count in kept.items() if count}
 
 
