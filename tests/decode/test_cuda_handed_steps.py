@@ -17,6 +17,7 @@ import pytest
 
 import tandem
 from tandem.core.errors import ExecutionError
+from tandem.decode.cuda import graphs
 from tandem.devices.cuda.signals import KernelSignals
 from tandem.experts.execution.forced_routing import ForcedRouting
 from tandem.experts.execution.hybrid_executor import HybridExecutor
@@ -347,6 +348,20 @@ def made_trace(executor: HybridExecutor, top_k: int) -> RoutingTrace:
     shape = num_tokens, geometry.num_layers, geometry.num_experts
     experts = np.random.default_rng(0).random(shape).argsort(-1)[..., :top_k].astype(np.uint8)
     return RoutingTrace(meta=meta, experts=experts, seq_offsets=np.array([0, num_tokens]))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_long_step_is_several_graphs_launched_behind_each_other(
+    model: Any, executor: HybridExecutor, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "LAYERS_A_GRAPH", 1)
+    expected = expected_of(model, prompts(num_rows))
+    rows = cuda_pool(model, prompts(num_rows), 30, make_capture=TwinCapture)
+    assert_alike(logits_of(rows, num_rows, TOKENS), expected)
+    assert rows.step.is_replaying, rows.step.why_not
+    recording: Any = rows.step.recording
+    assert (rows.num_segments, recording.num_graphs) == (1, len(executor.store) + 1)
+    check_slots(executor)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2])
