@@ -25,11 +25,10 @@ PROBE = find_format("q3_k")
 CHOICES = tuple(
     find_format(name)
     for name in (
-        "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq4_xs", "iq4_nl", "q4_k", "int4z",
-        "int5", "q5_k", "q6_k", "int8", "int8-g32", "bf16",
+        "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "q2_k", "q3_k", "iq4_xs", "iq4_nl",
+        "q4_k", "int4z", "int5", "q5_k", "q6_k", "int8", "int8-g32", "bf16",
     )
 )  # fmt: skip
-MEASURED = (*CHOICES, PROBE)
 _MOST_EXPERTS, _MOST_ROWS = 8, 256  # of a sample
 
 

@@ -33,11 +33,13 @@ from tandem.kernels.formats.weight_format import (
     WeightFormat,
     aligned,
     expert_format,
+    find_expert_format,
+    formats_of,
 )
 from tandem.quality.budget import Option, choose_within
 from tandem.quality.parts import (
     CHOICES,
-    MEASURED,
+    PROBE,
     embeddings_of,
     expert_losses,
     linear_groups,
@@ -47,6 +49,9 @@ from tandem.quality.parts import (
 )
 
 _LEAST_LOSS = 1e-9  # of a probe that seems to help: it is noise
+# Recipes of so many bits leave grids out: what they lose is little there, and grids decode at half
+# of others' bytes a second with AVX-512, at a quarter or less with AVX2.
+_BITS_WITHOUT_GRIDS = 4
 
 Progress = Callable[[int, int], None]  # bytes of experts measured, bytes in all
 
@@ -97,6 +102,8 @@ class Measured:
     def recipe(self, num_bytes: int) -> Recipe:
         """Return the recipe of least loss; raises `ConfigError` for sizes that none has."""
         parts = [*self.layers, *self.linear.values()]
+        if 8 * num_bytes >= _BITS_WITHOUT_GRIDS * self.num_weights:
+            parts = [[option for option in part if not _has_grid(option)] for part in parts]
         chosen = choose_within(parts, num_bytes - self.fixed_bytes)
         least, most = (
             self.fixed_bytes + sum(of(option.num_bytes for option in part) for part in parts)
@@ -117,6 +124,11 @@ class Measured:
         }
         size = self.fixed_bytes + sum(option.num_bytes for option in chosen)
         return Recipe(names[: len(self.layers)], formats, size, self.num_weights)
+
+
+def _has_grid(option: Option) -> bool:
+    formats = formats_of(find_expert_format(option.name))
+    return any(fmt.encoding.grid is not None for fmt in formats)
 
 
 class _MeasuringSink:
@@ -185,7 +197,7 @@ def _layer_options(layer: HostLayer, importance: Importance | None) -> list[Opti
     losses = [
         _losses(name, squares, importance)
         for name, squares in zip(
-            projections(layer), expert_losses(layer, importance, MEASURED), strict=True
+            projections(layer), expert_losses(layer, importance, CHOICES), strict=True
         )
     ]
     options = []
@@ -216,13 +228,13 @@ def _linear_options(
     groups: list[Mapping[str, nn.Module]] = [*linear_groups(model, importance)]
     found: dict[tuple[str, ...], list[Option]] = {}
     for group in [*groups, embeddings] if embeddings else groups:
-        squares = torch.zeros(len(MEASURED) + 1, dtype=torch.float64, device="cpu")
+        squares = torch.zeros(len(CHOICES) + 1, dtype=torch.float64, device="cpu")
         sizes = [0] * len(CHOICES)
         for path, module in group.items():
             weight = module.get_parameter("weight").detach()
             known = None if path in embeddings else importance
             weighed = linear_importance(known, path, weight.shape[1])
-            squares += sampled_losses(weight, weighed, MEASURED)
+            squares += sampled_losses(weight, weighed, CHOICES)
             has_bias = getattr(module, "bias", None) is not None
             for number, fmt in enumerate(CHOICES):
                 bias = 4 * fmt.padded_rows(len(weight)) * has_bias
@@ -234,9 +246,10 @@ def _linear_options(
 
 
 def _losses(parameter: str, squares: Tensor, importance: Importance | None) -> Sequence[float]:
-    """Return the loss of a part by format, from `MEASURED`'s squared errors and its own squares."""
-    errors, (of_probe, own) = squares[:-2], squares[-2:].clamp(min=1e-30)
+    """Return the loss of a part by format, from its squared errors and, last, its own squares."""
+    errors, own = squares[:-1], squares[-1].clamp(min=1e-30)
     probed = None if importance is None else importance.divergence_of(parameter)
+    of_probe = errors[CHOICES.index(PROBE)].clamp(min=1e-30)
     losses: list[float] = (
         errors / own if probed is None else errors / of_probe * max(probed, _LEAST_LOSS)
     ).tolist()
