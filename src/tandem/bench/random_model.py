@@ -171,7 +171,7 @@ def _pack_linear_layers(
         bias = (
             None
             if linear.bias is None
-            else torch.zeros(-(-rows // ROWS_PER_BLOCK) * ROWS_PER_BLOCK)
+            else torch.zeros(-(-rows // ROWS_PER_BLOCK) * ROWS_PER_BLOCK, device="cpu")
         )
         weight = DenseWeight(draw(rows, cols, fmt), bias)
         setattr(parent, name, cut_like(linear, PackedLinear(weight, threads, torch.bfloat16)))
