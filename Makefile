@@ -22,13 +22,13 @@ SHAPE ?= qwen3-30b-a3b
 # the best, and one architecture of those whose results depend on the kernels with each that this
 # processor has (AVX-VNNI is AVX2 but for products); make test-all-isas has them all.
 ISA ?=
-PYTEST := $(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder $(if $(ISA),--isa $(ISA))
+PYTEST := $(BIN)/pytest -n 4 --dist loadgroup --no-loadscope-reorder $(if $(ISA),--isa $(ISA))
 
 # Which Pythons to build and check wheels with: 3.11 gives one for 3.11, one from 3.12 on gives one for all
 # that follow.
 WHEEL_PYTHONS ?= $(PYTHON)
 
-.PHONY: beside-unit release release-files lock test-fast test-slow test-all-isas fuzz-files wheel check-wheel check-clang check-commits check-format check-threads check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs docs-models docs-modules docs-datapoints docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
+.PHONY: beside-unit clang-kernels release release-files lock test-fast test-slow test-all-isas fuzz-files wheel check-wheel check-clang check-commits check-format check-threads check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs docs-models docs-modules docs-datapoints docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
@@ -38,7 +38,7 @@ test: setup  ## Everything that CI runs
 	@$(MAKE) --no-print-directory -j4 -Oline unit beside-unit
 
 beside-unit:
-	@nice -n 5 $(MAKE) --no-print-directory lint floors sanitize types seam-oldest fuzz-files
+	@nice -n 5 $(MAKE) --no-print-directory lint floors sanitize types seam-oldest fuzz-files clang-kernels
 
 setup: $(VENV)/dev.stamp
 
@@ -56,7 +56,7 @@ types: setup
 floors: setup
 	$(BIN)/lint-imports
 
-# Three processes for two cores, as tests of servers wait; which tests must share one is said in
+# Four processes for two cores, as tests of servers wait; which tests must share one is said in
 # tests/conftest.py. One process collects first, and so compiles for all what they import.
 unit: setup
 	@$(PYTEST) -n 0 --collect-only -qq >/dev/null
@@ -131,6 +131,9 @@ try-readme:  ## README's "Install, and run" as it stands, with PYTHON, in a new 
 
 check-clang:  ## All of csrc by the wheels' compiler, which is Clang: syntax and types
 	@wheels/clang.sh $(PYTHON)
+
+clang-kernels:  # the library without its check programs, which each night has
+	@CHECKS=OFF BUILD=build/clang-library wheels/clang.sh $(PYTHON)
 
 check-threads:  ## The threads that answer captured steps, copy and read the disk, under ThreadSanitizer: minutes
 	@cmake -S csrc -B build/threads -DTANDEM_SANITIZE_THREADS=ON >/dev/null

@@ -10,7 +10,8 @@ import pytest
 from tandem.cli.main import main
 from tandem.core.errors import CapacityError
 from tandem.forecast.largest_size import SizeProposal, largest_size
-from tests.hf.tiny import save_tiny_checkpoint
+from tests.architectures import build_tiny_model
+from tests.hf.tiny import byte_tokenizer
 
 BITS = {"bf16": 16.0, "int8": 8.0, "q6_k": 6.5, "iq4_xs": 4.25}
 
@@ -69,7 +70,9 @@ def test_plan_proposes_a_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
-    model = str(save_tiny_checkpoint(tmp_path / "tiny", "mixtral"))
+    model = str(tmp_path / "tiny")
+    build_tiny_model("mixtral").bfloat16().save_pretrained(model)
+    byte_tokenizer().save_pretrained(model)
     flags = ["--tokens-per-second", "0.02", "--memory", "40GB", "--json"]
     assert main(["plan", model, *flags]) == 0
     *lines, last = capsys.readouterr().out.splitlines()

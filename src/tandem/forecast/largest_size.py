@@ -84,8 +84,9 @@ def largest_size(
             found = SizeProposal(tokens_per_second, num_bytes, bits, None, reason)
             continue
         speed = with_speed(name, plan).speed
-        if isinstance(speed, str):
-            return SizeProposal(tokens_per_second, num_bytes, bits, None, speed)
+        if isinstance(speed, str):  # a smaller size may be forecast where a larger one is not
+            found = SizeProposal(tokens_per_second, num_bytes, bits, None, speed)
+            continue
         decode = speed.decode_tokens_per_second
         if decode >= tokens_per_second:
             return SizeProposal(tokens_per_second, num_bytes, bits, decode, "")

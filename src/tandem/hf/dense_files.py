@@ -31,7 +31,7 @@ class StoredLinear(nn.Module):
         rows, cols = linear.weight.shape
         self.shape = (rows, cols)
         self.format = fmt
-        self.has_bias = getattr(linear, "bias", None) is not None
+        self.has_bias = "bias" in dict(linear.named_parameters(recurse=False))
         self.n_groups = num_groups_of(linear) if isinstance(linear, nn.Linear) else 1
         # No child, which would be read.
         self._embeddings = (linear,) if isinstance(linear, nn.Embedding) else ()

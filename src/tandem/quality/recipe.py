@@ -235,7 +235,7 @@ def _linear_options(
             known = None if path in embeddings else importance
             weighed = linear_importance(known, path, weight.shape[1])
             squares += sampled_losses(weight, weighed, CHOICES)
-            has_bias = getattr(module, "bias", None) is not None
+            has_bias = "bias" in dict(module.named_parameters(recurse=False))
             for number, fmt in enumerate(CHOICES):
                 bias = 4 * fmt.padded_rows(len(weight)) * has_bias
                 sizes[number] += fmt.matrix_bytes(*weight.shape) + bias

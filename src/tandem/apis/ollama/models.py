@@ -44,7 +44,7 @@ def shown(
 ) -> dict[str, object]:
     """Return what /api/show says of the model."""
     kind = info.model_type
-    template = getattr(tokenizer, "chat_template", None)
+    template = tokenizer.chat_template
     known: _Json = {
         "general.architecture": kind,
         "general.basename": name,

@@ -8,8 +8,8 @@ Everything lies at addresses that stay:
     inputs (ids, positions, masks, KV cache) -> segment -> hidden, choice, weights (kept)
       -> executor -> copied into the result's tensor -> next segment
 
-A segment of many layers is several graphs, launched one behind the other: a launch takes the host a
-microsecond or more for each kernel, and the GPU begins with a graph when it has been launched.
+A segment of many layers is several graphs: a launch takes the host a microsecond for each kernel,
+and the GPU begins when it has been launched.
 """
 
 import contextlib
@@ -251,15 +251,12 @@ class CapturedStep:
         self._segments, self._result, self._around = segments, result, around
         self._captured, self._plain, self._save = captured, plain, save
 
+        self.num_graphs = len(segments)
+
     @property
     def num_segments(self) -> int:
         """Segments of the step: one more than it has graph breaks."""
         return 1 + sum(call is not None for _, call in self._segments)
-
-    @property
-    def num_graphs(self) -> int:
-        """Graphs that are launched for a step."""
-        return len(self._segments)
 
     def run(self) -> Tensor:
         """Queue the step once more; return its result, valid until the next call."""
@@ -387,10 +384,7 @@ def _captured(
     layers: GraphLayers | None,
     pad: Pad,
 ) -> Captured:
-    """Capture a step.
-
-    It runs once before, which makes what is made lazily: masks, compiled kernels, workspaces.
-    """
+    """Capture a step that has run once, which makes masks, compiled kernels and workspaces."""
     capture = make_capture()
     _run_dry(step, capture, layers, pad)
     breaker = _GraphBreaker(capture, layers, pad)

@@ -217,15 +217,17 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         if len(self._captured_for) != len(now) or any(
             a is not b for a, b in zip(now, self._captured_for, strict=True)
         ):
-            self._report()
             self._captured_for = now
-            self._steps.clear()
+            self._drop_steps()
+
+    def _drop_steps(self) -> None:
+        self._report()
+        self._steps.clear()
 
     def _step_at(self, count: int) -> _Step:
         if self._generation != self.cache.generation:
-            self._report()
             self._generation = self.cache.generation
-            self._steps.clear()
+            self._drop_steps()
         key = count, *self.cache.form
         if key not in self._steps:
             self._steps[key] = self._new_step(count)
@@ -259,8 +261,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         return logits
 
     def _pad(self, count: int, index: Tensor) -> Tensor:
-        # One kernel: in a graph of kernels alone a launch costs the host next to nothing.
-        return index if count == 1 else index | self._inputs_of(count).idle
+        return index if count == 1 else index | self._inputs_of(count).idle  # one kernel
 
     def _recorded(self, count: int) -> Callable[[], Tensor]:
         """Do a step of so many rows and return it in fewer operations."""
@@ -351,14 +352,11 @@ def new_cuda_slot_pool(
     notes_hidden: bool = False,
 ) -> CudaSlotPool:
     """Return slots on the model's GPU, whose steps are captured if that is allowed."""
+    make_capture = make_cuda_capture(model) if has_replay else None
     return CudaSlotPool(
-        model,
-        num_slots,
-        capacity=capacity,
-        make_capture=make_cuda_capture(model) if has_replay else None,
-        kv_dtype=kv_dtype,
+        model, num_slots, capacity=capacity, make_capture=make_capture, kv_dtype=kv_dtype,
         notes_hidden=notes_hidden,
-    )
+    )  # fmt: skip
 
 
 def why_no_cuda_slots(model: PreTrainedModel) -> str | None:

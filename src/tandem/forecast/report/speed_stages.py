@@ -57,6 +57,9 @@ def compare(
     return Said(f"{what}: {', '.join(parts)}", numbers, profile)
 
 
+_SHORTEST_SECONDS = 0.1  # the system counts in hundredths
+
+
 class OtherPrograms:
     """How many cores other programs have taken since it was made: they make forecasts wrong."""
 
@@ -68,7 +71,7 @@ class OtherPrograms:
     def cores(self) -> float:
         """Cores' worth of processor time, on average; 0 where the system does not say."""
         seconds = _seconds_of_others() - self._seconds
-        return max(0.0, seconds) / (time.perf_counter() - self._since)
+        return max(0.0, seconds) / max(_SHORTEST_SECONDS, time.perf_counter() - self._since)
 
 
 def _seconds_of_others() -> float:
