@@ -22,7 +22,7 @@ SHAPE ?= qwen3-30b-a3b
 # the best, and one architecture of those whose results depend on the kernels with each that this
 # processor has (AVX-VNNI is AVX2 but for products); make test-all-isas has them all.
 ISA ?=
-PYTEST := $(BIN)/pytest -n 4 --dist loadgroup --no-loadscope-reorder $(if $(ISA),--isa $(ISA))
+PYTEST := $(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder $(if $(ISA),--isa $(ISA))
 
 # Which Pythons to build and check wheels with: 3.11 gives one for 3.11, one from 3.12 on gives one for all
 # that follow.
@@ -56,7 +56,7 @@ types: setup
 floors: setup
 	$(BIN)/lint-imports
 
-# Four processes for two cores, as tests of servers wait; which tests must share one is said in
+# Three processes for two cores, as tests of servers wait; which tests must share one is said in
 # tests/conftest.py. One process collects first, and so compiles for all what they import.
 unit: setup
 	@$(PYTEST) -n 0 --collect-only -qq >/dev/null

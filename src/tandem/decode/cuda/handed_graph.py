@@ -1,4 +1,4 @@
-"""Captured steps that hand their layers over to the host: each is one graph, launched once."""
+"""Captured steps that hand their layers over to the host: no call of the host lies between them."""
 
 import warnings
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""Captured steps on a GPU: one graph each, whose layers the coordinator answers.
+"""Captured steps on a GPU: graphs without a break, whose layers the coordinator answers.
 
     begin     the host's table, as plans have left it without the experts that are to go, is brought
               to the device
