@@ -36,7 +36,7 @@ from tandem.policy.plan import Copy, Geometry
 # Copies ahead are queued for so long a time of the link: more than passes between two layers.
 AHEAD_SECONDS = 5e-4
 _FEWEST_AHEAD = 2
-# Copies that a layer waits for share an event: queueing a call takes the host some 0.2 ms.
+# Copies that a layer waits for share an event and a call of the driver, which cost the host time.
 _AT_ONCE = 4
 
 

@@ -112,7 +112,7 @@ class CapturedSteps:
     def finish(self, *, is_heard: bool) -> None:
         """End a step all of whose layers have been run or queued; `report` tells of what is heard.
 
-        It takes some 20 microseconds a layer, in which the next step can be under way.
+        Telling takes Python time, in which the next step can be under way.
         """
         assert self._num_tokens
         self.coordinator.finish_step(PATIENCE_SECONDS)
