@@ -101,9 +101,7 @@ class ResidentLayers:
 
     def prepare(self, num_tokens: int) -> None:
         """Make what must be there before a step is captured."""
-        geometry = self._cache.geometry
-        _row_tables(num_tokens, geometry.top_k, self._device)
-        _counting(num_tokens * geometry.top_k + 2 * geometry.num_experts + 1, self._device)
+        _row_tables(num_tokens, self._cache.geometry.top_k, self._device)
         if self.is_whole():
             for layer in range(len(self._cache.store)):
                 self._table(layer)
