@@ -230,19 +230,14 @@ $(BIN)/python:
 	@command -v $${CXX:-c++} >/dev/null || { echo "make: no C++ compiler found; Tandem's native part needs g++ 11 or clang 14 or newer (Debian, Ubuntu: apt install g++); make wheel needs none" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/torch.stamp: $(BIN)/python
-	@echo "Installing torch (first time: a minute or two)"
-	@$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --disable-pip-version-check -q $(TORCH)
+$(VENV)/runtime.stamp: $(BIN)/python $(SOURCES)
+	@echo "Installing torch and Tandem, and building its native part (first time: two minutes)"
+	@$(BIN)/python wheels/develop.py demo "$(TORCH)"
 	@touch $@
 
-$(VENV)/runtime.stamp: $(VENV)/torch.stamp $(SOURCES)
-	@echo "Installing Tandem and building its native part"
-	@$(BIN)/pip install --disable-pip-version-check -q -e ".[demo]"
-	@touch $@
-
-$(VENV)/dev.stamp: $(VENV)/torch.stamp $(SOURCES)
-	@echo "Installing Tandem with its development tools"
-	@$(BIN)/pip install --disable-pip-version-check -q -e ".[dev]" -C cmake.define.TANDEM_WARNINGS_ARE_ERRORS=ON
+$(VENV)/dev.stamp: $(BIN)/python $(SOURCES)
+	@echo "Installing torch and Tandem with its development tools (first time: two minutes)"
+	@$(BIN)/python wheels/develop.py dev "$(TORCH)" TANDEM_WARNINGS_ARE_ERRORS=ON
 	@touch $@ $(VENV)/runtime.stamp
 
 $(VENV)/transformers-$(OLDEST_TRANSFORMERS)/installed.stamp: $(VENV)/dev.stamp
