@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 
-from benchmarks.generation.gguf_file import SHAPES, write_random_gguf
+from benchmarks.generation.gguf_file import SHAPES, random_gguf
 from benchmarks.generation.systems import SYSTEMS, ShapeSetting
 
 from tandem.bench.generation import measure_machine
@@ -78,17 +78,9 @@ def setting_of(options: argparse.Namespace) -> ShapeSetting:
     """Return what is compared; writes a file of random weights where none is named."""
     shape = find_shape(options.shape)
     vocabulary = options.vocabulary or shape.values["vocab_size"]
-    file = options.file
-    if file is None:
-        name = f"{options.shape}-{options.layers}-{vocabulary}-{options.quantisation}.gguf"
-        file = options.directory / name
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            partial_file = file.with_suffix(".partial")
-            write_random_gguf(
-                partial_file, shape.sample(options.layers), vocabulary, options.quantisation
-            )
-            partial_file.replace(file)
+    file = options.file or random_gguf(
+        options.directory, options.shape, options.layers, vocabulary, options.quantisation
+    )
     return ShapeSetting(
         shape=options.shape, layers=options.layers, vocabulary=vocabulary, threads=options.threads,
         prompt=options.prompt, steps=options.steps, expert_dtype=options.expert_dtype,

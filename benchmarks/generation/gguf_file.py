@@ -12,7 +12,7 @@ from benchmarks.generation.gguf_architectures import (
 from benchmarks.loading.ggml import Ggml, kinds_of
 from numpy.typing import NDArray
 
-from tandem.bench.model_shapes import DENSE_SHAPES, MODEL_SHAPES, ModelShape
+from tandem.bench.model_shapes import DENSE_SHAPES, MODEL_SHAPES, ModelShape, find_shape
 
 # Those whose architecture a file can be written of.
 SHAPES = [
@@ -23,6 +23,20 @@ SHAPES = [
 
 _TILE_ROWS = 256  # that are drawn and quantised; a matrix repeats them
 _BYTE_TOKENS = 259  # three special ones, then every byte
+
+
+def random_gguf(
+    directory: Path, shape: str, num_layers: int, vocabulary: int, quantisation: str
+) -> Path:
+    """Return a file of a shape with some of its layers, written if it is not in `directory`."""
+    file = directory / f"{shape}-{num_layers}-{vocabulary}-{quantisation}.gguf"
+    if not file.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(".partial")
+        sample = find_shape(shape).sample(num_layers)
+        write_random_gguf(unfinished, sample, vocabulary, quantisation)
+        unfinished.replace(file)
+    return file
 
 
 def write_random_gguf(path: Path, shape: ModelShape, vocabulary: int, quantisation: str) -> None:

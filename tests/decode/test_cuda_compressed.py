@@ -42,7 +42,7 @@ def test_a_prompt_whole_and_in_parts(mix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "mix", [pytest.param(m, marks=() if m in SOME else pytest.mark.slow) for m in MIXES]
+    "mix", [pytest.param(m, marks=() if m == "no multiples" else pytest.mark.slow) for m in MIXES]
 )
 def test_steps_over_every_boundary(mix: str) -> None:
     """Of windows and ratios; as released, of the positions that a captured step reads, too."""

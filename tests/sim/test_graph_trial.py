@@ -156,7 +156,11 @@ def test_simulate_replays_by_the_rule_of_the_trial(batch: int) -> None:
 @pytest.mark.parametrize("batch", [1, 4, 8])
 @pytest.mark.parametrize(
     ("machine", "predicting_rows"),
-    [("laptop-8gb", ()), ("desktop-12gb", ()), ("desktop-16gb", GRAPH_ROWS)],
+    [
+        pytest.param("laptop-8gb", (), marks=pytest.mark.slow),
+        ("desktop-12gb", ()),
+        ("desktop-16gb", GRAPH_ROWS),
+    ],
 )
 @pytest.mark.parametrize(
     "name", ["deepseek-v2-lite", pytest.param("gpt-oss-20b", marks=pytest.mark.slow)]
