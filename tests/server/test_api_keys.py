@@ -1,5 +1,6 @@
 """Several API keys, and clients that must not find what others have left."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,10 @@ def reused(server: RunningServer, key: str, prompt: str = PROMPT) -> int:
 
 def test_isolated_clients_find_nothing_of_each_other(tiny_checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("\n second\nthird \n")
-    flags = ("--api-key", "first", "--api-key-file", str(tmp_path / "keys"), "--isolate-keys")
+    flags = (
+        "--api-key", "first", "--api-key-file", str(tmp_path / "keys"), "--isolate-keys",
+        "--key-running", "2", "--use-log", str(tmp_path / "use.jsonl"),
+    )  # fmt: skip
     with running_server(tiny_checkpoint, *flags, "--kv-disk", "50MiB", cache=tmp_path) as server:
         assert [reused(server, "first") > 0 for _ in range(2)] == [False, True]
         assert reused(server, "second") == 0
@@ -44,6 +48,15 @@ def test_isolated_clients_find_nothing_of_each_other(tiny_checkpoint: Path, tmp_
         assert refused.error["code"] == "previous_response_not_found"
         assert ask(server, "first", "/v1/responses", follow).status == 200
         assert ask(server, "first", path, method="DELETE").status == 200
+        many = ask(server, "third", "/v1/completions", {"prompt": "x", "n": 3})
+        assert many.status == 400
+        assert "may have 2 here" in many.error["message"]
+    lines = [json.loads(line) for line in (tmp_path / "use.jsonl").read_text().splitlines()]
+    assert (tmp_path / "use.jsonl").stat().st_mode & 0o777 == 0o600
+    assert [line["generated_tokens"] for line in lines] == [1, 1, 1, 1, 2, 2]
+    assert len({line["key"] for line in lines}) == 2
+    assert {line["status"] for line in lines} == {200}
+    assert lines[0]["prompt_tokens"] == lines[1]["prompt_tokens"] > 100
 
 
 @pytest.mark.parametrize("name", [b"authorization", b"x-api-key"])
@@ -69,6 +82,11 @@ def test_keys_come_from_the_command_line_a_file_and_the_environment(tmp_path: Pa
             read_keys(listed, path)
 
 
-def test_isolation_without_keys_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "model", "--isolate-keys"]) == 2
-    assert "--isolate-keys tells clients apart" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "flags", [["--isolate-keys"], ["--key-running", "2"], ["--key-tokens-per-minute", "9"]]
+)
+def test_flags_for_keys_without_keys_are_refused(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "model", *flags]) == 2
+    assert f"{flags[0]} tells clients apart" in capsys.readouterr().err

@@ -63,10 +63,10 @@ def run(flags: argparse.Namespace) -> int:
     own = from_flags(ServeOptions, flags)
     api_keys = read_keys(options.api_key, options.api_key_file, os.environ.get("TANDEM_API_KEY"))
     require_key(options.host, api_keys)
-    if options.isolate_keys and not api_keys:
+    if options.key_flags and not api_keys:
         raise ConfigError(
-            "--isolate-keys tells clients apart by their API keys, and there is none; give some "
-            "with --api-key-file"
+            f"{options.key_flags[0]} tells clients apart by their API keys, and there is none; "
+            "give some with --api-key-file"
         )
     try:
         from tandem.apis.images import allowed_directory

@@ -95,6 +95,25 @@ class ServerOptions:
         False, help="keep apart what requests of different API keys leave: beginnings of prompts "
         "in memory and on disk, kept responses, drafts"
     )  # fmt: skip
+    key_running: int | None = option(
+        None, help="answers of one API key at a time; its others wait (default: no limit)",
+        metavar="N",
+    )  # fmt: skip
+    key_waiting: int | None = option(
+        None, help="answers of one API key that wait; more are refused with 429 (default: "
+        "--max-waiting)",
+        metavar="N",
+    )  # fmt: skip
+    key_tokens_per_minute: int | None = option(
+        None, help="tokens of prompts and answers that one API key may take in a minute; then its "
+        "requests are refused with 429 (default: no limit)",
+        metavar="N",
+    )  # fmt: skip
+    use_log: str | None = option(
+        None, help="append a line of JSON for each answered request: time, API key (the first "
+        "digits of its hash), endpoint, status, tokens, seconds",
+        metavar="FILE",
+    )  # fmt: skip
     allow_origin: str | None = option(
         None, help="let pages of this origin call the API (CORS); default: none", metavar="ORIGIN"
     )
@@ -111,6 +130,13 @@ class ServerOptions:
         require_range("request_timeout", self.request_timeout, 1e-3, what="seconds")
         require_range("engine_timeout", self.engine_timeout, 1e-3, what="seconds")
         require_range("shutdown_timeout", self.shutdown_timeout, 0, what="seconds")
+        for name in ("key_running", "key_tokens_per_minute"):
+            if (value := getattr(self, name)) is not None:
+                require_range(name, value, 1, what="a number")
+        if self.key_waiting is not None:
+            require_range("key_waiting", self.key_waiting, 0, 100_000, what="a number of answers")
+            if self.key_running is None:
+                raise ConfigError("key_waiting is for answers beyond key_running; give both")
         if self.context is not None:
             require_range("context", self.context, 2, what="a number of tokens")
         if self.context_full not in CONTEXT_FULL:
@@ -123,6 +149,16 @@ class ServerOptions:
             parse_bytes(self.max_body, name="max_body")
         if self.kv_disk is not None:
             parse_bytes(self.kv_disk, name="kv_disk")
+
+    @property
+    def key_flags(self) -> tuple[str, ...]:
+        """The flags given that tell clients apart by their API keys."""
+        given = {
+            "--isolate-keys": self.isolate_keys,
+            "--key-running": self.key_running,
+            "--key-tokens-per-minute": self.key_tokens_per_minute,
+        }
+        return tuple(flag for flag, value in given.items() if value)
 
     @property
     def kv_disk_bytes(self) -> int:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -35,11 +35,14 @@ class RunningAnswer:
         grammar: str | None = None,
         owner: bytes = b"",
         seconds: float | None = None,
+        ended: Callable[[str, int, float], None] = lambda status, tokens, seconds: None,
     ) -> None:
         """Submit them; raises `ApiError` if the queue is full. `endpoint` is for the counts.
 
-        After `seconds` they are given up, or earlier, if the options say so.
+        After `seconds` they are given up, or earlier, if the options say so. `ended` is called
+        once, with the status, the generated tokens and the seconds.
         """
+        self._ended = ended
         self._metrics, self._options = metrics, options
         self._seconds = min(options.request_timeout, seconds or options.request_timeout)
         self._endpoint, self._requests = endpoint, prepared.requests
@@ -105,6 +108,7 @@ class RunningAnswer:
             metrics.first_token.observe(self._first - self._began)
             if self._tokens > 1:
                 metrics.per_token.observe((now - self._first) / (self._tokens - 1))
+        self._ended(status, self._tokens, now - self._began)
         _log.info(
             "%s %s: %d prompt tokens, %d generated, %.2f s",
             self._endpoint, status, sum(len(one.prompt) for one in self._requests),

@@ -28,6 +28,7 @@ from tandem.server.api_keys import OWNER
 from tandem.server.engine_client import EngineClient
 from tandem.server.event_stream import EventStream, StreamForm
 from tandem.server.grammars import Grammars
+from tandem.server.key_limits import KeyLimits, UseLog
 from tandem.server.metrics import Metrics
 from tandem.server.options import ServerOptions
 from tandem.server.preparing import Job, Prepared, Setup, Wanted, no_model
@@ -77,6 +78,7 @@ class Server:
         self._kept: dict[bytes, KeptResponses] = {}
         self.max_body_bytes = options.max_body_bytes(has_images=images is not None)
         self._noted: set[str] = set()
+        self.key_limits, self._use = KeyLimits(options), UseLog(options.use_log)
         self.began = int(time.time())
 
     # ---- answers ---------------------------------------------------------------------------------
@@ -91,13 +93,7 @@ class Server:
             grammar = None
             if found.writer is not None:
                 grammar = await unless_gone(request, self.grammars.build(found.writer))
-            answer = RunningAnswer(
-                self.engine, self.metrics, self.options,
-                endpoint=endpoint.name, prepared=found,
-                grammar=grammar,
-                owner=self.owner_of(request),
-                seconds=_deadline(request),
-            )  # fmt: skip
+            answer = await self._begun(endpoint, request, found, grammar)
         reply, headers = found.reply, trimming_headers(found.num_dropped_turns)
         keep = self.kept_of(self.owner_of(request)).put
         reply.arrive(Surroundings(lambda token: str(self.tokenizer.decode([token])), keep))
@@ -113,6 +109,34 @@ class Server:
         finally:
             answer.cancel()
         return JSONResponse(reply.whole(), headers=headers)
+
+    async def _begun(
+        self, endpoint: Endpoint, request: Request, prepared: Prepared, grammar: str | None
+    ) -> RunningAnswer:
+        """Submit what was prepared when the limits of its API key allow it."""
+        key, number, seconds = key_of(request), len(prepared.requests), _deadline(request)
+        prompt_tokens = sum(len(one.prompt) for one in prepared.requests)
+        await unless_gone(request, self.key_limits.enter(key, number))
+
+        def ended(status: str, generated_tokens: int, seconds: float) -> None:
+            self.key_limits.leave(key, number, prompt_tokens + generated_tokens)
+            self._use.write(
+                key, endpoint.name, status, prompt_tokens=prompt_tokens,
+                generated_tokens=generated_tokens, seconds=seconds,
+            )  # fmt: skip
+
+        try:
+            return RunningAnswer(
+                self.engine, self.metrics, self.options,
+                endpoint=endpoint.name, prepared=prepared,
+                grammar=grammar,
+                owner=self.owner_of(request),
+                seconds=seconds,
+                ended=ended,
+            )  # fmt: skip
+        except BaseException:
+            self.key_limits.leave(key, number, 0)
+            raise
 
     async def _found(self, endpoint: Endpoint, request: Request) -> Prepared | bytes:
         """Return what the prompt process makes of a body."""
@@ -174,11 +198,11 @@ class Server:
         """End the helper processes."""
         self.prompts.process.close()
         self.grammars.process.close()
+        self._use.close()
 
     def owner_of(self, request: Request) -> bytes:
         """Return whose traces a request may find: all requests', unless keys are isolated."""
-        owner: bytes = request.scope.get("state", {}).get(OWNER, b"")
-        return owner if self.options.isolate_keys else b""
+        return key_of(request) if self.options.isolate_keys else b""
 
     def _note(self, endpoint: Endpoint, model: str | None, ignored: Collection[str]) -> None:
         """Log another model's name, and ignored fields with those that may have been meant."""
@@ -264,6 +288,12 @@ def _stream(
         return encode(reply.failed(error))
 
     return EventStream(events(), answer.cancel, headers, form=form, write_error=write_error)
+
+
+def key_of(request: Request) -> bytes:
+    """Return what stands for a request's API key; empty on a server without keys."""
+    owner: bytes = request.scope.get("state", {}).get(OWNER, b"")
+    return owner
 
 
 def _deadline(request: Request) -> float | None:
