@@ -55,7 +55,10 @@ def speed(
 
 
 def cells(limit: int) -> list[dict[str, Any]]:
-    """Return every trace, machine and share of resident experts with its speeds."""
+    """Return every trace, machine and share of resident experts with its speeds.
+
+    Raises `ValueError` for a limit that leaves a trace no decode step.
+    """
     found: list[dict[str, Any]] = []
     for name in ("deepseek-v2-lite", "gpt-oss-20b"):
         trace = read_trace(TRACES / f"{name}.npz")
@@ -65,6 +68,8 @@ def cells(limit: int) -> list[dict[str, Any]]:
                 alone, *charged = (
                     speed(trace, profile, share, path, limit) for path in (NO_HOST, *PATHS)
                 )
+                if alone == 0.0:
+                    raise ValueError(f"{name} has no decode step by then; raise --limit")
                 found.append(
                     {"trace": name, "machine": machine, "resident": share, NO_HOST: alone}
                     | dict(zip(PATHS, (each / alone for each in charged), strict=True))
@@ -77,7 +82,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limit", type=int, default=1200, help="tokens of each replay")
     flags = parser.parse_args()
-    found = cells(flags.limit)
+    try:
+        found = cells(flags.limit)
+    except ValueError as error:
+        parser.error(str(error))
     print("| routing, machine, resident | tok/s without host costs | segments | graph |")
     print("|---|---|---|---|")
     for cell in found:

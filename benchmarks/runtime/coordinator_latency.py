@@ -188,10 +188,15 @@ def planner_of(geometry: Geometry, share: float) -> Planner:
 def hand_offs(
     name: str, layers: int, steps: int, dense: float, share: float, *, fetches: bool, alone: bool
 ) -> dict[str, float]:
-    """Return medians in microseconds by layer; `dense` is the twin's time between two layers."""
+    """Return medians in microseconds by layer; `dense` is the twin's time between two layers.
+
+    Raises `ValueError` where no layer counts.
+    """
     hands = Hands(name, layers, dense, share, fetches=fetches, alone=alone)
     found = [layer for _ in range(steps) for layer in hands.step()]
     hands.coordinator.close()
+    if not found:
+        raise ValueError(f"none of {steps} steps has a layer that counts; raise --steps")
     together = sorted([layer.before + layer.after for layer in found])
     medians = {
         "doorbell_to_first_miss": median([layer.before for layer in found]),
@@ -216,10 +221,13 @@ def main() -> int:
     torch.set_num_threads(1)
     report = {}
     for name in ("int4", "int8"):
-        found = hand_offs(
-            name, flags.layers, flags.steps, flags.dense * 1e-6, flags.share,
-            fetches=flags.fetches, alone=flags.alone,
-        )  # fmt: skip
+        try:
+            found = hand_offs(
+                name, flags.layers, flags.steps, flags.dense * 1e-6, flags.share,
+                fetches=flags.fetches, alone=flags.alone,
+            )  # fmt: skip
+        except ValueError as error:
+            parser.error(str(error))
         report[f"{name}, microseconds per layer"] = found
         print(f"{name}:", ", ".join(f"{key} {value:.1f}" for key, value in found.items()))
     print(json.dumps(report))

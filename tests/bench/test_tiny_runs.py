@@ -17,6 +17,27 @@ COMMANDS = (
     "benchmarks.server.restart --layers 1 --tokens 64",
 )
 
+TOO_TINY = (
+    pytest.param("benchmarks.policy.host_costs --limit 4", "raise --limit"),
+    pytest.param(
+        "benchmarks.runtime.coordinator_latency --layers 1 --steps 0",
+        "raise --steps",
+        marks=pytest.mark.slow,
+    ),
+)
+
+
+@pytest.mark.parametrize(("command", "advice"), TOO_TINY)
+def test_a_benchmark_of_too_little_says_what_to_raise(
+    command: str, advice: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *flags = command.split()
+    monkeypatch.setattr(sys, "argv", [name, *flags])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(name).main()
+    assert ended.value.code == 2
+    assert advice in capsys.readouterr().err.splitlines()[-1]
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
