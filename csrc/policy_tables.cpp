@@ -1,6 +1,7 @@
 #include "policy_tables.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <stdexcept>
 #include <string>
@@ -23,6 +24,24 @@ std::int32_t bucket_of(std::int64_t token, std::int32_t num_buckets) {
 
 void add(Ids& to, const std::int32_t* row) {
   for (std::size_t i = 0; i < to.size(); ++i) to[i] += row[i];
+}
+
+// Adds up the rows of so many values that some experts have, a few columns at a time: their sums stay
+// in registers.
+void add_rows(Ids& to, const Ids& table, const Ids& experts) {
+  constexpr std::size_t columns = 16;
+  std::size_t first = 0;
+  for (; first + columns <= to.size(); first += columns) {
+    std::array<std::int32_t, columns> sums;
+    std::copy_n(&to[first], columns, sums.begin());
+    for (const std::int32_t expert : experts) {
+      const std::int32_t* row = &table[expert * to.size() + first];
+      for (std::size_t i = 0; i < columns; ++i) sums[i] += row[i];
+    }
+    std::copy_n(sums.begin(), columns, &to[first]);
+  }
+  for (; first < to.size(); ++first)
+    for (const std::int32_t expert : experts) to[first] += table[expert * to.size() + first];
 }
 
 void add(std::int32_t* to, const Ids& row) {
@@ -55,11 +74,13 @@ SuccessorTable::SuccessorTable(const Options& options)
 void SuccessorTable::note(const Ids& loaded, const Ids& tokens, std::int32_t divisor,
                           const Ids& experts, const Ids& above) {
   learn();
-  const std::size_t size = options_.num_experts;
-  Foresight now{experts, above, Ids(size)};
-  for (const std::int32_t expert : experts) add(now.total, &after_[expert * size]);
-  for (const std::int32_t expert : above) add(now.total, &below_[expert * size]);
-  past_.push_back(std::move(now));
+  past_.push_back(std::move(spare_));
+  Foresight& now = past_.back();
+  now.experts = experts;
+  now.above = above;
+  now.total.assign(options_.num_experts, 0);
+  add_rows(now.total, after_, experts);
+  add_rows(now.total, below_, above);
   ++step_;
   for (const std::int32_t expert : loaded) last_use_[expert] = step_;
   compared_ = loaded;
@@ -106,6 +127,7 @@ void SuccessorTable::learn() {
   compared_.clear();
   if (past_.size() <= options_.losses.size()) return;
   settle(past_.front());
+  spare_ = std::move(past_.front());
   past_.pop_front();
 }
 

@@ -63,6 +63,7 @@ class SuccessorTable {
   std::uint32_t step_ = 0;
   Ids compared_;  // experts that the choice has not seen
   std::deque<Foresight> past_;
+  Foresight spare_;  // its memory is used again
   Ids change_, first_use_;
 };
 

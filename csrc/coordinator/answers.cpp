@@ -2,16 +2,12 @@
 #include <algorithm>
 
 #include "coordinator/coordinator.hpp"
+#include "coordinator/looking.hpp"
 #include "coordinator/words.hpp"
 
 namespace tandem {
 namespace {
 
-// For so long a thread keeps its processor while it looks at a doorbell. Then it gives way between
-// looks: that costs nothing where no other thread waits for the processor; where the device itself
-// does (a CPU twin on a busy machine), 500 microseconds of spinning were 500 for each layer.
-constexpr double kSpinSeconds = 1e-5;
-constexpr int kSpins = 64;  // between two looks at the clock
 constexpr double kDiskPatience = 0.5;  // seconds that a device waits for a read
 // A guess comes two kernels behind the doorbell. A device that is stopped in between delays nothing
 // but itself.
@@ -29,24 +25,6 @@ class SourceUse {
 
  private:
   ExpertSource* source_;
-};
-
-// What a thread does between two looks at a word.
-class BetweenLooks {
- public:
-  void operator()() {
-    if (++spin_ % kSpins == 0) is_patient_ = is_patient_ && steady_seconds() < end_;
-    if (is_patient_) {
-      pause();
-    } else {
-      std::this_thread::yield();
-    }
-  }
-
- private:
-  const double end_ = steady_seconds() + kSpinSeconds;
-  int spin_ = 0;
-  bool is_patient_ = true;
 };
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <utility>
 
+#include "coordinator/looking.hpp"
 #include "coordinator/words.hpp"
 
 namespace tandem {
@@ -14,6 +15,7 @@ namespace {
 // later, in which a link of 25 GB/s copies three chunks.
 constexpr std::int64_t kChunkBytes = 512 << 10;
 constexpr std::int64_t kMostQueued = 5;
+constexpr double kLookOut = 1e-3;  // seconds; what lies between two layers takes less
 constexpr double kShortestSleep = 1e-4;  // seconds; the system does not keep shorter ones
 
 }  // namespace
@@ -34,6 +36,7 @@ CopyingThread::~CopyingThread() {
   {
     const std::lock_guard lock(mutex_);
     is_closing_ = true;
+    tell();
   }
   changed_.notify_all();
   thread_.join();
@@ -41,6 +44,7 @@ CopyingThread::~CopyingThread() {
 
 void CopyingThread::submit(std::span<const SlotCopy> copies, bool is_read) {
   if (copies.empty()) return;
+  bool is_asleep = false;
   for (const SlotCopy& copy : copies) {
     HeldExpert now = held(copy, false);
     const std::lock_guard lock(mutex_);
@@ -48,14 +52,15 @@ void CopyingThread::submit(std::span<const SlotCopy> copies, bool is_read) {
     const bool has_victim = copy.victim != kNobody;
     if (has_victim) to_clear_.push_back(copy.layer * num_experts_ + copy.victim);
     jobs_.push_back({copy, has_victim && is_read ? launched_ + 1 : 0, std::move(now)});
+    is_asleep |= tell();
   }
-  changed_.notify_all();
+  if (is_asleep) changed_.notify_all();
 }
 
 std::span<const FetchWord> CopyingThread::fetch(std::span<const FetchCopy> copies,
                                                 std::span<const SlotCopy> ahead) {
   fetched_.clear();
-  if (copies.empty() && ahead.empty()) return {};
+  bool is_asleep = false;
   {
     const std::lock_guard lock(mutex_);
     for (const auto& [copy, is_staged, arrives, cpu_seconds] : copies) {
@@ -64,9 +69,27 @@ std::span<const FetchWord> CopyingThread::fetch(std::span<const FetchCopy> copie
       fetches_.push_back({copy, 0, {}, is_staged, fetched_.back()});
     }
     for (const SlotCopy& copy : ahead) ahead_.push_back({copy, 0, {}});
+    looks_until_ = 0.0;
+    is_asleep = tell() && (!copies.empty() || !ahead.empty());
   }
-  changed_.notify_all();
+  if (is_asleep) changed_.notify_all();
   return fetched_;
+}
+
+void CopyingThread::look_out() {
+  bool is_asleep = false;
+  {
+    const std::lock_guard lock(mutex_);
+    looks_until_ = steady_seconds() + kLookOut;
+    is_asleep = !is_looking_;
+  }
+  if (is_asleep) changed_.notify_all();
+}
+
+// Says, under the mutex, that there is news. Returns whether the thread may sleep.
+bool CopyingThread::tell() {
+  num_calls_.fetch_add(1, std::memory_order_release);
+  return !is_looking_;
 }
 
 void CopyingThread::clear(const std::vector<std::int64_t>& keys) {
@@ -81,11 +104,13 @@ std::vector<std::int64_t> CopyingThread::take_cleared() {
 }
 
 void CopyingThread::begin_step() {
+  bool is_asleep = false;
   {
     const std::lock_guard lock(mutex_);
     begun_ = launched_;
+    is_asleep = tell() && may_begin();
   }
-  changed_.notify_all();
+  if (is_asleep) changed_.notify_all();
 }
 
 void CopyingThread::take_arrivals(std::vector<Arrival>& found) {
@@ -107,7 +132,7 @@ std::string CopyingThread::error() {
 void CopyingThread::loop() {
   std::unique_lock lock(mutex_);
   while (true) {
-    if (queued_.empty()) changed_.wait(lock, [this] { return is_closing_ || may_begin(); });
+    if (queued_.empty()) wait_for_call(lock);
     if (is_closing_) return;
     std::optional<Job> job = next();
     is_copying_ = true;
@@ -131,6 +156,25 @@ void CopyingThread::loop() {
       jobs_.clear();  // with what they hold
       return;
     }
+  }
+}
+
+// Returns when something may begin, or the end has come.
+void CopyingThread::wait_for_call(std::unique_lock<std::mutex>& lock) {
+  while (!is_closing_ && !may_begin()) {
+    const double until = looks_until_;
+    if (steady_seconds() >= until) {
+      changed_.wait(lock);
+      continue;
+    }
+    is_looking_ = true;
+    const std::uint32_t seen = num_calls_.load(std::memory_order_relaxed);
+    lock.unlock();
+    BetweenLooks give_way;
+    while (num_calls_.load(std::memory_order_acquire) == seen && steady_seconds() < until)
+      give_way();
+    lock.lock();
+    is_looking_ = false;
   }
 }
 

@@ -50,8 +50,10 @@ void StepDecisions::note(const LayerRecord& record) {
       word.claim();  // no step waits for it any more
   }
   copying_.submit(copies_.insert, false);
-  policy_->learn(static_cast<std::int32_t>(record.layer));
-  policy_->warm_up(static_cast<std::int32_t>(record.layer) + 1);
+  const auto layer = static_cast<std::int32_t>(record.layer), next = layer + 1;
+  if (next < policy_->resident().num_layers && policy_->decides_first(next)) copying_.look_out();
+  policy_->learn(layer);
+  policy_->warm_up(next);
 }
 
 // Of a step that is lost: what has got a slot is copied there all the same.

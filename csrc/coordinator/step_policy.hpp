@@ -104,7 +104,7 @@ class StepPolicy {
 
   // Whether a layer is to be decided ahead of its answer: something may be copied for it, or ahead.
   bool decides_first(std::int32_t layer) const {
-    return fetches() || predicts_ || knows_behind(layer);
+    return !has_every_expert_ && (fetches() || predicts_ || knows_behind(layer));
   }
   // Whether the router behind a layer is asked: not where it is known what it chooses.
   bool asks(std::int32_t layer) const {

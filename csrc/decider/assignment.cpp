@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "decider/sorting.hpp"
+
 namespace tandem {
 
 double seconds_of(const std::vector<double>& by_tokens, std::int32_t tokens) {
@@ -28,7 +30,7 @@ void pose(const Costs& costs, const Ids& tokens, LayerProblem& problem) {
 }
 
 void sort_by_cpu(const LayerProblem& problem, Positions& order) {
-  std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
+  sort_stably(order, [&](std::int32_t a, std::int32_t b) {
     return problem.cpu[a] > problem.cpu[b] ||
            (problem.cpu[a] == problem.cpu[b] && problem.scores[a] > problem.scores[b]);
   });

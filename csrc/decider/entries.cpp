@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "decider/sorting.hpp"
+
 namespace tandem {
 namespace {
 
@@ -10,11 +12,22 @@ bool contains(const Ids& experts, std::int32_t expert) {
   return std::find(experts.begin(), experts.end(), expert) != experts.end();
 }
 
-// Those that may leave, in the order in which they came.
-Ids evictable(const LayerSlots& layer) {
+// Those that leave first, at most so many: the lowest scores, of equals the lowest number, or who came
+// first (`by_number` false). What may not leave is asked of those alone that would: few.
+Ids lowest(const LayerSlots& layer, std::size_t most, bool by_number) {
   Ids found;
-  for (const std::int32_t expert : layer.members)
-    if (layer.states[expert] == kReady && !contains(layer.experts, expert)) found.push_back(expert);
+  if (most == 0) return found;
+  found.reserve(most + 1);
+  const auto is_before = [&](std::int32_t a, std::int32_t b) {
+    return layer.scores[a] < layer.scores[b] ||
+           (by_number && layer.scores[a] == layer.scores[b] && a < b);
+  };
+  for (const std::int32_t expert : layer.members) {
+    if (found.size() == most && !is_before(expert, found.back())) continue;
+    if (layer.states[expert] != kReady || contains(layer.experts, expert)) continue;
+    found.insert(std::upper_bound(found.begin(), found.end(), expert, is_before), expert);
+    if (found.size() > most) found.pop_back();
+  }
   return found;
 }
 
@@ -25,21 +38,11 @@ Admitted pairs(const LayerSlots& layer, const Ids& asking) {
   for (std::size_t i = 0; i < asking.size() && i < free; ++i)
     found.emplace_back(asking[i], kNobody);
   if (asking.size() <= free) return found;
-  Ids leaving = evictable(layer);
-  // One expert that enters replaces the lowest that came first, several the lowest by number.
-  const auto is_less = [&](std::int32_t a, std::int32_t b) {
-    return layer.scores[a] < layer.scores[b];
-  };
-  const std::size_t most = std::min(asking.size() - free, leaving.size());
-  if (asking.size() - free == 1 && most == 1)
-    std::iter_swap(leaving.begin(), std::min_element(leaving.begin(), leaving.end(), is_less));
-  else
-    std::partial_sort(
-        leaving.begin(), leaving.begin() + static_cast<std::ptrdiff_t>(most), leaving.end(),
-        [&](std::int32_t a, std::int32_t b) { return is_less(a, b) || (!is_less(b, a) && a < b); });
-  for (std::size_t i = free; i < asking.size() && i - free < leaving.size(); ++i) {
-    if (layer.scores[asking[i]] <= layer.scores[leaving[i - free]]) break;
-    found.emplace_back(asking[i], leaving[i - free]);
+  const std::size_t most = asking.size() - free;
+  const Ids leaving = lowest(layer, most, most > 1);
+  for (std::size_t i = 0; i < leaving.size(); ++i) {
+    if (layer.scores[asking[free + i]] <= layer.scores[leaving[i]]) break;
+    found.emplace_back(asking[free + i], leaving[i]);
   }
   return found;
 }
@@ -52,18 +55,14 @@ Admitted over_lowest(const LayerSlots& layer, const Ids& entering) {
   for (std::size_t i = 0; i < entering.size() && i < free; ++i)
     found.emplace_back(entering[i], kNobody);
   if (entering.size() <= free) return found;
-  Ids leaving = evictable(layer);
-  std::sort(leaving.begin(), leaving.end(), [&](std::int32_t a, std::int32_t b) {
-    return layer.scores[a] < layer.scores[b] || (layer.scores[a] == layer.scores[b] && a < b);
-  });
-  for (std::size_t i = free; i < entering.size() && i - free < leaving.size(); ++i)
-    found.emplace_back(entering[i], leaving[i - free]);
+  const Ids leaving = lowest(layer, entering.size() - free, true);
+  for (std::size_t i = 0; i < leaving.size(); ++i)
+    found.emplace_back(entering[free + i], leaving[i]);
   return found;
 }
 
 Ids by_score(Ids experts, const std::uint32_t* scores) {
-  std::stable_sort(experts.begin(), experts.end(),
-                   [&](std::int32_t a, std::int32_t b) { return scores[a] > scores[b]; });
+  sort_stably(experts, [&](std::int32_t a, std::int32_t b) { return scores[a] > scores[b]; });
   return experts;
 }
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "decider/assignment.hpp"
+#include "decider/sorting.hpp"
 
 namespace tandem {
 namespace {
@@ -98,7 +99,7 @@ Split dali_in_graph(const LayerProblem& problem) {
   std::vector<double> gpu = problem.gpu;
   for (double& seconds : gpu) seconds = std::max(seconds, problem.link);
   Positions order = layer.absent, fetch;
-  std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
+  sort_stably(order, [&](std::int32_t a, std::int32_t b) {
     return std::abs(gpu[a] - problem.cpu[a]) > std::abs(gpu[b] - problem.cpu[b]);
   });
   for (const std::int32_t i : order) {
