@@ -1,6 +1,7 @@
 """Whether `tandem plan` misleads: configurations by a seed, each planned and then done.
 
     python -m benchmarks.plan [--count 300] [--whole 20] [--seed 0] [--only N ...] [--narrow]
+    python -m benchmarks.plan --kept FILE             # goes on where it was stopped
     python -m benchmarks.plan --speed --count 20      # decode speed too, as a ratio
 
 Each is written as a packed model with random weights, planned by `tandem plan` and done (loaded,
@@ -16,34 +17,20 @@ knows of neither. The last line is JSON.
 import argparse
 import dataclasses
 import json
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.disk.memory_group import drop_from_page_cache, limited
 from benchmarks.plan.draws import Configuration, draw
+from benchmarks.plan.found import Found, KeptFinds, figures
 from benchmarks.plan.verdict import TOLERANCE, Planned, Taken, differences, memory_ratio
 
 _ENDED_FOR_MEMORY = (-9, 137, 2)  # killed, or refused with a sentence
-
-
-@dataclass(slots=True)
-class Found:
-    """What became of one configuration."""
-
-    text: str
-    wrong: list[str] = field(default_factory=list)
-    not_tried: str = ""
-    """Why it says nothing of the plan."""
-    memory_ratio: float | None = None
-    """Planned of what the process took at most; None under a limit, or after a kill."""
-    speed_ratio: float | None = None
-    """Forecast of the measured decode speed."""
 
 
 def check(configuration: Configuration, folder: Path, *, has_speed: bool) -> Found:
@@ -68,8 +55,10 @@ def check(configuration: Configuration, folder: Path, *, has_speed: bool) -> Fou
     drop_from_page_cache(folder)
     taken = job.do(limit, experts_bytes=free.experts, has_speed=has_speed)
     found.wrong += _of_memory(planned, taken)
+    found.planned = asdict(planned)
     if isinstance(taken, int):
         return found
+    found.taken = asdict(taken)
     found.speed_ratio = taken.speed_ratio
     if limit is None:  # else caches take what is free, and the limit has said all
         found.memory_ratio = memory_ratio(planned, taken)
@@ -146,45 +135,21 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="+", help="numbers of a longer run")
     parser.add_argument("--narrow", action="store_true", help="an eighth of the width, no limits")
     parser.add_argument("--speed", action="store_true", help="forecast and measure decode speed")
+    parser.add_argument("--kept", type=Path, help="JSON lines of what was found, to go on from")
     flags = parser.parse_args()
+    kept = KeptFinds(flags.kept)
     drawn = draw(flags.seed, flags.count, is_narrow=flags.narrow, num_whole=flags.whole)
     found = []
     for one in drawn:
         if flags.only and one.number not in flags.only:
             continue
-        with TemporaryDirectory(prefix="tandem-plan-") as folder:
-            result = check(one, Path(folder) / "model", has_speed=flags.speed)
+        if (result := kept.of(one)) is None:
+            with TemporaryDirectory(prefix="tandem-plan-") as folder:
+                result = check(one, Path(folder) / "model", has_speed=flags.speed)
+            kept.add(one, result)
         found.append(result)
-        ratio = "" if result.memory_ratio is None else f" memory {result.memory_ratio:.3f}"
-        ratio += "" if result.speed_ratio is None else f" speed {result.speed_ratio:.2f}"
-        verdict = result.not_tried or "; ".join(result.wrong) or "right"
-        print(f"{one.number}: {result.text}:{ratio} {verdict}")
-        sys.stdout.flush()
+        print(f"{one.number}: {result.line}", flush=True)
     print(json.dumps(figures(found)))
-
-
-def figures(found: list[Found]) -> dict[str, object]:
-    """Return what all of them say together."""
-    memory = [one.memory_ratio for one in found if one.memory_ratio is not None]
-    speeds = [one.speed_ratio for one in found if one.speed_ratio is not None]
-    return {
-        "configurations": sum(not one.not_tried for one in found),
-        "right": sum(not (one.wrong or one.not_tried) for one in found),
-        "memory_ratios": _spread(memory),
-        "memory_within_5_percent": sum(abs(ratio - 1) <= TOLERANCE for ratio in memory),
-        "speed_ratios": _spread(speeds),
-        "speed_within_20_percent": sum(0.8 <= ratio <= 1.2 for ratio in speeds),
-    }
-
-
-def _spread(ratios: list[float]) -> dict[str, float] | None:
-    """Return the number, the ends and the median."""
-    if not ratios:
-        return None
-    return {
-        "count": len(ratios), "least": min(ratios), "median": statistics.median(ratios),
-        "most": max(ratios),
-    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks.plan.__main__ import Found, figures
 from benchmarks.plan.doing import do, plan, write_model
 from benchmarks.plan.draws import Configuration, draw
+from benchmarks.plan.found import Found, KeptFinds, figures
 from benchmarks.plan.verdict import Planned, Taken, differences, memory_ratio
 
 NARROW = draw(2, 12, is_narrow=True)
@@ -51,3 +51,13 @@ def test_what_is_wrong_with_a_plan_is_said() -> None:
     assert not list(differences(whole, replace(taken, device_slots=9)))
     found = [Found("a", memory_ratio=1.01), Found("b", ["wrong"], memory_ratio=0.8)]
     assert figures(found)["right"] == figures(found)["memory_within_5_percent"] == 1
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    first, second = draw(0, 2)
+    found = Found("a", ["wrong"], memory_ratio=0.8, planned={"fits": True})
+    KeptFinds(tmp_path / "kept.jsonl").add(first, found)
+    kept = KeptFinds(tmp_path / "kept.jsonl")
+    assert kept.of(first) == found
+    # Another draw under the same number is tried again.
+    assert kept.of(second) is kept.of(replace(first, context=7)) is None
