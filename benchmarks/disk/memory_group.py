@@ -120,7 +120,7 @@ def _own_name(is_version_1: bool) -> str:
 
 def drop_from_page_cache(folder: Path) -> None:
     """Have the system forget a folder's files: pages that it holds are not charged again."""
-    for file in folder.iterdir() if folder.is_dir() else [folder]:
+    for file in filter(Path.is_file, folder.rglob("*")) if folder.is_dir() else [folder]:
         descriptor = os.open(file, os.O_RDONLY)
         try:
             os.fsync(descriptor)

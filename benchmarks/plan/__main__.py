@@ -10,8 +10,8 @@ one control group each (needs root). Models are cut to 2 to 4 layers (and what d
 first); the last `--whole` have all, of as many gigabytes as a disk must hold.
 
 What is checked: each part's bytes; the process's most memory within 5 % of the plan; no run out of
-memory that the plan allowed, and none refused that fits. Drafts and images are not in it: the plan
-knows of neither. The last line is JSON.
+memory that the plan allowed, and none refused that fits. Some have a model that drafts, images, a
+GGUF file or experts on the disk beside. The last line is JSON.
 """
 
 import argparse
@@ -46,7 +46,8 @@ def check(configuration: Configuration, folder: Path, *, has_speed: bool) -> Fou
     share = configuration.memory_share
     limit = None if share is None else int(share * free.host)
     planned = free
-    if limit is not None or configuration.device_share is not None:
+    given = configuration.device_share or configuration.expert_memory_share
+    if limit is not None or given is not None:
         again = job.plan(limit, experts_bytes=free.experts)
         if isinstance(again, int):
             found.wrong.append(f"tandem plan ended with {again} under {limit or 0:,} bytes")
@@ -140,9 +141,7 @@ def main() -> None:
     kept = KeptFinds(flags.kept)
     drawn = draw(flags.seed, flags.count, is_narrow=flags.narrow, num_whole=flags.whole)
     found = []
-    for one in drawn:
-        if flags.only and one.number not in flags.only:
-            continue
+    for one in [drawn[number] for number in flags.only or range(len(drawn))]:
         if (result := kept.of(one)) is None:
             with TemporaryDirectory(prefix="tandem-plan-") as folder:
                 result = check(one, Path(folder) / "model", has_speed=flags.speed)

@@ -1,9 +1,11 @@
 """Configurations by a seed: a shape with few layers, formats, a context, sequences, memory."""
 
+import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape
+from tandem.bench.model_shapes import DENSE_SHAPES, MODEL_SHAPES, ModelShape
 
 _EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 # Widths that a narrow model has an eighth of; what is cut into heads stays.
@@ -20,6 +22,20 @@ _SEQUENCES = (1, 1, 2, 4)
 # Of what the plan says that a model takes; None: all that the machine has.
 _MEMORY_SHARES = (None, None, 0.85, 1.02, 1.1, 1.3)
 _DEVICE_SHARES = (0.2, 0.5, 1.5)  # of the experts' bytes
+# What some have beside: a model that drafts, images, a GGUF file, a memory for experts on the disk.
+_MORE = ("", "", "", "draft", "images", "gguf", "disk")
+_IMAGE_SHAPE, _IMAGE_WHOLE = "qwen3.6-35b-a3b", "qwen3_5_moe"
+_IMAGE_SIDES = (12, 24, 40)  # of a square image, in tokens
+_NARROW_IMAGE_SIDE = 6
+_TOWER_LAYERS = 3
+_IMAGE_TOKEN = 20
+_GGUF_SHAPES = (
+    *("qwen3-30b-a3b", "qwen3.6-35b-a3b", "qwen3-next-80b-a3b", "gemma4-26b-a4b"),
+    *("lfm2-8b-a1b", "nemotron-3-nano"),
+)
+_GGUF_TYPES = ("Q4_0", "Q5_0", "Q8_0")  # that need no library of llama.cpp's to be written
+_EXPERT_MEMORY_SHARES = (0.5, 0.75)
+_DRAFT_LAYERS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +59,38 @@ class Configuration:
     """Memory of an emulated device, of the experts' bytes; None: no device."""
     memory_share: float | None
     """Memory of the processes' control group, of what the plan says; None: no group."""
+    gguf_type: str | None = None
+    """The blocks of a GGUF file; None: a packed model."""
+    has_draft: bool = False
+    """Whether a small model drafts."""
+    image_side: int = 0
+    """Tokens of a side of a square image in each prompt; 0: no image."""
+    expert_memory_share: float | None = None
+    """Memory for experts that lie on the disk, of the experts' bytes; None: all in memory."""
 
     @property
     def text(self) -> str:
         """One line for people."""
         device = "" if self.device_share is None else f", device {self.device_share:.0%}"
         memory = "" if self.memory_share is None else f", memory {self.memory_share:.0%}"
-        return (
-            f"{self.shape}, {self.num_layers} layers of {self.num_experts} experts in "
-            f"{self.expert_dtype}, linear layers {self.stored_dense_dtype}/{self.dense_dtype}, "
-            f"{self.sequences} x {self.context} tokens{device}{memory}"
+        formats = (
+            f"{self.expert_dtype}, linear layers {self.stored_dense_dtype}/{self.dense_dtype}"
+            if self.gguf_type is None
+            else f"GGUF's {self.gguf_type}"
         )
+        over = self.expert_memory_share
+        more = ", drafted" * self.has_draft
+        more += f", image {self.image_side} x {self.image_side}" * bool(self.image_side)
+        more += "" if over is None else f", {over:.0%} of the experts in memory"
+        return (
+            f"{self.shape}, {self.num_layers} layers of {self.num_experts} experts in {formats}, "
+            f"{self.sequences} x {self.context} tokens{device}{memory}{more}"
+        )
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of a prompt's image."""
+        return self.image_side**2
 
     def model_shape(self) -> ModelShape:
         """Return the shape with these layers, experts and tokens."""
@@ -66,7 +103,34 @@ class Configuration:
                 values[key] = self.num_experts
         if self.is_narrow:
             values |= {name: _narrowed(values[name]) for name in _WIDTHS if name in values}
+        if self.image_side:
+            return ModelShape(shape.model_type, values, _IMAGE_WHOLE, self._beside(values))
         return ModelShape(shape.model_type, values, shape.whole)
+
+    def _beside(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return what a model says of its images beside its text model."""
+        tower: dict[str, Any] = {
+            "model_type": _IMAGE_WHOLE, "depth": _TOWER_LAYERS,
+            "out_hidden_size": values["hidden_size"],
+        }  # fmt: skip
+        if self.is_narrow:
+            tower |= {"hidden_size": 128, "intermediate_size": 384, "num_heads": 4}
+        return {
+            "vision_config": tower, "image_token_id": _IMAGE_TOKEN,
+            "video_token_id": _IMAGE_TOKEN + 1, "vision_start_token_id": _IMAGE_TOKEN + 2,
+            "vision_end_token_id": _IMAGE_TOKEN + 3,
+        }  # fmt: skip
+
+    def draft_shape(self) -> ModelShape:
+        """Return the shape of the model that drafts."""
+        shape = DENSE_SHAPES["qwen3-8b"].cut(_DRAFT_LAYERS)
+        few = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": self.vocabulary}
+        few |= (
+            {"hidden_size": 256, "intermediate_size": 512}
+            if self.is_narrow
+            else {"hidden_size": 1024, "intermediate_size": 3072}
+        )
+        return ModelShape(shape.model_type, shape.values | few)
 
 
 def draw(seed: int, count: int, *, is_narrow: bool = False, num_whole: int = 0) -> list[
@@ -74,7 +138,11 @@ def draw(seed: int, count: int, *, is_narrow: bool = False, num_whole: int = 0) 
 ]:  # fmt: skip
     """Return so many configurations, always the same for a seed; the last ones have all layers."""
     source = random.Random(seed)
-    found = [_draw(source, number, is_narrow=is_narrow) for number in range(count - num_whole)]
+    # What comes beside has a source of its own, so that the rest is what it was before.
+    found = [
+        _with_more(random.Random(f"{seed}/{number}"), _draw(source, number, is_narrow=is_narrow))
+        for number in range(count - num_whole)
+    ]
     return found + [
         _draw(source, number, is_narrow=is_narrow, is_whole=True)
         for number in range(count - num_whole, count)
@@ -108,6 +176,36 @@ def _draw(
         device_share=source.choice(_DEVICE_SHARES) if on_device else None,
         memory_share=None if is_narrow or is_whole or on_device else memory_share,
     )
+
+
+def _with_more(source: random.Random, one: Configuration) -> Configuration:
+    """Return a configuration with something beside, or as it is."""
+    experts = min(one.num_experts, 32)
+    match source.choice(_MORE):
+        case "draft":
+            return replace(one, has_draft=True)
+        case "images":
+            side = _NARROW_IMAGE_SIDE if one.is_narrow else source.choice(_IMAGE_SIDES)
+            context = max(one.context, 512 + 256 * math.ceil(side**2 / 256)) * (not one.is_narrow)
+            return replace(
+                one, shape=_IMAGE_SHAPE, num_layers=4, num_experts=max(16, experts),
+                image_side=side, context=context or one.context,
+            )  # fmt: skip
+        case "gguf":
+            name = source.choice(_GGUF_SHAPES)
+            values = MODEL_SHAPES[name].values
+            return replace(
+                one, shape=name, num_layers=4 + values.get("num_dense_layers", 0),
+                num_experts=max(16, experts), gguf_type=source.choice(_GGUF_TYPES),
+                expert_dtype="auto", stored_dense_dtype="none", dense_dtype="auto",
+            )  # fmt: skip
+        case "disk" if one.device_share is None:
+            share = source.choice(_EXPERT_MEMORY_SHARES)
+            return replace(
+                one, num_layers=max(4, one.num_layers), expert_memory_share=share, memory_share=None
+            )
+        case _:
+            return one
 
 
 def _narrowed(width: int) -> int:

@@ -22,6 +22,8 @@ class Planned:
     dense: int
     kept: int
     """Keys, values, states and what else is kept of all sequences."""
+    draft: int
+    """Of a model that drafts, with what it keeps."""
     num_experts: int
     device_slots: int
     slots_over_disk: int | None
@@ -36,6 +38,7 @@ class Taken:
     experts: int
     dense: int
     kept: int
+    draft: int
     device_slots: int
     slots_over_disk: int | None
     speed_ratio: float | None = None
@@ -57,7 +60,8 @@ class Difference(NamedTuple):
 
 def differences(planned: Planned, taken: Taken) -> Iterator[Difference]:
     """Yield the parts of which more, or less by 5 % and a megabyte, was taken than planned."""
-    tolerances = {"experts": TOLERANCE, "dense": TOLERANCE, "kept": _KEPT_TOLERANCE}
+    tolerances = dict.fromkeys(("experts", "dense", "draft"), TOLERANCE)
+    tolerances["kept"] = _KEPT_TOLERANCE
     for part, tolerance in tolerances.items():
         said, found = getattr(planned, part), getattr(taken, part)
         if abs(said - found) > max(tolerance * found, _LEAST_BYTES):

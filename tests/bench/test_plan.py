@@ -17,10 +17,11 @@ def test_a_load_takes_what_the_plan_says(
     configuration: Configuration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
-    folder = write_model(configuration, tmp_path / "model")
+    folder = tmp_path / "written"
+    write_model(configuration, folder)
     planned = plan(replace(configuration, device_share=None), folder)
     experts = planned.experts
-    if configuration.device_share is not None:
+    if configuration.device_share or configuration.expert_memory_share:
         planned = plan(configuration, folder, experts)
     assert planned.fits
     taken = do(configuration, folder, experts)
@@ -38,10 +39,10 @@ def test_configurations_are_those_of_the_seed() -> None:
 def test_what_is_wrong_with_a_plan_is_said() -> None:
     planned = Planned(
         fits=True, host=100 << 20, program=0, experts=40 << 20, dense=20 << 20, kept=10 << 20,
-        num_experts=8, device_slots=4, slots_over_disk=None,
+        draft=0, num_experts=8, device_slots=4, slots_over_disk=None,
     )  # fmt: skip
     taken = Taken(
-        peak=125 << 20, experts=40 << 20, dense=20 << 20, kept=16 << 20, device_slots=5,
+        peak=125 << 20, experts=40 << 20, dense=20 << 20, kept=16 << 20, draft=0, device_slots=5,
         slots_over_disk=None,
     )  # fmt: skip
     assert [one.part for one in differences(planned, taken)] == ["kept", "slots on the device"]

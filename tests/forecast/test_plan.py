@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 import tandem
 from tandem.bench.model_shapes import MODEL_SHAPES
@@ -21,7 +22,7 @@ from tandem.forecast.disk_forecast import (
     slots_over_disk,
 )
 from tandem.forecast.gpu_forecast import geometry_of
-from tandem.forecast.model_plan import workspace_bytes
+from tandem.forecast.model_plan import tower_bytes, workspace_bytes
 from tandem.forecast.sizes import ModelSizes, model_sizes
 from tandem.forecast.speed_forecast import SpeedForecast
 from tandem.forecast.state_bytes import state_bytes_of
@@ -235,8 +236,12 @@ def test_a_packed_model_that_does_not_fit_runs_from_the_disk(
 
 
 def test_a_plan_that_measures_nothing_says_what_slots_there_are(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("tandem.experts.store.host_memory.process_bytes", lambda: 1 << 28)
     packed = tandem.pack(checkpoint, tmp_path / "packed", expert_dtype="int8").directory
     most = sizes_of(packed).experts_bytes
     words = ["--no-measure", "--context", "16", "--expert-memory", str(most - 1)]
@@ -250,6 +255,26 @@ def test_a_plan_that_measures_nothing_says_what_slots_there_are(
     assert "the disk's rate was not measured" in out
     with_device = ["--device", "emulated", "--gpu-memory", "1MB"]
     assert said in plan(capsys, str(packed), *words, *with_device)[0]
+    before = plan(capsys, str(packed), "--no-measure", "--context", "16")[1]
+    saved = before["host_bytes"] - report["host_bytes"]
+    assert saved == most - report["from_disk"]["memory_bytes"]
+    assert report["from_disk"]["memory_bytes"] == slots.num_bytes
+
+
+def test_a_plan_has_the_model_that_drafts_and_the_tower_of_images(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.experts.store.host_memory.process_bytes", lambda: 1 << 28)
+    words = ["--no-measure", "--context", "64", "--sequences", "3"]
+    alone = plan(capsys, str(checkpoint), *words)[1]
+    out, drafted = plan(capsys, str(checkpoint), *words, "--draft", str(checkpoint))
+    small = sizes_of(checkpoint, dense_dtype="none", threads=1)
+    assert drafted["draft_bytes"] == small.total_bytes + 3 * small.kv.bytes_of(64)
+    assert drafted["host_bytes"] - alone["host_bytes"] == drafted["draft_bytes"]
+    assert "model that drafts, and its KV cache" in out
+    vision = AutoConfig.for_model("qwen3_5_moe").vision_config
+    assert tower_bytes(vision, 1024) == 1024 * 4 * 2 * (16 * 1152 + 3 * 4304)
+    assert tower_bytes(None, 1024) == tower_bytes(vision, 0) == 0
 
 
 def test_a_plan_refuses_slots_for_experts_in_fp32(

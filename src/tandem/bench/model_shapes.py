@@ -16,6 +16,8 @@ class ModelShape:
     values: dict[str, Any] = field(default_factory=dict)
     whole: str = ""
     """The architecture that it is the text model of, where Transformers builds none by itself."""
+    beside: dict[str, Any] = field(default_factory=dict)
+    """Values of that one's configuration beside the text model's; with some it keeps its towers."""
 
     def cut(self, num_layers: int, *, first: int = 0) -> "ModelShape":
         """Return the shape with so many of its layers, and so what it lists layer by layer."""

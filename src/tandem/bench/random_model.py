@@ -66,7 +66,8 @@ def build_random_model(
     draw_matrix: _DrawMatrix = random_matrix
     if is_shared:
         draw_experts, draw_matrix = cache(draw_experts), cache(draw_matrix)
-    _drop_towers(model)
+    if not shape.beside:
+        _drop_towers(model)
     put_on_interface(model)
     # First, so that what is packed is not counted as it would be loaded.
     fmt = parse_dense_dtype(dense_dtype)
@@ -103,7 +104,7 @@ def empty_model_of(shape: ModelShape, vocabulary: int | None = None) -> PreTrain
             values["unpadded_vocab_size"] = vocabulary  # Inkling's logits
     if shape.whole:
         text = values | {"model_type": shape.model_type}
-        whole = AutoConfig.for_model(shape.whole, text_config=text)
+        whole = AutoConfig.for_model(shape.whole, text_config=text, **shape.beside)
         with torch.device("meta"):
             beside: PreTrainedModel = AutoModelForImageTextToText.from_config(
                 whole, dtype=torch.bfloat16

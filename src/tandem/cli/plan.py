@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,12 @@ class PlanOptions:
         None, help="tokens of a conversation (default: 4096, or the model's context)", metavar="N"
     )
     sequences: int = option(1, help="conversations at once, each of --context", metavar="N")
+    draft: str | None = option(
+        None, help="small model that drafts, as in tandem run", metavar="MODEL"
+    )
+    image_tokens: int = option(
+        0, help="tokens of the images of one prompt, whose tower takes memory too", metavar="N"
+    )
     measure: bool = option(
         True, help="forecast the speed, measured once on a few layers with random weights"
     )
@@ -60,6 +66,7 @@ class PlanOptions:
         """Check the ranges."""
         if self.context is not None:
             require_range("context", self.context, 1, what="a number of tokens")
+        require_range("image_tokens", self.image_tokens, 0, what="a number of tokens")
         require_range("sequences", self.sequences, 1, what="a number of conversations")
         if self.tokens_per_second is not None:
             require_range("tokens_per_second", self.tokens_per_second, 0.01, 1e6, what="a speed")
@@ -72,8 +79,8 @@ class PlanOptions:
         """Return what the planner is asked."""
         return PlanAsked(
             dense_dtype=self.dense_dtype, context=self.context, sequences=self.sequences,
-            measure=self.measure,
-            refresh=self.refresh, shape=self.shape, host_path=self.host_path,
+            measure=self.measure, refresh=self.refresh, shape=self.shape,
+            host_path=self.host_path, draft=self.draft, image_tokens=self.image_tokens,
             memory_bytes=None if self.memory is None else parse_bytes(self.memory),
         )  # fmt: skip
 
@@ -90,13 +97,16 @@ def run(flags: argparse.Namespace) -> int:
     options = from_flags(PlanOptions, flags)
     offload = offload_options(flags, also_of_cpu=("profile",))
     source = from_flags(ModelChoice, flags)
+    if options.draft is not None:
+        drafter = find_model(ModelChoice(model=options.draft), quiet=True)
+        options = replace(options, draft=drafter.model)
     if options.shape is None:
         source = find_model(source, quiet=True)
     import_transformers(quiet=False, has_bars=False)
     with waiting("planning, with some layers measured"):
         planner = Planner(source, options.asked(), offload)
         plan, others = _plan(planner)
-        found = _proposal(planner, options, plan.sizes)
+        proposal = _proposal(planner, options, plan.sizes)
 
     from tandem.experts.store.host_memory import total_bytes
     from tandem.forecast.model_plan import advice, as_json
@@ -106,12 +116,12 @@ def run(flags: argparse.Namespace) -> int:
     if options.shape is None:
         lines += plan_advice(Path(source.model), fits=plan.fits, total_bytes=total_bytes())
     print(_table(plan))
-    if found is not None:
-        lines.insert(0, found.sentence("MODEL" if options.shape else source.model))
+    if proposal is not None:
+        lines.insert(0, proposal.sentence("MODEL" if options.shape else source.model))
     for line in lines:
         print(f"- {line}")
     if options.json:
-        more = {} if found is None else {"largest_size": found.as_json()}
+        more = {} if proposal is None else {"largest_size": proposal.as_json()}
         print(json.dumps(as_json(plan, lines) | more))
     return 0
 
@@ -160,13 +170,14 @@ def _table(plan: "Plan") -> str:
         rows = [(part.removeprefix("shared experts and "), size) for part, size in rows]
     else:
         formats = ", ".join(sizes.expert_formats)
-        rows.insert(0, (f"experts ({sizes.num_experts} in {formats})", sizes.experts_bytes))
+        rows.insert(0, (f"experts ({sizes.num_experts} in {formats})", plan.experts_bytes))
     if sizes.disk_table_bytes:
         rows.append(("tables of rows, which stay on the disk", sizes.disk_table_bytes))
     rows += [
         (f"KV cache, {_tokens_at_once(plan)}", plan.kv_cache_bytes),
         *_state_rows(plan),
         *[("latents of a prompt, expanded", plan.expanded_bytes)] * bool(plan.expanded_bytes),
+        *[("model that drafts, and its KV cache", plan.draft_bytes)] * bool(plan.draft_bytes),
         ("activations of a prompt, at most", plan.workspace_bytes),
         ("the program itself", plan.process_bytes),
     ]

@@ -33,6 +33,8 @@ class PlanAsked:
     refresh: bool
     shape: str | None
     host_path: str | None
+    draft: str | None
+    image_tokens: int
     memory_bytes: int | None
     """Host memory of the machine that is meant; None: what is free here, or the profile's."""
 
@@ -95,7 +97,20 @@ class Planner:
             speed="not forecast",
             can_be_packed=not self.is_packed,
             sequences=self._asked.sequences,
+            draft=self._draft(),
+            image_tokens=self._asked.image_tokens,
         )
+
+    def _draft(self) -> "ModelSizes | None":
+        """Return the sizes of the model that drafts, as `load_small` loads it."""
+        from tandem.forecast.sizes import model_sizes
+        from tandem.generate.speculation.small_model import small_options
+        from tandem.hf.checkpoint import open_model
+
+        if self._asked.draft is None:
+            return None
+        checkpoint = open_model(Path(self._asked.draft))
+        return model_sizes(checkpoint, small_options(checkpoint))
 
     def with_speed(self, plan: "Plan", **own: str) -> "Plan":
         """Return the plan with its speed, measured or simulated, from the disk too."""
@@ -141,7 +156,7 @@ def _over_disk(
         free = max(0, plan.available_bytes - plan.sizes.total_dense_bytes)
         room = room_for_experts(free, plan.kv_cache_bytes)
     try:
-        slots = slots_over_disk(plan.sizes, room)
+        slots = slots_over_disk(plan.sizes, room, is_given=given is not None)
     except CapacityError:  # not even the slots that layers share
         if given is not None:
             raise

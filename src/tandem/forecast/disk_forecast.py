@@ -6,7 +6,7 @@ those in memory are computed. A prompt is taken to want each expert alike.
 
 from dataclasses import dataclass
 
-from tandem.experts.cache.host_slots import share_of
+from tandem.experts.cache.host_slots import num_transit, share_of
 from tandem.experts.cache.policy_tables import host_slot_eviction
 from tandem.forecast.gpu_forecast import geometry_of
 from tandem.forecast.sizes import ModelSizes
@@ -27,6 +27,10 @@ class SlotsOverDisk:
     """Of each layer's experts."""
     num_slots: int
     """In all layers."""
+    num_bytes: int
+    """Of these, and of those that layers share."""
+    is_given: bool = False
+    """Whether options say how much memory experts take, and not what is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +45,14 @@ class DiskForecast:
     decode_seconds: float
 
 
-def slots_over_disk(sizes: ModelSizes, room_bytes: int) -> SlotsOverDisk:
+def slots_over_disk(sizes: ModelSizes, room_bytes: int, *, is_given: bool = False) -> SlotsOverDisk:
     """Return the slots in `room_bytes` of memory; raises `CapacityError` for next to no room."""
     num_layers, num_experts = sizes.num_moe_layers, geometry_of(sizes).num_experts
-    slot_bytes = [whole_pages(sizes.expert_image_bytes)] * num_layers
-    share = share_of(room_bytes, slot_bytes, [num_experts] * num_layers)
-    return SlotsOverDisk(share, num_layers * int(num_experts * share))
+    slot_bytes, counts = whole_pages(sizes.expert_image_bytes), [num_experts] * num_layers
+    share = share_of(room_bytes, [slot_bytes] * num_layers, counts)
+    num_slots = num_layers * int(num_experts * share)
+    num_bytes = (num_slots + num_transit(counts)) * slot_bytes
+    return SlotsOverDisk(share, num_slots, num_bytes, is_given)
 
 
 def forecast_from_disk(

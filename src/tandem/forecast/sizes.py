@@ -96,6 +96,8 @@ class ModelSizes:
     """Bytes of tables that stay on the disk; not among the dense bytes."""
     by_token: tuple[int, ...] = ()
     """Which of the layers that hold experts are routed by token, counted from 0."""
+    vision: PreTrainedConfig | None = None
+    """The config of the tower that reads images, if the model has one."""
 
     def within(
         self, available_bytes: int, expert_memory_bytes: int | None, device_bytes: int | None
@@ -237,6 +239,7 @@ def config_sizes(
         kv=kv_sizes_of(text, kv_dtype or dtype),
         device_kv=kv_sizes_of(text, kv_dtype or dtype, latents=1),
         state_bytes=state_bytes_of(model),
+        vision=value_of(config, "vision_config"),
         by_token=tuple(layer for layer, _ in tables_by_token(model, quantizer.runtime.bound)),
     )
 

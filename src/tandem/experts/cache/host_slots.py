@@ -88,14 +88,13 @@ class HostSlots:
             for layer, place in zip(layers, places, strict=True)
         ]
         counts = [layer.arrivals.num_experts for layer in layers]
-        num_transit = _num_transit(counts)
         self.share = share_of(memory_bytes, sizes, counts)
         """Of each layer's experts that memory holds."""
         self.num_slots = [int(count * self.share) for count in counts]
         self.slot_bytes = max(sizes)
         self.has_sums = all(place.sums for place in places)
         """Whether damaged bytes are found."""
-        self._transit = page_aligned(num_transit, max(sizes))
+        self._transit = page_aligned(num_transit(counts), max(sizes))
         self.transit_bytes = self._transit.nbytes
         self._memory = list(map(page_aligned, self.num_slots, sizes))
         self.memory = *self._memory, self._transit
@@ -147,7 +146,8 @@ class HostSlots:
         )  # fmt: skip
 
 
-def _num_transit(counts: Sequence[int]) -> int:
+def num_transit(counts: Sequence[int]) -> int:
+    """Return how many slots layers of so many experts share."""
     return min(_TRANSIT_SLOTS, *counts) + _HELD_SLOTS
 
 
@@ -157,7 +157,7 @@ def share_of(memory_bytes: int, sizes: Sequence[int], counts: Sequence[int]) -> 
     `sizes` and `counts` are of the layers' slots and experts. Raises `CapacityError` if not even
     the shared ones fit.
     """
-    shared = _num_transit(counts) * max(sizes)
+    shared = num_transit(counts) * max(sizes)
     room = memory_bytes - shared
     if room < 0:
         raise CapacityError(

@@ -38,6 +38,11 @@ class DraftModel:
         self._pool: CpuSlotPool | None = None
         self._main: SlotPool | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what it keeps of all sequences."""
+        return 0 if self._pool is None else self._pool.num_bytes
+
     def follow(self, main: SlotPool) -> None:
         """Draft for the sequences of these slots from now on."""
         if main is not self._main:

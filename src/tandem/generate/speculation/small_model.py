@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tandem.foreign_types import PreTrainedModel
-from tandem.hf.checkpoint import Checkpoint, open_model
+from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, open_model
 from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import pack_as_loaded
 from tandem.hf.load import load_checkpoint
@@ -16,7 +16,12 @@ def load_small(path: Path) -> PreTrainedModel:
     A GGUF file's keep their codes.
     """
     checkpoint = open_model(path)
-    dense_dtype = "none" if isinstance(checkpoint, Checkpoint) else "auto"
-    model = load_checkpoint(checkpoint, OffloadConfig(threads=1, dense_dtype=dense_dtype))
+    model = load_checkpoint(checkpoint, small_options(checkpoint))
     pack_as_loaded(model, require_runtime(model).threads)
     return model
+
+
+def small_options(checkpoint: AnyCheckpoint) -> OffloadConfig:
+    """Return the options that a model to draft with is loaded with."""
+    dense_dtype = "none" if isinstance(checkpoint, Checkpoint) else "auto"
+    return OffloadConfig(threads=1, dense_dtype=dense_dtype)
