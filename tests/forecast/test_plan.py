@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 import tandem
 from tandem.bench.model_shapes import MODEL_SHAPES
+from tandem.bench.random_model import empty_model_of
 from tandem.cli.main import main
 from tandem.core.errors import CapacityError
 from tandem.decode.cpu_slots import CpuSlotPool
@@ -22,10 +23,10 @@ from tandem.forecast.disk_forecast import (
     slots_over_disk,
 )
 from tandem.forecast.gpu_forecast import geometry_of
-from tandem.forecast.model_plan import tower_bytes, workspace_bytes
+from tandem.forecast.model_plan import FORWARD_BYTES, tower_bytes, workspace_bytes
 from tandem.forecast.sizes import ModelSizes, model_sizes
 from tandem.forecast.speed_forecast import SpeedForecast
-from tandem.forecast.state_bytes import state_bytes_of
+from tandem.forecast.state_bytes import mixer_token_bytes, state_bytes_of
 from tandem.hardware.profiles import load_profile, save_profile
 from tandem.hf.checkpoint import open_checkpoint
 from tandem.hf.config import OffloadConfig
@@ -219,6 +220,7 @@ def test_a_packed_model_that_does_not_fit_runs_from_the_disk(
     sizes = sizes_of(packed, dense_dtype="auto")
     experts = sizes.experts_bytes
     rest = before["host_bytes"] - before["load_host_bytes"] + sizes.total_dense_bytes
+    rest -= FORWARD_BYTES  # which is left out of what slots get
     for name in ("_RESERVED_BYTES", "_RESERVED_SHARE"):
         monkeypatch.setattr(f"tandem.hf.disk_tier.{name}", 0)
     monkeypatch.setattr(
@@ -388,9 +390,17 @@ def test_a_plan_counts_states_and_their_checkpoints(
     held = report["state_bytes"] + report["checkpoint_bytes"] + report["kv_cache_bytes"]
     assert report["checkpoint_bytes"] == 5 * report["state_bytes"] > 0
     activations = workspace_bytes(sizes_of(Path(directory)), 2048)
-    assert report["host_bytes"] == report["load_host_bytes"] + held + activations
+    assert report["host_bytes"] == report["load_host_bytes"] + held + activations + FORWARD_BYTES
     _, report = plan(capsys, directory, "--no-measure", "--context", "64")
     assert report["checkpoint_bytes"] == 0
+
+
+def test_a_plan_counts_what_a_mixer_projects_a_token_to() -> None:
+    mixed = empty_model_of(MODEL_SHAPES["qwen3.6-35b-a3b"].sample(4), 100)
+    # Queries, keys, values, gates of the values, and two numbers for each of the 32 heads.
+    assert mixer_token_bytes(mixed) == 11 * (2 * 2048 + 2 * 4096 + 2 * 32)
+    assert mixer_token_bytes(empty_model_of(MODEL_SHAPES["lfm2-8b-a1b"].sample(3), 100)) == 36_864
+    assert mixer_token_bytes(empty_model_of(MODEL_SHAPES["olmoe"].sample(2), 100)) == 0
 
 
 def test_sequences_at_once_take_their_keys_and_activations(
@@ -401,7 +411,9 @@ def test_sequences_at_once_take_their_keys_and_activations(
     assert four["kv_cache_bytes"] == 4 * one["kv_cache_bytes"]
     held = (report["host_bytes"] - report["load_host_bytes"] for report in (one, four))
     keys, sizes = one["kv_cache_bytes"], sizes_of(checkpoint)
-    assert list(held) == [n * keys + workspace_bytes(sizes, n * 100) for n in (1, 4)]
+    assert list(held) == [
+        n * keys + workspace_bytes(sizes, n * 100) + FORWARD_BYTES for n in (1, 4)
+    ]
     assert main(["plan", *words, "--sequences", "0"]) == 2
 
 

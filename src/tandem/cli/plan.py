@@ -164,6 +164,8 @@ def _proposal(planner: Planner, options: PlanOptions, sizes: "ModelSizes") -> "S
 
 def _table(plan: "Plan") -> str:
     """Return the plan for people."""
+    from tandem.forecast.model_plan import FORWARD_BYTES
+
     sizes = plan.sizes
     rows = list(sizes.dense_bytes.items())
     if sizes.is_dense:
@@ -179,7 +181,7 @@ def _table(plan: "Plan") -> str:
         *[("latents of a prompt, expanded", plan.expanded_bytes)] * bool(plan.expanded_bytes),
         *[("model that drafts, and its KV cache", plan.draft_bytes)] * bool(plan.draft_bytes),
         ("activations of a prompt, at most", plan.workspace_bytes),
-        ("the program itself", plan.process_bytes),
+        ("the program itself", plan.process_bytes + FORWARD_BYTES),
     ]
     lines = ["a dense model: it has no experts to share"] * sizes.is_dense
     lines += [f"{name:<42} {format_bytes(num_bytes):>10}" for name, num_bytes in rows]

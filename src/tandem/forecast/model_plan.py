@@ -23,6 +23,9 @@ from tandem.hf.steps import MAX_STEP_TOKENS
 from tandem.hf.whole_model import prompt_bytes, require_room
 from tandem.kv_cache.latents import most_expanded_bytes
 
+# What a first forward adds to the program: pages of torch's code, buffers and stacks of threads.
+# Measured on OLMoE and Qwen3-Next of an eighth of their width: 32 and 35 MB, 20 of them code.
+FORWARD_BYTES = 32 << 20
 _CONTEXTS = (2048, 8192, 32768, 131072)
 
 
@@ -97,9 +100,13 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes that a prompt's activations take at most, those of its images' tower included."""
+        """Bytes that a prompt's activations take at most, those of its images' tower included.
+
+        Half of the tower's blocks stay with malloc when the layers begin.
+        """
         prompts = workspace_bytes(self.sizes, self.sequences * self.context_tokens)
-        return max(prompts, tower_bytes(self.sizes.vision, self.image_tokens))
+        tower = tower_bytes(self.sizes.vision, self.image_tokens)
+        return max(tower, prompts + tower // 2)
 
     @property
     def draft_bytes(self) -> int:
@@ -126,7 +133,7 @@ class Plan:
     def host_bytes(self) -> int:
         """Host memory with a full context."""
         held = self.load_bytes + self.checkpoint_bytes + self.workspace_bytes + self.expanded_bytes
-        held += self.draft_bytes
+        held += self.draft_bytes + FORWARD_BYTES
         if not self.is_dense_on_gpu:
             held += self.kv_cache_bytes + self.state_bytes
         return held
@@ -158,8 +165,10 @@ def workspace_bytes(sizes: ModelSizes, num_tokens: int) -> int:
     of_heads = max(map(_heads_width, value_of(config, "per_layer_config") or [config]))
     # Each expert's rows in fp32, with the codes of what goes in and of what is in between.
     routed = sizes.top_k * (5.25 * hidden + 1.2 * of_experts)
-    # Six times the hidden states; queries and what attention makes of them; dense layers.
-    each = routed + 24 * hidden + 12 * of_heads + (4 * inner if of_experts != inner else 0)
+    # Six times the hidden states; queries and what attention makes of them, or a mixer's values;
+    # dense layers.
+    mixed = max(12 * of_heads, sizes.mixer_token_bytes)
+    each = routed + 24 * hidden + mixed + (4 * inner if of_experts != inner else 0)
     return int(min(MAX_STEP_TOKENS, num_tokens) * each)
 
 

@@ -15,7 +15,7 @@ from tandem.core.errors import ConfigError
 from tandem.devices import kind_of
 from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
-from tandem.forecast.state_bytes import state_bytes_of
+from tandem.forecast.state_bytes import mixer_token_bytes, state_bytes_of
 from tandem.foreign_types import PreTrainedConfig
 from tandem.hf.checkpoint import AnyCheckpoint, GgufCheckpoint
 from tandem.hf.config import OffloadConfig
@@ -96,6 +96,8 @@ class ModelSizes:
     """Bytes of tables that stay on the disk; not among the dense bytes."""
     by_token: tuple[int, ...] = ()
     """Which of the layers that hold experts are routed by token, counted from 0."""
+    mixer_token_bytes: int = 0
+    """What a token's activations take in a layer that mixes tokens by states, at most."""
     vision: PreTrainedConfig | None = None
     """The config of the tower that reads images, if the model has one."""
 
@@ -239,6 +241,7 @@ def config_sizes(
         kv=kv_sizes_of(text, kv_dtype or dtype),
         device_kv=kv_sizes_of(text, kv_dtype or dtype, latents=1),
         state_bytes=state_bytes_of(model),
+        mixer_token_bytes=mixer_token_bytes(model),
         vision=value_of(config, "vision_config"),
         by_token=tuple(layer for layer, _ in tables_by_token(model, quantizer.runtime.bound)),
     )

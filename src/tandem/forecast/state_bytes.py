@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from tandem.decode.substitutions.compressors import compresses, compression_of
@@ -15,6 +15,10 @@ from tandem.hf.steps import MAX_STEP_TOKENS
 from tandem.kv_cache.checkpoints import most_checkpoints
 from tandem.kv_cache.states import most_checkpoint_bytes
 
+# Bytes of activations for each value that a mixing layer projects a token to: with a recurrence
+# (measured on Qwen3-Next 9.8, Qwen3.6 9.9, Nemotron 3 12.1), with a convolution alone (LFM2).
+_BYTES_OF_RECURRENCE, _BYTES_OF_CONVOLUTION = 11, 6
+_PROJECTIONS_BACK = ("out", "o_proj")  # to the hidden states
 _STATE_BYTES = 4  # slots keep states in fp32
 
 
@@ -42,6 +46,25 @@ def state_bytes_of(model: PreTrainedModel) -> int:
         return 0
     held = _tensors(getattr(cache, "linear_cache", None))
     return _STATE_BYTES * sum([*map(_num_values, cache.layers), *(x.numel() for x in held)])
+
+
+def mixer_token_bytes(model: nn.Module) -> int:
+    """Return what a token's activations take in a layer with states, at most; 0 without one."""
+    return max((_mixer_bytes(part) for part in model.modules()), default=0)
+
+
+def _mixer_bytes(part: nn.Module) -> int:
+    """Return this of a module that has a convolution over tokens; 0 of any other."""
+    children = dict(part.named_children())
+    if not any(isinstance(child, nn.Conv1d) for child in children.values()):
+        return 0
+    width = sum(
+        child.out_features
+        for name, child in children.items()
+        if isinstance(child, nn.Linear) and not name.startswith(_PROJECTIONS_BACK)
+    )
+    has_recurrence = any(True for _ in part.named_parameters(recurse=False))  # decay rates
+    return width * (_BYTES_OF_RECURRENCE if has_recurrence else _BYTES_OF_CONVOLUTION)
 
 
 def checkpoint_bytes(state_bytes: int, num_tokens: int, available_bytes: int) -> int:
