@@ -86,8 +86,8 @@ std::vector<StepPolicy::KnownLoad> known_loads(std::vector<KnownTuple> known,
 }
 
 void make_policy(StepPolicy* self, const Costs& costs, std::int64_t max_fetches,
-                 std::int64_t max_ahead, double copy_price, std::vector<SuccessorTable*> tables,
-                 Foresight* foresight, int hint_factor, const nb::bytes& state,
+                 std::int64_t max_ahead, double copy_price, std::vector<NextUseTable*> tables,
+                 RegressionPredictor* predictor, int hint_factor, const nb::bytes& state,
                  std::vector<std::int32_t> slot_of, std::vector<Ids> members, std::vector<Ids> free,
                  Ids staging, std::vector<std::int64_t> ahead, Ids free_ahead) {
   if (tables.size() != members.size())
@@ -97,7 +97,7 @@ void make_policy(StepPolicy* self, const Costs& costs, std::int64_t max_fetches,
       StepPolicy(costs, {max_fetches, {max_ahead, copy_price}, hint_factor}, std::move(tables),
                  resident_of(state, std::move(slot_of), std::move(members), std::move(free),
                              std::move(staging), std::move(ahead), std::move(free_ahead)),
-                 foresight);
+                 predictor);
 }
 
 nb::tuple decide(StepPolicy& self, std::int32_t layer, const Ids& experts, const Ids& tokens,

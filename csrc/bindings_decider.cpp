@@ -20,8 +20,8 @@
 #include "decider/ahead.hpp"
 #include "decider/assignment.hpp"
 #include "decider/entries.hpp"
-#include "decider/foresight.hpp"
 #include "decider/reads.hpp"
+#include "decider/regression_predictor.hpp"
 #include "policy_tables.hpp"
 
 namespace nb = nanobind;
@@ -44,27 +44,27 @@ nb::bytes bytes_of(const std::vector<std::uint32_t>& values) {
 
 void bind_tables(nb::module_& m) {
   nb::class_<RuleStart>(m, "RuleStart").def(nb::init<std::int32_t>());
-  nb::class_<SuccessorTable>(m, "SuccessorTable")
+  nb::class_<NextUseTable>(m, "NextUseTable")
       .def("__init__",
-           [](SuccessorTable* self, std::int32_t num_experts, std::int32_t first_row,
+           [](NextUseTable* self, std::int32_t num_experts, std::int32_t first_row,
               std::uint32_t first_average, const Ids& losses, double rate,
               const std::array<std::int32_t, 3>& shifts, std::int32_t predicted_shift,
               std::int32_t max_tokens, const std::array<std::int32_t, 2>& margins,
               std::shared_ptr<RuleStart> start) {
-             new (self) SuccessorTable({num_experts,
-                                        first_row,
-                                        first_average,
-                                        losses,
-                                        rate,
-                                        shifts[0],
-                                        shifts[1],
-                                        shifts[2],
-                                        predicted_shift,
-                                        max_tokens,
-                                        {margins[0], margins[1], std::move(start)}});
+             new (self) NextUseTable({num_experts,
+                                      first_row,
+                                      first_average,
+                                      losses,
+                                      rate,
+                                      shifts[0],
+                                      shifts[1],
+                                      shifts[2],
+                                      predicted_shift,
+                                      max_tokens,
+                                      {margins[0], margins[1], std::move(start)}});
            })
       .def("note",
-           [](SuccessorTable& self, const Ids& loaded, const Ids& tokens, std::int32_t divisor,
+           [](NextUseTable& self, const Ids& loaded, const Ids& tokens, std::int32_t divisor,
               const Ids& experts, const Ids& above) {
              require_experts(loaded, self.num_experts());
              require_experts(experts, self.num_experts());
@@ -73,68 +73,70 @@ void bind_tables(nb::module_& m) {
                throw std::invalid_argument("expected a token count for each of some experts");
              self.note(loaded, tokens, divisor, experts, above);
            })
-      .def("learn", &SuccessorTable::learn)
-      .def("resize", &SuccessorTable::resize)
-      .def("followed", &SuccessorTable::followed)
-      .def("values", [](const SuccessorTable& self) { return bytes_of(self.values()); });
+      .def("learn", &NextUseTable::learn)
+      .def("resize", &NextUseTable::resize)
+      .def("followed", &NextUseTable::followed)
+      .def("values", [](const NextUseTable& self) { return bytes_of(self.values()); });
 }
 
 using CountsTuple =
     std::tuple<std::vector<double>, std::vector<double>, std::int64_t, std::int64_t>;
 
-Foresight::Counts counts_of(CountsTuple counts) {
+RegressionPredictor::Counts counts_of(CountsTuple counts) {
   auto& [seen, came_true, countdown, count_every] = counts;
   return {std::move(seen), std::move(came_true), countdown, count_every};
 }
 
-CountsTuple as_tuple(const Foresight::Counts& counts) {
+CountsTuple as_tuple(const RegressionPredictor::Counts& counts) {
   return {counts.seen, counts.came_true, counts.countdown, counts.count_every};
 }
 
-void require_load(const Foresight& foresight, std::int32_t layer, const Ids& experts,
+void require_load(const RegressionPredictor& predictor, std::int32_t layer, const Ids& experts,
                   const Ids& tokens) {
-  foresight.require(layer);
-  require_experts(experts, foresight.num_experts());
+  predictor.require(layer);
+  require_experts(experts, predictor.num_experts());
   require(experts.size() == tokens.size(), "a token count for each expert");
 }
 
-void bind_foresight(nb::module_& m) {
-  nb::class_<Foresight>(m, "Foresight")
+void bind_regression_predictor(nb::module_& m) {
+  nb::class_<RegressionPredictor>(m, "RegressionPredictor")
       .def("__init__",
-           [](Foresight* self, std::int32_t num_layers, std::int32_t num_experts,
+           [](RegressionPredictor* self, std::int32_t num_layers, std::int32_t num_experts,
               std::int32_t first_row, std::int32_t num_buckets, double rate, double token_rate,
               std::int32_t max_tokens, CountsTuple counts, CountsTuple of_hints) {
-             new (self) Foresight(
+             new (self) RegressionPredictor(
                  {num_layers, num_experts, first_row, num_buckets, rate, token_rate, max_tokens},
                  {std::vector<Ids>(num_layers), counts_of(std::move(counts)),
                   counts_of(std::move(of_hints))});
            })
       .def("load",
-           [](Foresight& self, std::vector<Ids> before, CountsTuple counts, CountsTuple of_hints) {
+           [](RegressionPredictor& self, std::vector<Ids> before, CountsTuple counts,
+              CountsTuple of_hints) {
              self.load(
                  {std::move(before), counts_of(std::move(counts)), counts_of(std::move(of_hints))});
            })
       .def("state",
-           [](const Foresight& self) {
-             const Foresight::State& at = self.state();
+           [](const RegressionPredictor& self) {
+             const RegressionPredictor::State& at = self.state();
              return nb::make_tuple(at.before, as_tuple(at.counts), as_tuple(at.of_hints));
            })
-      .def("begin_step", &Foresight::begin_step)
+      .def("begin_step", &RegressionPredictor::begin_step)
       .def("hint",
-           [](Foresight& self, std::int32_t layer, const Ids& experts, const Ids& tokens,
+           [](RegressionPredictor& self, std::int32_t layer, const Ids& experts, const Ids& tokens,
               int factor) {
              require_load(self, layer, experts, tokens);
              require(factor == 1 || factor == 3, "a hint factor of 1 or 3");
              self.hint(layer, experts, tokens, factor);
            })
-      .def("is_hinted", &Foresight::is_hinted)
-      .def("observe",
-           [](Foresight& self, std::int32_t layer, const Ids& experts, const Ids& tokens) {
-             require_load(self, layer, experts, tokens);
-             self.observe(layer, experts, tokens);
-           })
-      .def("learn", &Foresight::learn)
-      .def("forecast", [](Foresight& self, std::int32_t layer) -> nb::object {
+      .def("is_hinted", &RegressionPredictor::is_hinted)
+      .def(
+          "observe",
+          [](RegressionPredictor& self, std::int32_t layer, const Ids& experts, const Ids& tokens) {
+            require_load(self, layer, experts, tokens);
+            self.observe(layer, experts, tokens);
+          })
+      .def("learn", &RegressionPredictor::learn)
+      .def("forecast", [](RegressionPredictor& self, std::int32_t layer) -> nb::object {
         self.require(layer);
         const auto found = self.forecast(layer);
         if (!found) return nb::none();
@@ -202,7 +204,7 @@ nb::tuple split_layer(const Costs& costs, int rule, bool is_never_worse_than_cpu
 Admitted keys_of(Admitted found, std::int32_t first) {
   for (auto& [entering, victim] : found) {
     entering += first;
-    if (victim != kNobody) victim += first;
+    if (victim != kNone) victim += first;
   }
   return found;
 }
@@ -239,32 +241,32 @@ Ids most_valued(nb::handle states, nb::handle scores, std::int32_t first, std::i
   return absent;
 }
 
-// What `foresight` names of a layer to come; `states` is a byte by expert.
-Ids expected_ahead_of(Foresight& foresight, const Costs& costs, std::int64_t most, double price,
-                      std::int32_t layer, nb::handle states, const Ids& late, double begin,
-                      double needed_at, std::int64_t room, bool in_graph) {
+// What `predictor` names of a layer to come; `states` is a byte by expert.
+Ids expected_ahead_of(RegressionPredictor& predictor, const Costs& costs, std::int64_t most,
+                      double price, std::int32_t layer, nb::handle states, const Ids& late,
+                      double begin, double needed_at, std::int64_t room, bool in_graph) {
   const Buffer state_by_expert(states);
-  foresight.require(layer);
-  require(state_by_expert.size() == foresight.num_experts(), "a state for each expert");
+  predictor.require(layer);
+  require(state_by_expert.size() == predictor.num_experts(), "a state for each expert");
   return expected_ahead(
-      foresight, costs, {most, price},
+      predictor, costs, {most, price},
       {layer, state_by_expert.data<std::uint8_t>(), late, begin, needed_at, room, in_graph});
 }
 
 // `members` are keys, of which `first` is the layer's first. Returns pairs of keys, and how often there
 // have been such chances.
-nb::tuple over_residents_of(Foresight& foresight, const Costs& costs, double price,
+nb::tuple over_residents_of(RegressionPredictor& predictor, const Costs& costs, double price,
                             std::int32_t layer, nb::handle states, nb::handle scores,
                             std::int32_t first, Ids members, std::int64_t free_slots,
                             const Ids& expected, std::int64_t chances) {
   const Buffer state_by_expert(states), score_by_expert(scores);
   require_scores(state_by_expert, score_by_expert);
-  foresight.require(layer);
-  require(state_by_expert.size() == foresight.num_experts(), "a state for each expert");
+  predictor.require(layer);
+  require(state_by_expert.size() == predictor.num_experts(), "a state for each expert");
   for (std::int32_t& key : members) key -= first;
-  require_experts(members, foresight.num_experts());
-  require_experts(expected, foresight.num_experts());
-  const auto forecast = foresight.forecast(layer);
+  require_experts(members, predictor.num_experts());
+  require_experts(expected, predictor.num_experts());
+  const auto forecast = predictor.forecast(layer);
   require(forecast.has_value(), "a layer of which something is expected");
   CopyChances recurrence{chances};
   const Ids nobody;
@@ -358,7 +360,7 @@ void bind_deciding(nb::module_& m) {
 
 void bind_decider(nb::module_& m) {
   bind_tables(m);
-  bind_foresight(m);
+  bind_regression_predictor(m);
   bind_deciding(m);
 }
 

@@ -34,7 +34,7 @@ constexpr std::int64_t kMostRowBytes = 1 << 24, kMostRows = std::int64_t{1} << 4
 // `memory` (slots, slot bytes) begins at a page.
 void init_layer(Layer* self, std::string path, std::int64_t first, std::int64_t stride,
                 std::int64_t expert_bytes, std::vector<std::uint32_t> sums,
-                std::int32_t num_experts, const Tensor& memory, SuccessorTable* table) {
+                std::int32_t num_experts, const Tensor& memory, NextUseTable* table) {
   Layer layer{std::move(path), first,   stride, expert_bytes, num_experts,
               std::move(sums), nullptr, 0,      table};
   require(first >= 0 && first <= kMostBytes && expert_bytes > 0 && stride >= expert_bytes &&

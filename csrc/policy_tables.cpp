@@ -58,7 +58,7 @@ int rate_shift(double rate, std::int64_t num_rows) {
   return std::min(shift, 16);
 }
 
-SuccessorTable::SuccessorTable(const Options& options)
+NextUseTable::NextUseTable(const Options& options)
     : options_(options),
       after_(static_cast<std::size_t>(options.num_experts) * options.num_experts,
              options.first_row),
@@ -71,11 +71,11 @@ SuccessorTable::SuccessorTable(const Options& options)
       change_(options.num_experts),
       first_use_(options.num_experts) {}
 
-void SuccessorTable::note(const Ids& loaded, const Ids& tokens, std::int32_t divisor,
-                          const Ids& experts, const Ids& above) {
+void NextUseTable::note(const Ids& loaded, const Ids& tokens, std::int32_t divisor,
+                        const Ids& experts, const Ids& above) {
   learn();
   past_.push_back(std::move(spare_));
-  Foresight& now = past_.back();
+  Prediction& now = past_.back();
   now.experts = experts;
   now.above = above;
   now.total.assign(options_.num_experts, 0);
@@ -96,7 +96,7 @@ void SuccessorTable::note(const Ids& loaded, const Ids& tokens, std::int32_t div
 }
 
 // Asks for rows of any experts here and of these above, and for what else a note reads and writes.
-void SuccessorTable::prefetch(const Ids& above) const {
+void NextUseTable::prefetch(const Ids& above) const {
   constexpr std::size_t line = 64;
   const auto ask = [](const void* memory, std::size_t bytes) {
     const auto* first = static_cast<const char*>(memory);
@@ -109,7 +109,7 @@ void SuccessorTable::prefetch(const Ids& above) const {
 }
 
 // Moving averages after one more step, of 1 or `weights` for these experts and 0 for the others.
-void SuccessorTable::move_averages(const Ids& experts, const Ids& weights) {
+void NextUseTable::move_averages(const Ids& experts, const Ids& weights) {
   const auto move = [&](Scores& averages, int shift) {
     for (std::uint32_t& average : averages) average -= average >> shift;
     for (std::size_t i = 0; i < experts.size(); ++i)
@@ -121,7 +121,7 @@ void SuccessorTable::move_averages(const Ids& experts, const Ids& weights) {
   move(steady_, options_.steady_shift);
 }
 
-void SuccessorTable::learn() {
+void NextUseTable::learn() {
   if (!compared_.empty() && choice_.is_open())
     choice_.use(compared_, {predicted(), last_use_, steady_}, compared_ != past_.back().experts);
   compared_.clear();
@@ -132,7 +132,7 @@ void SuccessorTable::learn() {
 }
 
 // Adds a part of the error to each row that had a share: `past_` holds it and what came after.
-void SuccessorTable::settle(const Foresight& foresight) {
+void NextUseTable::settle(const Prediction& prediction) {
   const auto horizon = static_cast<std::int32_t>(options_.losses.size());
   std::fill(first_use_.begin(), first_use_.end(), horizon);
   for (std::int32_t step = horizon; step > 0; --step)
@@ -140,22 +140,22 @@ void SuccessorTable::settle(const Foresight& foresight) {
   Ids truth(horizon + 1);  // by step of the first use
   for (std::int32_t step = horizon; step-- > 0;)
     truth[step] = truth[step + 1] + options_.losses[step];
-  const auto rows = static_cast<std::int64_t>(foresight.experts.size() + foresight.above.size());
+  const auto rows = static_cast<std::int64_t>(prediction.experts.size() + prediction.above.size());
   const int shift = rate_shift(options_.rate, rows);
   for (std::size_t e = 0; e < change_.size(); ++e)
-    change_[e] = change_of(truth[first_use_[e]], foresight.total[e], shift);
+    change_[e] = change_of(truth[first_use_[e]], prediction.total[e], shift);
   const std::size_t size = options_.num_experts;
-  for (const std::int32_t expert : foresight.experts) add(&after_[expert * size], change_);
-  for (const std::int32_t expert : foresight.above) add(&below_[expert * size], change_);
+  for (const std::int32_t expert : prediction.experts) add(&after_[expert * size], change_);
+  for (const std::int32_t expert : prediction.above) add(&below_[expert * size], change_);
 }
 
-Scores SuccessorTable::values() const {
+Scores NextUseTable::values() const {
   if (followed_ == kRecency) return last_use_;
   return followed_ == kDecayed ? steady_ : predicted();
 }
 
 // Scores by what the experts in use predict, and two averages.
-Scores SuccessorTable::predicted() const {
+Scores NextUseTable::predicted() const {
   Scores found(fast_.size());
   for (std::size_t e = 0; e < found.size(); ++e) {
     const std::uint32_t total = past_.empty() ? 0u : past_.back().total[e];
@@ -164,22 +164,22 @@ Scores SuccessorTable::predicted() const {
   return found;
 }
 
-ForesightTables::ForesightTables(const Options& options)
+RegressionTables::RegressionTables(const Options& options)
     : options_(options),
-      below_(static_cast<std::size_t>(options.num_layers) * options.num_experts *
-                 options.num_experts,
-             options.first_row),
+      below_(
+          static_cast<std::size_t>(options.num_layers) * options.num_experts * options.num_experts,
+          options.first_row),
       after_(below_),
       buckets_(options.num_buckets),
       tags_(options.num_buckets) {}
 
-void ForesightTables::require(std::int32_t layer) const {
+void RegressionTables::require(std::int32_t layer) const {
   if (layer < 0 || layer >= options_.num_layers)
     throw std::invalid_argument("layer " + std::to_string(layer) + ", expected 0 to " +
                                 std::to_string(options_.num_layers - 1));
 }
 
-void ForesightTables::begin_step(const std::vector<std::int64_t>& tokens) {
+void RegressionTables::begin_step(const std::vector<std::int64_t>& tokens) {
   step_buckets_.clear();
   for (const std::int64_t token : tokens) {
     const std::int32_t bucket = bucket_of(token, options_.num_buckets);
@@ -192,8 +192,8 @@ void ForesightTables::begin_step(const std::vector<std::int64_t>& tokens) {
   }
 }
 
-std::int64_t ForesightTables::sum(std::int32_t layer, const Ids& above, const Ids& before,
-                                  Ids& total) const {
+std::int64_t RegressionTables::sum(std::int32_t layer, const Ids& above, const Ids& before,
+                                   Ids& total) const {
   const std::size_t size = options_.num_experts, first = layer * size;
   total.assign(size, 0);
   for (const std::int32_t expert : above) add(total, &below_[(first + expert) * size]);
@@ -202,8 +202,8 @@ std::int64_t ForesightTables::sum(std::int32_t layer, const Ids& above, const Id
   return static_cast<std::int64_t>(above.size() + before.size() + step_buckets_.size());
 }
 
-std::vector<std::uint32_t> ForesightTables::scores(std::int32_t layer, const Ids& above,
-                                                   const Ids& before) const {
+std::vector<std::uint32_t> RegressionTables::scores(std::int32_t layer, const Ids& above,
+                                                    const Ids& before) const {
   Ids total;
   sum(layer, above, before, total);
   std::vector<std::uint32_t> found(total.begin(), total.end());
@@ -211,8 +211,8 @@ std::vector<std::uint32_t> ForesightTables::scores(std::int32_t layer, const Ids
   return found;
 }
 
-void ForesightTables::teach(std::int32_t layer, const Ids& experts, const Ids& tokens,
-                            const Ids& above, const Ids& before) {
+void RegressionTables::teach(std::int32_t layer, const Ids& experts, const Ids& tokens,
+                             const Ids& above, const Ids& before) {
   Ids total;
   sum(layer, above, before, total);
   const std::size_t size = options_.num_experts, first = layer * size;

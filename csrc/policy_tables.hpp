@@ -21,7 +21,7 @@ constexpr std::int32_t kErrorOffset = 1 << 24;
 int rate_shift(double rate, std::int64_t num_rows);
 
 // One layer of the eviction.
-class SuccessorTable {
+class NextUseTable {
  public:
   struct Options {
     std::int32_t num_experts, first_row;  // what every row says at first
@@ -32,7 +32,7 @@ class SuccessorTable {
     RuleChoice::Options choice;
   };
 
-  explicit SuccessorTable(const Options& options);
+  explicit NextUseTable(const Options& options);
 
   std::int32_t num_experts() const { return options_.num_experts; }
 
@@ -46,12 +46,12 @@ class SuccessorTable {
   int followed() const { return followed_; }
 
  private:
-  struct Foresight {
+  struct Prediction {
     Ids experts, above, total;
   };
 
   Scores predicted() const;
-  void settle(const Foresight& foresight);
+  void settle(const Prediction& prediction);
   void move_averages(const Ids& experts, const Ids& weights);
 
   Options options_;
@@ -62,13 +62,13 @@ class SuccessorTable {
   int followed_ = kNextUse;  // since the last note
   std::uint32_t step_ = 0;
   Ids compared_;  // experts that the choice has not seen
-  std::deque<Foresight> past_;
-  Foresight spare_;  // its memory is used again
+  std::deque<Prediction> past_;
+  Prediction spare_;  // its memory is used again
   Ids change_, first_use_;
 };
 
 // All layers of the prediction.
-class ForesightTables {
+class RegressionTables {
  public:
   struct Options {
     std::int32_t num_layers, num_experts, first_row, num_buckets;
@@ -76,7 +76,7 @@ class ForesightTables {
     std::int32_t max_tokens;  // of a step; above, it is a prompt
   };
 
-  explicit ForesightTables(const Options& options);
+  explicit RegressionTables(const Options& options);
 
   std::int32_t num_experts() const { return options_.num_experts; }
   std::int32_t max_tokens() const { return options_.max_tokens; }

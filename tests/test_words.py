@@ -13,7 +13,10 @@ UNKNOWN = re.compile(
     r"|\bit was not wanted\b|\bdecode process\b"
     # Names that are gone.
     r"|\bLone[A-Z]\w*|(?<![a-z])lone_\w+|\b_questions\b|\b(class|struct) Places\b"
-    r"|\bidle rows?\b|\baskew\b",
+    r"|\bidle rows?\b|\baskew\b|SuccessorTable|\bkNobody\b"
+    r"|graph_rows|\b(predicting|asking|fetching)_rows|\bsteps? of ([a-z\d]+ )?rows"
+    # The old name of `--prediction regression` stands in quotes, where it is still accepted.
+    r"|(?<![`\"'\w])\w*foresight",
     re.IGNORECASE,
 )
 HISTORY = "docs/history/"  # as it was written

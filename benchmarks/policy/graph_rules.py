@@ -2,7 +2,7 @@
 
 Real routing on a virtual clock of captured steps (`tests.sim.coordinator_clock`), with one graph's
 host costs, the second launch and the copying thread's waking among them, from a cache of random
-experts. By rows of a step: the speed with `balanced-in-graph` over that with `ready-on-gpu`; the
+experts. By tokens of a step: the speed with `balanced-in-graph` over that with `ready-on-gpu`; the
 same after the trial's choice, which is made from typical routing (`tandem.sim.graph_trial`); the
 speed with that rule and two experts copied ahead a layer, as `regression` predicts, over that
 without, in equal slots, where the trial has chosen that too (1 where it has not); the same with
@@ -27,7 +27,7 @@ from tandem.hardware.profiles import load_profile, shape_for
 from tandem.policy.assignment import IN_GRAPH
 from tandem.policy.cost import GRAPH, HardwareProfile, ShapeCosts
 from tandem.policy.settings import FETCHING_RULE, GRAPH_RULE, PLANNED_RULE, PlannerSettings
-from tandem.policy.step_path import GRAPH_ROWS, graph_rows
+from tandem.policy.step_path import CAPTURE_SIZES, capture_size
 from tandem.sim.graph_trial import settled
 from tandem.sim.replay import ReplaySettings, replay
 from tandem.sim.start import SIMULATED_STARTS
@@ -42,7 +42,7 @@ SHARES = (0.25, 0.5)
 BATCHES = (1, 4, 8)
 COLUMNS = ("fetching", "chosen", "ahead", "asked", "forecast", "planned")
 GOALS = {
-    "fetching at 8 rows, median": 1.2, "chosen, least": 0.995, "ahead, least": 0.995,
+    "fetching at 8 tokens, median": 1.2, "chosen, least": 0.995, "ahead, least": 0.995,
     "asked, least": 0.995, "forecast, within": 0.02,
 }  # fmt: skip
 PLAIN = PlannerSettings()
@@ -69,7 +69,7 @@ class Cell:
             )
             for each in (SLOTS_AHEAD, dataclasses.replace(SLOTS_AHEAD, can_ask=True))
         )
-        self._asking_rows = asked.asking_rows
+        self._asking_sizes = asked.asking_sizes
 
     def ratios(self, batch: int) -> dict[str, Any]:
         """Return the columns at a batch size, with the rule that the trial has chosen."""
@@ -83,12 +83,12 @@ class Cell:
         def gain(settings: PlannerSettings) -> float:
             return still / self._seconds(rule, batch, self._clock(), settings)
 
-        rows, ahead = graph_rows(batch), 1.0
-        if rows in self._chosen.predicting_rows:
-            ahead = gain(SLOTS_AHEAD.with_predictions(GRAPH_ROWS))
+        size, ahead = capture_size(batch), 1.0
+        if size in self._chosen.predicting_sizes:
+            ahead = gain(SLOTS_AHEAD.with_predictions(CAPTURE_SIZES))
         asked = ahead
-        if rows in self._asking_rows:
-            asked = gain(SLOTS_AHEAD.with_predictions((), GRAPH_ROWS))
+        if size in self._asking_sizes:
+            asked = gain(SLOTS_AHEAD.with_predictions((), CAPTURE_SIZES))
         found = plain / fetching, plain / took, ahead, asked, took / forecast, plain / planned
         return {"rule": rule} | dict(zip(COLUMNS, found, strict=True))
 
@@ -118,7 +118,7 @@ class Cell:
         )
         sizes = settings.set_sizes(geometry, self._num_slots)
         resident = SIMULATED_STARTS.factory("random")(geometry, sizes, None)
-        trace = self._guesses if settings.asking_rows else self._trace
+        trace = self._guesses if settings.asking_sizes else self._trace
         return replay(trace, run, resident=resident, clock=clock).decode_seconds
 
 
@@ -130,7 +130,7 @@ def cells(limit: int) -> Iterator[dict[str, Any]]:
             for share in SHARES:
                 cell = Cell(trace, machine, share, limit)
                 for batch in BATCHES:
-                    where = {"trace": name, "machine": machine, "resident": share, "rows": batch}
+                    where = {"trace": name, "machine": machine, "resident": share, "tokens": batch}
                     yield where | cell.ratios(batch)
 
 
@@ -139,25 +139,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limit", type=int, default=200, help="steps of each replay")
     flags = parser.parse_args()
-    print(f"| routing, machine, resident, rows | {' | '.join(COLUMNS)} | the trial's rule |")
+    print(f"| routing, machine, resident, tokens | {' | '.join(COLUMNS)} | the trial's rule |")
     print("|---" * (2 + len(COLUMNS)) + "|")
     found = []
     for cell in cells(flags.limit):
         found.append(cell)
-        where = f"{cell['trace']}, {cell['machine']}, {cell['resident']:.0%}, {cell['rows']}"
+        where = f"{cell['trace']}, {cell['machine']}, {cell['resident']:.0%}, {cell['tokens']}"
         ratios = " | ".join(f"{cell[name]:.3f}" for name in COLUMNS)
         print(f"| {where} | {ratios} | `{cell['rule']}` |", flush=True)
     most = {
-        f"fetching at {rows} rows, median": median(
-            cell["fetching"] for cell in found if cell["rows"] == rows
+        f"fetching at {size} tokens, median": median(
+            cell["fetching"] for cell in found if cell["tokens"] == size
         )
-        for rows in BATCHES
+        for size in BATCHES
     }
     most |= {
-        f"asked at {rows} rows, median": median(
-            cell["asked"] for cell in found if cell["rows"] == rows
+        f"asked at {size} tokens, median": median(
+            cell["asked"] for cell in found if cell["tokens"] == size
         )
-        for rows in BATCHES
+        for size in BATCHES
     }
     chosen = ("chosen", "ahead", "asked")
     least = {f"{name}, least": min(cell[name] for cell in found) for name in chosen}

@@ -39,7 +39,7 @@ from tandem.kernels.dense import CpuThreads
 from tandem.policy.assignment import IN_GRAPH
 from tandem.policy.cost import CostTable
 from tandem.policy.settings import PlannerSettings, make_planner
-from tandem.policy.step_path import GRAPH_ROWS
+from tandem.policy.step_path import CAPTURE_SIZES
 
 NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
 STEPS_PER_ENGINE = 40
@@ -47,7 +47,7 @@ SHORT_PATIENCE = 0.05  # seconds
 SETTINGS = PlannerSettings(
     prediction="regression",
     prefetch_count=2,
-    predicting_rows=GRAPH_ROWS,
+    predicting_sizes=CAPTURE_SIZES,
     never_worse_than_cpu=False,
 )
 FORMATS = ("int8", "int4", "bf16")

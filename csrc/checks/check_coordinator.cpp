@@ -122,11 +122,11 @@ class Machine {
     const auto layer = static_cast<std::int32_t>(random_.between(0, num_layers() - 1));
     const auto expert = static_cast<std::int32_t>(random_.between(0, num_experts_ - 1));
     if (resident_.state[layer * num_experts_ + expert] != kEmpty) return;
-    std::int32_t victim = kNobody;
+    std::int32_t victim = kNone;
     if (resident_.free[layer].empty()) {
       for (const std::int32_t member : resident_.members[layer])
         if (resident_.state[layer * num_experts_ + member] == kReady) victim = member;
-      if (victim == kNobody) return;
+      if (victim == kNone) return;
       resident_.remove(layer, victim);
     }
     const SlotCopy copy{layer, expert, resident_.insert(layer, expert), victim};
@@ -192,27 +192,37 @@ class Machine {
     if (has_policy) {
       const auto start = std::make_shared<RuleStart>(5);
       for (std::int64_t l = 0; l < num_layers(); ++l)
-        tables_.push_back(std::make_unique<SuccessorTable>(SuccessorTable::Options{
-            static_cast<std::int32_t>(num_experts_), 700, 20000, {13107, 10486, 8389}, 0.06, 2, 4,
-            5, 2, 64, {28, 7, start}}));
-      const ForesightTables::Options options{static_cast<std::int32_t>(num_layers()),
-                                             static_cast<std::int32_t>(num_experts_),
-                                             700,
-                                             16,
-                                             0.08,
-                                             0.125,
-                                             64};
-      const Foresight::Counts counts{std::vector<double>(16, 4), std::vector<double>(16, 2), 3, 3};
-      const Foresight::Counts of_hints{std::vector<double>(9 * 16, 4),
-                                       std::vector<double>(9 * 16, 2), 3, 3};
-      foresight_.emplace(options,
-                         Foresight::State{std::vector<Ids>(num_layers()), counts, of_hints});
-      std::vector<SuccessorTable*> tables;
+        tables_.push_back(std::make_unique<NextUseTable>(
+            NextUseTable::Options{static_cast<std::int32_t>(num_experts_),
+                                  700,
+                                  20000,
+                                  {13107, 10486, 8389},
+                                  0.06,
+                                  2,
+                                  4,
+                                  5,
+                                  2,
+                                  64,
+                                  {28, 7, start}}));
+      const RegressionTables::Options options{static_cast<std::int32_t>(num_layers()),
+                                              static_cast<std::int32_t>(num_experts_),
+                                              700,
+                                              16,
+                                              0.08,
+                                              0.125,
+                                              64};
+      const RegressionPredictor::Counts counts{std::vector<double>(16, 4),
+                                               std::vector<double>(16, 2), 3, 3};
+      const RegressionPredictor::Counts of_hints{std::vector<double>(9 * 16, 4),
+                                                 std::vector<double>(9 * 16, 2), 3, 3};
+      predictor_.emplace(
+          options, RegressionPredictor::State{std::vector<Ids>(num_layers()), counts, of_hints});
+      std::vector<NextUseTable*> tables;
       for (const auto& table : tables_) tables.push_back(table.get());
       policy_ = std::make_unique<StepPolicy>(
           Costs{std::vector<double>(65, 1e-3), std::vector<double>(65, 1e-4), 0.0, 1e-4, 1.05, 1.05,
                 1e-5},
-          StepPolicy::Limits{5, {2, 1e-4}}, tables, resident_, &*foresight_);
+          StepPolicy::Limits{5, {2, 1e-4}}, tables, resident_, &*predictor_);
       change_rule();
     }
     coordinator_->set_decisions(
@@ -279,8 +289,8 @@ class Machine {
   std::vector<std::int64_t> table_;
   std::vector<std::vector<std::uint8_t>> slots_;
   Resident resident_;
-  std::vector<std::unique_ptr<SuccessorTable>> tables_;
-  std::optional<Foresight> foresight_;
+  std::vector<std::unique_ptr<NextUseTable>> tables_;
+  std::optional<RegressionPredictor> predictor_;
   std::unique_ptr<StepPolicy> policy_;
   std::atomic<bool> is_running_{false};
   std::atomic<std::uint64_t> copy_noise_{0};

@@ -49,7 +49,7 @@ void CopyingThread::submit(std::span<const SlotCopy> copies, bool is_read) {
     HeldExpert now = held(copy, false);
     const std::lock_guard lock(mutex_);
     if (!error_.empty()) return;
-    const bool has_victim = copy.victim != kNobody;
+    const bool has_victim = copy.victim != kNone;
     if (has_victim) to_clear_.push_back(copy.layer * num_experts_ + copy.victim);
     jobs_.push_back({copy, has_victim && is_read ? launched_ + 1 : 0, std::move(now)});
     is_asleep |= tell();
@@ -64,7 +64,7 @@ std::span<const FetchWord> CopyingThread::fetch(std::span<const FetchCopy> copie
   {
     const std::lock_guard lock(mutex_);
     for (const auto& [copy, is_staged, arrives, cpu_seconds] : copies) {
-      if (copy.victim != kNobody) to_clear_.push_back(copy.layer * num_experts_ + copy.victim);
+      if (copy.victim != kNone) to_clear_.push_back(copy.layer * num_experts_ + copy.victim);
       fetched_.push_back(words_.open());
       fetches_.push_back({copy, 0, {}, is_staged, fetched_.back()});
     }
@@ -233,7 +233,7 @@ HeldExpert CopyingThread::bring(Job& job) {
 // Queues the copy of a slot's old content into a host slot that keeps it; empty: none does.
 HeldExpert CopyingThread::take_back(const SlotCopy& copy) {
   const RoutedLayer& layer = layers_[copy.layer];
-  if (layer.source == nullptr || copy.victim == kNobody) return {};
+  if (layer.source == nullptr || copy.victim == kNone) return {};
   HeldExpert back(*layer.source, layer.source->take_back(layer.number, copy.victim));
   const std::uint8_t* from = slots_[copy.slot];
   for (std::int64_t at = 0; back && at < layer.expert_bytes; at += kChunkBytes) {

@@ -1,24 +1,24 @@
 // What a captured decode step and the host hand over to each other, in memory that both see: one
-// mailbox for each number of rows (tokens of any sequences) that a step has.
+// mailbox for each number of tokens (of any sequences) that a step may have.
 //
 // A layer's block, each part from a multiple of 64 bytes on:
 //
-//   doorbell  u32                 the device sets 1 behind what it has published, the host resets
-//   done      u32                 1: the device may go on; 0 from its publishing until then
-//   error     u32                 not 0: the step is lost; set by the host, before `done`
-//   guessed   u32                 1: `guess` is there; set by the device, reset between steps
-//   choice    i32 (rows, top_k)   the router's; outside 0..num_experts-1 is padding
-//   is_hit    i32 (rows, top_k)   1: the device computes it, or it is padding; 0: the host does
-//   weights   f32 (rows, top_k)   the router's, for policies that read them
-//   fetched   u64 (rows, top_k)   where a miss lies that the host has copied meanwhile; 0: the host
-//                                 has computed it. Not read where nothing is ever fetched
-//   guess     i32 (rows, top_k)   the next layer's choice, as its router would have it now; outside
-//                                 0..num_experts-1 is padding. Written in steps that ask it
+//   doorbell  u32                   the device sets 1 behind what it has published, the host resets
+//   done      u32                   1: the device may go on; 0 from its publishing until then
+//   error     u32                   not 0: the step is lost; set by the host, before `done`
+//   guessed   u32                   1: `guess` is there; set by the device, reset between steps
+//   choice    i32 (tokens, top_k)   the router's; outside 0..num_experts-1 is padding
+//   is_hit    i32 (tokens, top_k)   1: the device computes it, or it is padding; 0: the host does
+//   weights   f32 (tokens, top_k)   the router's, for policies that read them
+//   fetched   u64 (tokens, top_k)   where a miss lies that the host has copied meanwhile; 0: the
+//                                   host has computed it. Not read where nothing is ever fetched
+//   guess     i32 (tokens, top_k)   the next layer's choice, as its router would have it now;
+//                                   outside 0..num_experts-1 is padding. Written in steps that ask it
 //
 // Behind the blocks of all layers, shared by them:
 //
-//   hidden    (rows, hidden_size) in the model's type; may be left as it is where nothing misses
-//   results   f32 (rows * top_k, hidden_size)   of the misses, not weighted
+//   hidden    (tokens, hidden_size) in the model's type; may be left as it is where nothing misses
+//   results   f32 (tokens * top_k, hidden_size)   of the misses, not weighted
 //
 // Order. The device: choice, is_hit, weights, hidden, done = 0 (1 if nothing misses) -> doorbell = 1
 // -> its hits -> waits for done == 1 -> reads the results -> may publish the next layer. The host:

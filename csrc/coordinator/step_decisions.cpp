@@ -19,7 +19,7 @@ bool StepDecisions::begin() {
 
 void StepDecisions::expect(std::vector<StepPolicy::KnownLoad> known) {
   if (!begin()) return;
-  DecidedLayer& here = new_decided(kNobody, steady_seconds());
+  DecidedLayer& here = new_decided(kNone, steady_seconds());
   const StepCopies copies = policy_->begin_step(dense_, std::move(known), here.now);
   here.ahead.assign(copies.ahead.begin(), copies.ahead.end());
   copying_.fetch({}, copies.ahead);

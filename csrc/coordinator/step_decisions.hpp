@@ -17,7 +17,7 @@ namespace tandem {
 
 // What was decided about one layer, in the order in which it happened: first the arrivals.
 struct DecidedLayer {
-  std::int32_t layer;  // kNobody: ahead of the first one
+  std::int32_t layer;  // kNone: ahead of the first one
   double now;
   std::vector<Arrival> arrivals;
   std::vector<SlotCopy> ahead;   // of layers behind it

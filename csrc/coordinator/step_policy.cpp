@@ -55,12 +55,12 @@ bool Resident::has_every_expert() const {
   return ahead.empty() && std::all_of(state.begin(), state.end(), [](std::uint8_t s) { return s == kReady; });
 }
 
-StepPolicy::StepPolicy(Costs costs, const Limits& limits, std::vector<SuccessorTable*> tables,
-                       Resident resident, Foresight* foresight)
+StepPolicy::StepPolicy(Costs costs, const Limits& limits, std::vector<NextUseTable*> tables,
+                       Resident resident, RegressionPredictor* predictor)
     : costs_(std::move(costs)),
       limits_(limits),
       tables_(std::move(tables)),
-      foresight_(foresight),
+      predictor_(predictor),
       last_loads_(tables_.size()) {
   load(std::move(resident), 0.0, {});
 }
@@ -85,7 +85,7 @@ StepCopies StepPolicy::begin_step(double dense_seconds, std::vector<KnownLoad> k
     known_.clear();
     return {};
   }
-  if (predicts_) foresight_->begin_step({});
+  if (predicts_) predictor_->begin_step({});
   const double ready = std::max(link_free_at_, now + costs_.copy_wake), next = now + dense_;
   for (const KnownLoad& at : known_) copy_known(at, ready, next + at.layer * (next - now));
   for (std::size_t i = 0; i < ahead_.size(); ++i) issue(now + costs_.copy_wake);
@@ -96,13 +96,13 @@ StepCopies StepPolicy::begin_step(double dense_seconds, std::vector<KnownLoad> k
 
 void StepPolicy::learn(std::int32_t layer) {
   tables_[layer]->learn();
-  if (predicts_) foresight_->learn();
+  if (predicts_) predictor_->learn();
 }
 
 void StepPolicy::warm_up(std::int32_t layer) {
   if (has_every_expert_ || !fetches() || layer >= resident_.num_layers) return;
   const auto& [experts, tokens] = last_loads_[layer];
-  const SuccessorTable& table = *tables_[layer];
+  const NextUseTable& table = *tables_[layer];
   const std::uint8_t* states = states_of(layer);
   const Scores scores = table.values();
   table.prefetch(above_);
@@ -122,13 +122,13 @@ StepCopies StepPolicy::decide(std::int32_t layer, const Load& load, const Load& 
   left_.clear();
   asked_ = 0;
   if (has_every_expert_ || experts.empty()) return {};
-  SuccessorTable& table = *tables_[layer];
+  NextUseTable& table = *tables_[layer];
   table.note(experts, tokens, 1, experts, above_);
   above_ = experts;
   last_loads_[layer] = load;
   if (asks_ && layer + 1 < resident_.num_layers)
-    foresight_->hint(layer + 1, guess.experts, guess.tokens, limits_.hint_factor);
-  if (predicts_) foresight_->observe(layer, experts, tokens);
+    predictor_->hint(layer + 1, guess.experts, guess.tokens, limits_.hint_factor);
+  if (predicts_) predictor_->observe(layer, experts, tokens);
   const std::uint8_t* states = states_of(layer);
   const bool has_misses = std::any_of(experts.begin(), experts.end(),
                                       [&](std::int32_t e) { return states[e] == kEmpty; });
@@ -207,7 +207,7 @@ void StepPolicy::copy_ahead(std::int32_t layer, std::size_t num_fetched, double 
   }
   if (!predicts_ || is_known) return;
   insert_ahead(layer,
-               expected_ahead(*foresight_, costs_, limits_.ahead, coming(layer, ready, next_plan)));
+               expected_ahead(*predictor_, costs_, limits_.ahead, coming(layer, ready, next_plan)));
 }
 
 // Of a layer that is to be published then.
@@ -234,19 +234,19 @@ ComingLayer StepPolicy::coming(std::int32_t layer, double ready, double publishe
 void StepPolicy::insert_ahead(std::int32_t layer, const Ids& experts) {
   for (const std::int32_t expert : experts) {
     const std::int64_t key = layer * resident_.num_experts + expert;
-    ahead_.push_back({layer, expert, resident_.insert_ahead(key), kNobody});
+    ahead_.push_back({layer, expert, resident_.insert_ahead(key), kNone});
   }
 }
 
 // Gives slots to admitted experts, those that were copied ahead their own.
 void StepPolicy::enter(std::int32_t layer, const Admitted& admitted) {
   for (const auto& [entering, victim] : admitted) {
-    if (victim != kNobody) resident_.remove(layer, victim);
+    if (victim != kNone) resident_.remove(layer, victim);
     if (is_ahead(layer, entering)) {
       resident_.adopt(layer, entering);
       const std::int32_t slot = resident_.slot_of[layer * resident_.num_experts + entering];
       entered_.push_back({layer, entering, slot, victim});
-      if (victim != kNobody) left_.push_back(layer * resident_.num_experts + victim);
+      if (victim != kNone) left_.push_back(layer * resident_.num_experts + victim);
       continue;
     }
     entered_.push_back({layer, entering, resident_.insert(layer, entering), victim});
@@ -265,7 +265,7 @@ void StepPolicy::place(std::int32_t layer, const Ids& fetched, const Ids& expert
     if (is_staged && asked_++ >= static_cast<std::int64_t>(resident_.staging.size())) continue;
     const double cpu = problem_.cpu[i];
     if (is_staged) {
-      const SlotCopy copy{layer, expert, resident_.staging[asked_ - 1], kNobody};
+      const SlotCopy copy{layer, expert, resident_.staging[asked_ - 1], kNone};
       fetches_.push_back(fetch_of(copy, true, now, cpu));
       staged_.push_back(layer * resident_.num_experts + expert);
     } else {

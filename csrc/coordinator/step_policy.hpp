@@ -18,7 +18,7 @@
 
 namespace tandem {
 
-// An expert on its way into a slot, from which `victim` goes (kNobody: it was free).
+// An expert on its way into a slot, from which `victim` goes (kNone: it was free).
 struct SlotCopy {
   std::int32_t layer, expert, slot, victim;
 };
@@ -69,12 +69,12 @@ class StepPolicy {
   struct Limits {
     std::int64_t max_fetches = 0;  // of one layer
     AheadLimits ahead;
-    int hint_factor = 1;  // of routers that are asked; see Foresight::hint
+    int hint_factor = 1;  // of routers that are asked; see RegressionPredictor::hint
   };
 
-  // A table for each layer; these and `foresight` must outlive it. Without it nothing is predicted.
-  StepPolicy(Costs costs, const Limits& limits, std::vector<SuccessorTable*> tables,
-             Resident resident, Foresight* foresight = nullptr);
+  // A table for each layer; these and `predictor` must outlive it. Without it nothing is predicted.
+  StepPolicy(Costs costs, const Limits& limits, std::vector<NextUseTable*> tables,
+             Resident resident, RegressionPredictor* predictor = nullptr);
 
   // Between steps: takes the place of what is known. `pending` are the keys whose copies have not
   // ended, of experts with a slot and of those that were fetched for one use.
@@ -83,7 +83,7 @@ class StepPolicy {
   // whether its router is asked for that.
   void set_rule(Rule rule, bool predicts = false, bool asks = false) {
     rule_ = rule;
-    predicts_ = predicts && foresight_ != nullptr;
+    predicts_ = predicts && predictor_ != nullptr;
     asks_ = asks && predicts_;
   }
   const Resident& resident() const { return resident_; }
@@ -143,11 +143,11 @@ class StepPolicy {
 
   Costs costs_;
   Limits limits_;
-  std::vector<SuccessorTable*> tables_;
+  std::vector<NextUseTable*> tables_;
   Resident resident_;
   Ids above_;  // experts in use in the layer above
   Rule rule_ = Rule::kReadyOnGpu;
-  Foresight* foresight_;
+  RegressionPredictor* predictor_;
   bool predicts_ = false, asks_ = false;
   std::vector<Load> last_loads_;  // by layer
   std::size_t num_warmed_ = 0;  // so that no compiler leaves it out

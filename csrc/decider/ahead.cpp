@@ -21,12 +21,12 @@ double cpu_seconds_of(const Costs& costs, const Load& load, std::int32_t expert)
 
 // Where the layer's router has been asked, a copy may also end later than the layer begins, if the CPU
 // would need longer still.
-std::int64_t copies_in_time(const Foresight& foresight, const Costs& costs,
+std::int64_t copies_in_time(const RegressionPredictor& predictor, const Costs& costs,
                             const ComingLayer& coming) {
   const double idle = coming.needed_at - coming.begin;
   const std::int64_t whole = whole_copies(costs.link, idle);
   if (whole != 0 || coming.in_graph || idle <= 0.0) return whole;
-  return costs.link - idle < costs.cpu[1] && foresight.is_hinted(coming.layer);
+  return costs.link - idle < costs.cpu[1] && predictor.is_hinted(coming.layer);
 }
 
 }  // namespace
@@ -41,15 +41,15 @@ bool CopyChances::note_chance() {
   return level >= kEnough;
 }
 
-Ids expected_ahead(Foresight& foresight, const Costs& costs, const AheadLimits& limits,
+Ids expected_ahead(RegressionPredictor& predictor, const Costs& costs, const AheadLimits& limits,
                    const ComingLayer& coming) {
   const std::int64_t most =
-      std::min({limits.most, coming.room, copies_in_time(foresight, costs, coming)});
+      std::min({limits.most, coming.room, copies_in_time(predictor, costs, coming)});
   const double gain = costs.cpu[1];
   if (most <= 0 || gain <= 0.0) return {};
   const double least = limits.copy_price / gain;
-  if (!foresight.may_exceed(coming.layer, least)) return {};
-  Ids found = foresight.forecast(coming.layer)->best(coming.states, most, least);
+  if (!predictor.may_exceed(coming.layer, least)) return {};
+  Ids found = predictor.forecast(coming.layer)->best(coming.states, most, least);
   std::erase_if(found, [&](std::int32_t expert) { return contains(coming.late, expert); });
   return found;
 }
@@ -61,7 +61,7 @@ Admitted over_residents(const Forecast& forecast, const Costs& costs, const Ahea
   auto free = slots.free_slots;
   while (!asking.empty() && free > 0) {
     if (chances.note_chance()) {
-      found.emplace_back(asking.front(), kNobody);
+      found.emplace_back(asking.front(), kNone);
       --free;
     }
     asking.erase(asking.begin());

@@ -6,7 +6,7 @@
 
 #include "decider/assignment.hpp"
 #include "decider/entries.hpp"
-#include "decider/foresight.hpp"
+#include "decider/regression_predictor.hpp"
 
 namespace tandem {
 
@@ -34,7 +34,7 @@ struct AheadLimits {
 std::int64_t whole_copies(double link, double seconds);
 
 // Those that are expected for so sure that copies pay, best first.
-Ids expected_ahead(Foresight& foresight, const Costs& costs, const AheadLimits& limits,
+Ids expected_ahead(RegressionPredictor& predictor, const Costs& costs, const AheadLimits& limits,
                    const ComingLayer& coming);
 
 // How often chances for copies ahead have come lately; as tandem.policy.prefetch.Recurrence.

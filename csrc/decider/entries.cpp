@@ -35,8 +35,7 @@ Ids lowest(const LayerSlots& layer, std::size_t most, bool by_number) {
 Admitted pairs(const LayerSlots& layer, const Ids& asking) {
   Admitted found;
   const auto free = static_cast<std::size_t>(layer.free_slots);
-  for (std::size_t i = 0; i < asking.size() && i < free; ++i)
-    found.emplace_back(asking[i], kNobody);
+  for (std::size_t i = 0; i < asking.size() && i < free; ++i) found.emplace_back(asking[i], kNone);
   if (asking.size() <= free) return found;
   const std::size_t most = asking.size() - free;
   const Ids leaving = lowest(layer, most, most > 1);
@@ -53,7 +52,7 @@ Admitted over_lowest(const LayerSlots& layer, const Ids& entering) {
   Admitted found;
   const auto free = static_cast<std::size_t>(layer.free_slots);
   for (std::size_t i = 0; i < entering.size() && i < free; ++i)
-    found.emplace_back(entering[i], kNobody);
+    found.emplace_back(entering[i], kNone);
   if (entering.size() <= free) return found;
   const Ids leaving = lowest(layer, entering.size() - free, true);
   for (std::size_t i = 0; i < leaving.size(); ++i)

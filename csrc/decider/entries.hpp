@@ -21,9 +21,9 @@ struct LayerSlots {
 };
 
 constexpr std::uint8_t kEmpty = 0, kCopying = 1, kReady = 2;
-constexpr std::int32_t kNobody = -1;
+constexpr std::int32_t kNone = -1;
 
-// Who gets a slot, best first, and who leaves for it; kNobody: a free slot.
+// Who gets a slot, best first, and who leaves for it; kNone: a free slot.
 using Admitted = std::vector<std::pair<std::int32_t, std::int32_t>>;
 
 constexpr double kUnlimitedCopies = 1 << 30;

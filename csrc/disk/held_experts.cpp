@@ -106,7 +106,7 @@ void HostSlots::let_go(const ExpertHold& hold) noexcept {
 Admitted HostSlots::admitted_back(std::int32_t layer, std::int32_t expert) const {
   if (resident_.slot_of[layer * resident_.num_experts + expert] >= 0) return {};
   Scores scores = scores_of(layer);
-  const SuccessorTable* table = layers_[layer].table;
+  const NextUseTable* table = layers_[layer].table;
   scores[expert] = table == nullptr ? last_use_[layer][expert] : table->values()[expert];
   // What a use reads meanwhile stays.
   const Ids used = layer == layer_ && !wanted_.empty() ? experts_ : Ids{};
@@ -137,7 +137,7 @@ void HostSlots::keep(const ExpertHold& hold) noexcept {
   room.read.state = DiskRead::State::kDone;
   settle(hold.layer);
   for (const auto& [expert, victim] : admitted_back(hold.layer, hold.expert)) {
-    if (victim != kNobody) resident_.remove(hold.layer, victim);
+    if (victim != kNone) resident_.remove(hold.layer, victim);
     Slot& slot = slots_[hold.layer][resident_.insert(hold.layer, expert)];
     slot.trade(room);
     slot.num_holders = std::exchange(room.num_holders, 0);

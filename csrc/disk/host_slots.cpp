@@ -195,7 +195,7 @@ void HostSlots::admit_absent(const Scores& scores, Ids absent) {
     const auto place = std::find(experts_.begin(), experts_.end(), entering);
     Wanted& wanted = wanted_[place - experts_.begin()];
     if (wanted.slot != nullptr && (!has_one_size_ || wanted.slot->num_holders > 0)) continue;
-    if (victim != kNobody) resident_.remove(layer_, victim);
+    if (victim != kNone) resident_.remove(layer_, victim);
     Slot& slot = slots_[layer_][resident_.insert(layer_, entering)];
     wanted.is_asked = wanted.slot == nullptr;
     if (wanted.is_asked)

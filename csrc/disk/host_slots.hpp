@@ -31,7 +31,7 @@ class HostSlots final : public ExpertSource {
     std::vector<std::uint32_t> sums;
     std::uint8_t* memory;             // num_slots * slot_bytes, from a page's begin on
     std::int64_t num_slots;
-    SuccessorTable* table;  // outlives this; null: the least recently used goes
+    NextUseTable* table;  // outlives this; null: the least recently used goes
 
     std::int64_t slot_bytes() const;
   };

@@ -16,7 +16,7 @@ void HostSlots::note(const ExpertUse& use) {
   if (use.layer <= layer_) ++step_;
   if (use.layer != layer_ + 1) above_.clear();
   is_prompt_ = is_prompt(use.num_tokens);
-  SuccessorTable* table = layers_[use.layer].table;
+  NextUseTable* table = layers_[use.layer].table;
   const Ids in_use(is_prompt_ ? use.last.begin() : use.experts.begin(),
                    is_prompt_ ? use.last.end() : use.experts.end());
   if (table == nullptr) {
@@ -36,7 +36,7 @@ void HostSlots::note(const ExpertUse& use) {
 
 // The eviction's score of each expert; the lowest for those that a device has, too.
 Scores HostSlots::scores_of(std::int32_t layer) const {
-  const SuccessorTable* table = layers_[layer].table;
+  const NextUseTable* table = layers_[layer].table;
   Scores found = table == nullptr ? last_use_[layer] : table->values();
   rank_last(on_device_.data() + layer * resident_.num_experts, found);
   return found;

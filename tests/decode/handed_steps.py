@@ -21,7 +21,7 @@ from tandem.hf.runtime import require_runtime
 from tandem.kernels.formats.expert import ExpertLayout
 from tandem.kernels.reference import expert_ffn
 from tandem.machines.cuda import device_parts
-from tandem.policy.step_path import GRAPH_ROWS
+from tandem.policy.step_path import CAPTURE_SIZES
 from tests.decode.whole_pool import logits_of
 from tests.experts.driver_library import DriverLibrary
 from tests.experts.lazy_streams import LazyStreams
@@ -126,7 +126,7 @@ def executor_on_twins(observed: ObservedModel, library: DriverLibrary) -> Hybrid
     parts = device_parts(observed, streams=streams, device_kernels=TorchKernels())
     settings = observed.options.planner_settings()
     if observed.asked_routers is not None:
-        settings = settings.with_predictions((), GRAPH_ROWS)
+        settings = settings.with_predictions((), CAPTURE_SIZES)
     cache = ExpertCache(
         observed.store, parts.device, parts.clock, observed.geometry, parts.machine, settings,
         parts.make_engine,

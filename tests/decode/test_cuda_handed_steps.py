@@ -30,7 +30,7 @@ from tandem.hf.lookahead.routers import find_routers
 from tandem.hf.machine.parts import observe
 from tandem.hf.runtime import require_runtime
 from tandem.policy.assignment import IN_GRAPH
-from tandem.policy.step_path import graph_rows
+from tandem.policy.step_path import capture_size
 from tandem.trace import RoutingTrace, TraceMeta
 from tests.decode.handed_steps import (
     TOKENS,
@@ -179,7 +179,7 @@ def test_the_next_router_is_asked_in_the_same_graph(
         routers = find_routers(model, runtime.bound)
         assert not isinstance(routers, str)
         heard = steps_of(executor).heard[0] + ahead.residuals.means[0]
-        guess = steps_of(executor).guess_of(graph_rows(num_rows), 0)
+        guess = steps_of(executor).guess_of(capture_size(num_rows), 0)
         wanted = routers[1].choose(heard[:num_rows]).sort().values.tolist()
         assert [sorted(row) for row in guess[:num_rows]] == wanted
         assert all(set(row) == {-1} for row in guess[num_rows:])  # idle

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.experts.cache.native_foresight import NativeForesight
+from tandem.experts.cache.native_predictor import NativePredictor
 from tandem.experts.cache.policy_tables import NATIVE_TABLES, native_step_policy
 from tandem.experts.execution.routed_layers import native_layer
 from tandem.experts.store.host_store import HostStore
@@ -20,7 +20,7 @@ from tandem.policy.planner import Planner
 from tandem.policy.prediction.calibration import Counts
 from tandem.policy.prediction.regression_predictor import RegressionPredictor
 from tandem.policy.settings import PlannerSettings, make_planner
-from tandem.policy.step_path import GRAPH_ROWS
+from tandem.policy.step_path import CAPTURE_SIZES
 from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_machine
 
 PATIENCE = 20.0
@@ -66,7 +66,7 @@ def random_step(
 def sure_of_predictions(planner: Planner) -> None:
     """Let a planner's prediction expect what it expects for sure, and count often."""
     prediction = planner.prediction
-    assert isinstance(prediction, RegressionPredictor | NativeForesight)
+    assert isinstance(prediction, RegressionPredictor | NativePredictor)
     state = prediction.state()
 
     def surely(counts: Counts) -> Counts:
@@ -104,13 +104,13 @@ def asking_planner(num_slots: int) -> Planner:
     machine = make_machine(cpu=1e-3, gpu=1e-5, link=2e-5)
     settings = PlannerSettings(
         assignment="ready-on-gpu", prediction="regression", prefetch_count=4,
-        predicting_rows=GRAPH_ROWS, asking_rows=GRAPH_ROWS,
+        predicting_sizes=CAPTURE_SIZES, asking_sizes=CAPTURE_SIZES,
     )  # fmt: skip
     planner = make_planner(
         settings, GEOMETRY, CostTable(machine.shape), num_slots, tables=NATIVE_TABLES,
         copy_price_seconds=1e-5,
     )  # fmt: skip
-    assert isinstance(planner.prediction, NativeForesight)
+    assert isinstance(planner.prediction, NativePredictor)
     state = planner.prediction.state()
     bins = len(state.counts.seen)
     hinted = [0.9 * seen * (place >= bins) for place, seen in enumerate(state.of_hints.seen)]
@@ -135,7 +135,7 @@ def right_guesses(step: Sequence[LayerTokens]) -> list[list[int]]:
 
 
 class TwinMachine:
-    """A coordinator and a twin stream over a store's layers, of one number of rows."""
+    """A coordinator and a twin stream over a store's layers, of one size."""
 
     def __init__(
         self,

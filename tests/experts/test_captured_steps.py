@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tandem.core.errors import ExecutionError
-from tandem.experts.cache.native_foresight import NativeForesight
+from tandem.experts.cache.native_predictor import NativePredictor
 from tandem.experts.execution import captured_steps
 from tandem.experts.execution.device import DeviceLostError
 from tandem.experts.execution.executor import CpuExecutor
@@ -115,7 +115,7 @@ def test_experts_of_the_next_layer_are_copied_ahead_and_computed_by_the_device(
 ) -> None:
     """What is not admitted leaves with the step; planned steps go on from there."""
     settings = PlannerSettings(
-        assignment=rule, prediction="regression", prefetch_count=2, predicting_rows=(1, 2)
+        assignment=rule, prediction="regression", prefetch_count=2, predicting_sizes=(1, 2)
     )
     executor, events = make_real_executor(store, 16, settings, cpu=SLOW_CPU), list[LayerExecuted]()
     planner = executor.cache.planner
@@ -145,11 +145,11 @@ def test_experts_of_the_next_layer_are_copied_ahead_and_computed_by_the_device(
 
 def test_what_captured_steps_have_counted_goes_on_in_planned_ones(store: HostStore) -> None:
     settings = PlannerSettings(
-        assignment="ready-on-gpu", prediction="regression", prefetch_count=2, predicting_rows=(1,)
+        assignment="ready-on-gpu", prediction="regression", prefetch_count=2, predicting_sizes=(1,)
     )
     executor = make_real_executor(store, 16, settings, cpu=SLOW_CPU)
     prediction = executor.cache.planner.prediction
-    assert isinstance(prediction, NativeForesight)
+    assert isinstance(prediction, NativePredictor)
     sure_of_predictions(executor.cache.planner)
     before, counts, _ = prediction.state()
     threads = CpuThreads(num_threads=1)
@@ -165,7 +165,7 @@ def test_what_captured_steps_have_counted_goes_on_in_planned_ones(store: HostSto
 
 
 def test_steps_of_some_rows_fetch_and_others_do_not(store: HostStore) -> None:
-    settings = PlannerSettings(fetching_rows=(4, 8))
+    settings = PlannerSettings(fetching_sizes=(4, 8))
     executor, events = make_real_executor(store, 12, settings, cpu=SLOW_CPU), list[LayerExecuted]()
     threads = CpuThreads(num_threads=1)
     executor.captured = TwinSteps(executor.cache, native_layers(store), threads, torch.float32)

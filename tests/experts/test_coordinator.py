@@ -9,7 +9,7 @@ import pytest
 import torch
 from benchmarks.runtime.coordinator_stress import stress
 
-from tandem.experts.cache.native_foresight import NativeForesight
+from tandem.experts.cache.native_predictor import NativePredictor
 from tandem.experts.cache.policy_tables import native_step_policy
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.store.host_store import HostStore
@@ -265,17 +265,17 @@ def test_what_is_known_is_copied_ahead_of_a_step_and_computed_by_the_device(
 def test_no_guess_is_taken_of_what_is_known(store: HostStore) -> None:
     """Nor waited for: whether hints come true is counted for each that is taken."""
     planner = asking_planner(12)
-    foresight, policy = planner.prediction, native_step_policy(planner)
+    predictor, policy = planner.prediction, native_step_policy(planner)
     assert policy is not None
-    assert isinstance(foresight, NativeForesight)
+    assert isinstance(predictor, NativePredictor)
     machine = TwinMachine(store, 1, num_slots=12, policy=policy)
     taken = []
     for is_known in (True, False):
-        before = foresight.state()[2]
+        before = predictor.state()[2]
         step = random_step(1, torch.Generator().manual_seed(0))
         machine.twin.set_guesses(right_guesses(step))
         machine.run(step, 0, predicts=True, asks=True, is_known=is_known)
-        taken.append(foresight.state()[2] != before)
+        taken.append(predictor.state()[2] != before)
     assert taken == [False, True]
     machine.close()
 

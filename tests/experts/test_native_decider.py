@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from tandem.experts.cache.native_foresight import NativeForesight
+from tandem.experts.cache.native_predictor import NativePredictor
 from tandem.experts.cache.policy_tables import NATIVE_TABLES
 from tandem.hardware.profiles import load_profile, shape_for
 from tandem.kernels import _native
@@ -27,7 +27,7 @@ from tandem.policy.prediction import RegressionPredictor
 from tandem.policy.prefetch import Recurrence
 from tandem.policy.residency import COPYING, EMPTY, NOWHERE, READY
 from tandem.policy.settings import Native, make_planner, make_planner_on
-from tandem.policy.step_path import GRAPH_ROWS
+from tandem.policy.step_path import CAPTURE_SIZES
 from tandem.sim.steps import LoadReader, replay_steps
 from tandem.sim.systems import TANDEM
 from tandem.sim.timeline import Timeline
@@ -174,7 +174,7 @@ def test_plans_are_alike_on_recorded_runs(
     geometry, counts = trace.meta.geometry, Counter[str]()
     shape = shape_for(profile, trace.meta.model, geometry)
     settings = dataclasses.replace(
-        NATIVE_SETTINGS, fetching_rows=GRAPH_ROWS, predicting_rows=GRAPH_ROWS
+        NATIVE_SETTINGS, fetching_sizes=CAPTURE_SIZES, predicting_sizes=CAPTURE_SIZES
     )
     plain, native = (
         make_planner_on(profile, shape, settings, geometry, 600, tables=tables)
@@ -220,8 +220,8 @@ def test_copies_ahead_are_alike_on_random_routing(
     """What is predicted, by routers too, and what is known: into free slots and over residents."""
     draw, geometry, asked = random.Random(int(10 * link)), Geometry(4, 24, 4), Counter[str]()
     settings = dataclasses.replace(
-        TANDEM, prefetch_count=3, copies_prompts=copies_prompts, fetching_rows=GRAPH_ROWS,
-        predicting_rows=GRAPH_ROWS if in_graph else (), asking_rows=GRAPH_ROWS,
+        TANDEM, prefetch_count=3, copies_prompts=copies_prompts, fetching_sizes=CAPTURE_SIZES,
+        predicting_sizes=CAPTURE_SIZES if in_graph else (), asking_sizes=CAPTURE_SIZES,
     )  # fmt: skip
     costs = CostTable(make_machine(geometry, link=link, gpu=0.3).shape)
     plain, native = (
@@ -263,7 +263,7 @@ def test_copies_ahead_are_alike_on_random_routing(
             check_integrity(native.residency)
     check_same(plain, native)
     assert isinstance(plain.prediction, RegressionPredictor)
-    assert isinstance(native.prediction, NativeForesight)
+    assert isinstance(native.prediction, NativePredictor)
     assert native.prediction.state() == plain.prediction.state()
     place = "over residents" if not in_graph and not copies_prompts else "into free slots"
     assert asked[f"known {place}"] > 50

@@ -86,8 +86,8 @@ def test_every_setting_of_a_planner_is_named_or_cannot_matter() -> None:
     }
     # Of copies ahead, of prompts, and limits that a step without fetches keeps.
     others = {"prefetch", "must_prefetch", "copies_prompts", "max_fetches", "never_worse_than_cpu"}
-    of_graphs = {"fetching_rows", "prediction", "prefetch_count", "predicting_rows"}
-    of_graphs |= {"can_ask", "asking_rows"}
+    of_graphs = {"fetching_sizes", "prediction", "prefetch_count", "predicting_sizes"}
+    of_graphs |= {"can_ask", "asking_sizes"}
     known = {*changed, *others, *of_graphs}
     assert {field.name for field in dataclasses.fields(PlannerSettings)} == known
     for name, value in changed.items():

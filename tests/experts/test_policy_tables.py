@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.experts.cache.native_foresight import NativeForesight
+from tandem.experts.cache.native_predictor import NativePredictor
 from tandem.experts.cache.policy_tables import NATIVE_TABLES
 from tandem.policy.eviction import rule_choice
 from tandem.policy.eviction.next_use import NextUse
@@ -96,7 +96,7 @@ def test_evictions_follow_the_same_rules(batch: int, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("batch", [1, 5])
 def test_predictions_are_alike(trace: RoutingTrace, batch: int) -> None:
     draw, geometry = random.Random(batch), trace.meta.geometry
-    plain, native = RegressionPredictor(geometry), NativeForesight(geometry)
+    plain, native = RegressionPredictor(geometry), NativePredictor(geometry)
     compared = 0
     for ids, _, loads in steps_of(trace, batch):
         plain.begin_step(ids)
@@ -130,7 +130,7 @@ def random_load(draw: random.Random, layer: int, num_tokens: int, top_k: int) ->
 def test_any_integer_may_be_a_token_id() -> None:
     """Models mark images by negative ids; -1 was what an empty place said."""
     geometry = Geometry(2, 8, 2)
-    plain, native = RegressionPredictor(geometry), NativeForesight(geometry)
+    plain, native = RegressionPredictor(geometry), NativePredictor(geometry)
     for step, token in enumerate([-1, 1023, -200, -1, 824, -1, 2**40, -(2**40)] * 3):
         for predictor in (plain, native):
             predictor.begin_step([token])
@@ -146,7 +146,7 @@ def test_numbers_that_do_not_exist_are_refused() -> None:
     table = NATIVE_TABLES.next_use(Geometry(2, 8, 2))[1]
     with pytest.raises(ValueError, match="expert 8, expected 0 to 7"):
         table.note(LayerLoad(1, (3, 8), (1, 1)), 1, (3, 8), ())
-    prediction = NativeForesight(Geometry(2, 8, 2))
+    prediction = NativePredictor(Geometry(2, 8, 2))
     with pytest.raises(ValueError, match="layer 2, expected 0 to 1"):
         prediction.predict(2)
     with pytest.raises(ValueError, match="expert 8, expected 0 to 7"):

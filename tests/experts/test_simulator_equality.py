@@ -17,7 +17,7 @@ from tandem.policy.cost import GRAPH
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.plan import LayerLoad, LayerPlan
 from tandem.policy.settings import PlannerSettings
-from tandem.policy.step_path import GRAPH_ROWS
+from tandem.policy.step_path import CAPTURE_SIZES
 from tandem.sim.replay import ReplaySettings, Tally, replay
 from tandem.sim.start import SIMULATED_STARTS
 from tandem.sim.steps import LoadReader, Step, replay_steps
@@ -192,7 +192,7 @@ def test_same_plans_and_times_in_one_graph(
 ) -> None:
     machine = machine_of(hardware, trace)
     machine = Machine(machine.profile, machine.profile.charged(machine.shape, GRAPH))
-    settings = dataclasses.replace(TANDEM, fetching_rows=GRAPH_ROWS if fetches else ())
+    settings = dataclasses.replace(TANDEM, fetching_sizes=CAPTURE_SIZES if fetches else ())
     _, seconds = check_same(store, trace, machine, settings, batch, in_graph=True)
     _, planned = check_same(store, trace, machine, settings, batch)
     assert seconds != planned

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.experts.cache.native_foresight import NativeForesight
+from tandem.experts.cache.native_predictor import NativePredictor
 from tandem.experts.cache.policy_tables import NATIVE_TABLES, native_step_policy, resident_lists
 from tandem.hardware.profiles import load_profile, profile_names, shape_for
 from tandem.kernels import _native
@@ -22,7 +22,7 @@ from tandem.policy.plan import Copy, Geometry, Hint, LayerLoad, LayerPlan
 from tandem.policy.planner import Planner
 from tandem.policy.prediction.regression_predictor import RegressionPredictor
 from tandem.policy.settings import PlannerSettings, make_planner_on
-from tandem.policy.step_path import GRAPH_ROWS
+from tandem.policy.step_path import CAPTURE_SIZES
 from tandem.sim.steps import LoadReader, replay_steps
 from tandem.sim.systems import TANDEM
 from tandem.sim.timeline import Timeline
@@ -132,8 +132,8 @@ def replay(
     link = shape.link_seconds_per_expert / speed
     shape = dataclasses.replace(shape, link_seconds_per_expert=link)
     settings = dataclasses.replace(
-        TANDEM, assignment=rule, predicting_rows=GRAPH_ROWS if predicts else (),
-        asking_rows=GRAPH_ROWS if asks else (), copies_prompts=num_known > 0,
+        TANDEM, assignment=rule, predicting_sizes=CAPTURE_SIZES if predicts else (),
+        asking_sizes=CAPTURE_SIZES if asks else (), copies_prompts=num_known > 0,
     )  # fmt: skip
     planner, template = planners(profile, shape, settings, geometry, share)
     policy = native_step_policy(template)
@@ -141,9 +141,9 @@ def replay(
     timeline, reader, counts = Timeline(profile, shape), LoadReader(trace), Counter[str]()
     steps = itertools.islice(replay_steps(trace, batch, prompt=1), STEPS // batch + 8)
     for number, step in enumerate(steps):
-        # Some steps do not copy ahead, as those of other rows, and find late copies.
-        planner.predicting_rows = settings.predicting_rows[: 4 * (number % 4)]
-        planner.asking_rows = settings.asking_rows[: 4 * (number % 5)]
+        # Some steps do not copy ahead, as those of other sizes, and find late copies.
+        planner.predicting_sizes = settings.predicting_sizes[: 4 * (number % 4)]
+        planner.asking_sizes = settings.asking_sizes[: 4 * (number % 5)]
         loads = [*reader.loads(step)]
         ahead = begin_step(
             planner, policy, settings, len(step.tokens), timeline.now, loads[:num_known]
@@ -182,7 +182,7 @@ def planners(
         make_planner_on(profile, shape, settings, geometry, num_slots, resident=chosen, tables=t)
         for t in (None, NATIVE_TABLES)
     ]
-    if settings.predicting_rows:
+    if settings.predicting_sizes:
         for each in found:
             sure_of_predictions(each)
     return found
@@ -213,7 +213,7 @@ def begin_step(
 
 def check_same_predictions(planner: Planner, template: Planner) -> None:
     assert isinstance(planner.prediction, RegressionPredictor)
-    assert isinstance(template.prediction, NativeForesight)
+    assert isinstance(template.prediction, NativePredictor)
     assert template.prediction.state() == planner.prediction.state()
 
 

@@ -21,7 +21,7 @@ from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.native import TOKEN_DTYPES
 from tandem.policy.plan import LayerLoad
-from tandem.policy.step_path import GRAPH_ROWS, MAX_GRAPH_TOKENS, graph_rows
+from tandem.policy.step_path import CAPTURE_SIZES, MAX_GRAPH_TOKENS, capture_size
 
 
 class TwinSteps(CapturedSteps):
@@ -43,7 +43,7 @@ class TwinSteps(CapturedSteps):
         super().__init__(cache, layers, threads, table, bytes_per_second=bytes_per_second)
         self._dtype = dtype
         self._twins: dict[int, tuple[int, _native.TwinStream]] = {}
-        for rows in GRAPH_ROWS:
+        for rows in CAPTURE_SIZES:
             box = self.coordinator.add_mailbox(rows, geometry.top_k, TOKEN_DTYPES[dtype])
             twin = _native.TwinStream(self.coordinator, box, table, threads.engine, 0, 0)
             twin.set_patience(PATIENCE_SECONDS)
@@ -59,7 +59,7 @@ class TwinSteps(CapturedSteps):
 
     def begin(self, num_tokens: int, known: Sequence[LayerLoad]) -> None:
         """Begin a step of at most `MAX_GRAPH_TOKENS` tokens."""
-        box, self._twin = self._twins[graph_rows(num_tokens)]
+        box, self._twin = self._twins[capture_size(num_tokens)]
         self.begin_on(box, num_tokens, known)
 
     def run(self, call: RoutedCall) -> Tensor:
@@ -85,7 +85,7 @@ class TwinSteps(CapturedSteps):
         self, layer: int, program: _native.Program, tensors: tuple[Tensor, Tensor, Tensor, Tensor]
     ) -> None:
         """Add a layer (hidden, index, weights, out) to a program, which runs in begun steps."""
-        rows = graph_rows(len(tensors[0]))
+        rows = capture_size(len(tensors[0]))
         self._twins[rows][1].add_to(program, (layer, *tensors))
 
 

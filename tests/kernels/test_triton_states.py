@@ -128,7 +128,7 @@ def test_other_rules(kernels: StateKernels, make_rule: Callable[[], Rule], cuts:
 
 
 def test_slots_go_on_side_by_side_and_idle_ones_stay(kernels: StateKernels) -> None:
-    """A step of three rows: a slot begins, one goes on, and a row has no token."""
+    """A step of three tokens: a slot begins, one goes on, and one token is padding."""
     form = RecurrenceForm(2, 1, 16, 16, "head", is_delta=True)
     inputs = rows_of(delta_inputs(SLOTS, 1, 2, 16, 16, torch.float32))
     convolution = Convolution(draw(4, 8, seed=1).t(), None, True)

@@ -313,7 +313,7 @@ def test_a_copy_ahead_may_end_late_if_a_router_named_it_and_the_cpu_would_end_la
 def test_a_step_in_one_graph_copies_ahead_into_clear_slots_before_it_copies_for_later() -> None:
     """What is used stays with its slot and without another copy; what is not leaves."""
     chosen = planner(
-        num_slots=24, prediction="gate", prefetch_count=1, predicting_rows=(1,), asking_rows=(1,),
+        num_slots=24, prediction="gate", prefetch_count=1, predicting_sizes=(1,), asking_sizes=(1,),
         assignment="ready-on-gpu",
     )  # fmt: skip
     residency, link = chosen.residency, chosen.link
@@ -335,12 +335,12 @@ def test_a_step_in_one_graph_copies_ahead_into_clear_slots_before_it_copies_for_
     assert [copy.expert for copy in plan.prefetch] == [3]
     chosen.begin_step(2, 3.0, in_graph=True)
     plan = chosen.plan(LayerLoad(0, (2, 3), (1, 1)), 3.0, hints)
-    assert not plan.prefetch  # steps of two rows do not
+    assert not plan.prefetch  # steps of two tokens do not
 
 
 def test_a_step_in_one_graph_that_asks_no_router_takes_no_hints() -> None:
     chosen = planner(
-        num_slots=24, prediction="gate", prefetch_count=1, predicting_rows=(1,),
+        num_slots=24, prediction="gate", prefetch_count=1, predicting_sizes=(1,),
         assignment="ready-on-gpu",
     )  # fmt: skip
     chosen.begin_step(1, 0.0, in_graph=True)
@@ -350,7 +350,7 @@ def test_a_step_in_one_graph_that_asks_no_router_takes_no_hints() -> None:
 
 def test_what_a_step_in_one_graph_has_copied_ahead_in_vain_leaves_with_it() -> None:
     chosen = planner(
-        num_slots=24, prediction="gate", prefetch_count=1, predicting_rows=(1,), asking_rows=(1,),
+        num_slots=24, prediction="gate", prefetch_count=1, predicting_sizes=(1,), asking_sizes=(1,),
         assignment="ready-on-gpu",
     )  # fmt: skip
     residency, key = chosen.residency, GEOMETRY.key(1, 5)
@@ -366,9 +366,9 @@ def test_what_a_step_in_one_graph_has_copied_ahead_in_vain_leaves_with_it() -> N
 
 def test_copies_ahead_that_are_asked_for_are_followed_in_one_graph() -> None:
     asked = PlannerSettings(prediction="regression", prefetch_count=2)
-    assert asked.with_predictions(()).predicting_rows == (1, 2, 4, 8)
+    assert asked.with_predictions(()).predicting_sizes == (1, 2, 4, 8)
     usual = PlannerSettings(prediction="regression", prefetch_count=2, must_prefetch=False)
-    assert usual.with_predictions((4,)).predicting_rows == (4,)
+    assert usual.with_predictions((4,)).predicting_sizes == (4,)
     nothing = PlannerSettings(prediction="none", prefetch_count=2)
     assert nothing.with_predictions((4,)) is nothing
     other = SimulatedSettings(prediction="gate", prefetch_count=2)

@@ -134,7 +134,7 @@ def require_same_on_gpu(
     expected = cpu_says(checkpoint, **options)
     with shadow_gpu(**(gpu_options or {})) as gpu, quick_loads():
         with loaded(checkpoint, directory, **on_gpu, **options) as model:
-            ahead = runtime_in(model).executor.cache.settings.predicting_rows
+            ahead = runtime_in(model).executor.cache.settings.predicting_sizes
             assert bool(ahead) == bool({"prefetch_count", "look_ahead"} & {*on_gpu})
             assert {str(p.device) for p in model.parameters() if p.numel()} <= {"cuda:0", "cpu"}
             rows = gpu_pool(model, PROMPTS, 40)

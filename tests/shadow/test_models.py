@@ -6,7 +6,7 @@ import pytest
 
 from tandem.hf.machine import parts
 from tandem.policy.assignment import IN_GRAPH
-from tandem.policy.step_path import GRAPH_ROWS
+from tandem.policy.step_path import CAPTURE_SIZES
 from tests.architectures import architectures
 from tests.generate.test_architectures import (
     NOT_GENERATING_UPSTREAM,
@@ -72,7 +72,7 @@ def test_a_model_that_asks_routers_within_its_steps_says_the_same_on_a_gpu(
 ) -> None:
     """The kernels that ask are launched with what lies on the device."""
     monkeypatch.setattr(
-        parts, "settled", lambda settings, *_, **__: settings.with_predictions((), GRAPH_ROWS)
+        parts, "settled", lambda settings, *_, **__: settings.with_predictions((), CAPTURE_SIZES)
     )
     gpu = require_same_on_gpu(
         "mixtral", tmp_path, values={"num_hidden_layers": 2}, expert_dtype="mxfp4",

@@ -1,4 +1,4 @@
-"""The trial of steps in one graph: which numbers of rows fetch, the same for every caller."""
+"""The trial of steps in one graph: which sizes fetch, the same for every caller."""
 
 import dataclasses
 from pathlib import Path
@@ -11,7 +11,7 @@ from tandem.hardware.profiles import load_profile, shape_for
 from tandem.policy.cost import GRAPH, ShapeCosts
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import FETCHING_RULE, GRAPH_RULE, PlannerSettings
-from tandem.policy.step_path import GRAPH_ROWS, StepPath, run_path, step_path
+from tandem.policy.step_path import CAPTURE_SIZES, StepPath, run_path, step_path
 from tandem.sim.graph_trial import settled
 from tandem.sim.replay import ReplaySettings, replay
 from tandem.sim.simulation import Conditions, run_timed, simulate
@@ -36,29 +36,29 @@ def charged(**changes: Any) -> ShapeCosts:
     return dataclasses.replace(DESKTOP.charged(shape, GRAPH), **changes)
 
 
-def fetching_rows(num_slots: int = NUM_EXPERTS // 3, **changes: Any) -> tuple[int, ...]:
+def fetching_sizes(num_slots: int = NUM_EXPERTS // 3, **changes: Any) -> tuple[int, ...]:
     shape = charged(**changes)
-    return settled(PlannerSettings(), DESKTOP, shape, GEOMETRY, num_slots).fetching_rows
+    return settled(PlannerSettings(), DESKTOP, shape, GEOMETRY, num_slots).fetching_sizes
 
 
 def test_steps_fetch_where_copies_cost_next_to_nothing_and_not_where_they_cost_much() -> None:
     free: dict[str, Any] = {"link_seconds_per_expert": 1e-7, "copy_wake_seconds": 0.0}
-    assert fetching_rows(**free) == GRAPH_ROWS
-    assert fetching_rows(link_seconds_per_expert=0.1) == ()
-    assert fetching_rows(second_launch_seconds=0.1) == ()
-    assert fetching_rows(**free, second_launch_seconds=0.0) == ()  # an older profile: not known
-    assert fetching_rows(copy_wake_seconds=0.1) == ()
+    assert fetching_sizes(**free) == CAPTURE_SIZES
+    assert fetching_sizes(link_seconds_per_expert=0.1) == ()
+    assert fetching_sizes(second_launch_seconds=0.1) == ()
+    assert fetching_sizes(**free, second_launch_seconds=0.0) == ()  # an older profile: not known
+    assert fetching_sizes(copy_wake_seconds=0.1) == ()
 
 
 def test_more_rows_pay_where_fewer_do_not() -> None:
-    """With more rows more is missed, and one copy serves several tokens."""
-    assert fetching_rows()
-    assert fetching_rows() == GRAPH_ROWS[-len(fetching_rows()) :]
+    """With more tokens more is missed, and one copy serves several tokens."""
+    assert fetching_sizes()
+    assert fetching_sizes() == CAPTURE_SIZES[-len(fetching_sizes()) :]
 
 
 def test_nothing_is_tried_where_nothing_can_be_fetched_or_a_rule_was_asked_for() -> None:
     free: dict[str, Any] = {"link_seconds_per_expert": 1e-7}
-    assert fetching_rows(0, **free) == fetching_rows(NUM_EXPERTS, **free) == ()
+    assert fetching_sizes(0, **free) == fetching_sizes(NUM_EXPERTS, **free) == ()
     for name in (GRAPH_RULE, FETCHING_RULE, "balanced"):
         asked = PlannerSettings(assignment=name)
         assert settled(asked, DESKTOP, charged(**free), GEOMETRY, NUM_EXPERTS // 3) is asked
@@ -71,18 +71,18 @@ def test_steps_copy_ahead_where_that_pays_in_slots_that_are_there(assignment: st
         must_prefetch=False, copies_prompts=True,
     )  # fmt: skip
 
-    def predicting_rows(settings: PlannerSettings = usual, **changes: Any) -> tuple[int, ...]:
+    def predicting_sizes(settings: PlannerSettings = usual, **changes: Any) -> tuple[int, ...]:
         shape = charged(**changes)
-        return settled(settings, DESKTOP, shape, GEOMETRY, NUM_EXPERTS // 2).predicting_rows
+        return settled(settings, DESKTOP, shape, GEOMETRY, NUM_EXPERTS // 2).predicting_sizes
 
     quick: dict[str, Any] = {"link_seconds_per_expert": 5e-5}
-    assert predicting_rows(**quick) == GRAPH_ROWS
-    assert predicting_rows(link_seconds_per_expert=0.1) == ()  # none would come in time
-    assert predicting_rows(**quick, copy_wake_seconds=0.1) == ()
+    assert predicting_sizes(**quick) == CAPTURE_SIZES
+    assert predicting_sizes(link_seconds_per_expert=0.1) == ()  # none would come in time
+    assert predicting_sizes(**quick, copy_wake_seconds=0.1) == ()
     without_slots = dataclasses.replace(usual, copies_prompts=False)
-    assert predicting_rows(without_slots, **quick) == ()
+    assert predicting_sizes(without_slots, **quick) == ()
     asked = dataclasses.replace(without_slots, must_prefetch=True)
-    assert predicting_rows(asked, link_seconds_per_expert=0.1) == GRAPH_ROWS
+    assert predicting_sizes(asked, link_seconds_per_expert=0.1) == CAPTURE_SIZES
 
 
 def test_routers_are_asked_where_that_may_be_and_pays() -> None:
@@ -96,16 +96,16 @@ def test_routers_are_asked_where_that_may_be_and_pays() -> None:
         return settled(settings, DESKTOP, shape, GEOMETRY, NUM_EXPERTS // 2)
 
     found = asking()
-    assert found.asking_rows == found.predicting_rows == GRAPH_ROWS
+    assert found.asking_sizes == found.predicting_sizes == CAPTURE_SIZES
     assert found.graph_rules().endswith(", routers asked ahead in those of 1 or 2 or 4 or 8")
-    assert asking(asking_seconds=0.0).asking_rows == ()  # an older profile: not known
-    assert asking(asking_seconds=0.1).predicting_rows == ()
-    assert asking(link_seconds_per_expert=0.1).asking_rows == ()
+    assert asking(asking_seconds=0.0).asking_sizes == ()  # an older profile: not known
+    assert asking(asking_seconds=0.1).predicting_sizes == ()
+    assert asking(link_seconds_per_expert=0.1).asking_sizes == ()
     others: list[dict[str, Any]] = [
         {"can_ask": False}, {"prefetch_count": 0}, {"prediction": "none"}
     ]  # fmt: skip
     for other in others:
-        assert asking(dataclasses.replace(can_ask, **other)).asking_rows == ()
+        assert asking(dataclasses.replace(can_ask, **other)).asking_sizes == ()
 
 
 def test_tables_change_no_answer() -> None:
@@ -115,17 +115,17 @@ def test_tables_change_no_answer() -> None:
 
 
 def test_the_choice_is_by_rows_and_said_in_words() -> None:
-    some = PlannerSettings(fetching_rows=(4, 8))
+    some = PlannerSettings(fetching_sizes=(4, 8))
     rules = [some.rule(graph_tokens=tokens) for tokens in range(1, 9)]
     assert rules == [GRAPH_RULE] * 2 + [FETCHING_RULE] * 6
     assert some.rule() == "balanced"
-    assert some.graph_rules() == "balanced-in-graph of 4 or 8 rows, ready-on-gpu of others"
+    assert some.graph_rules() == "balanced-in-graph of 4 or 8 tokens, ready-on-gpu of others"
     assert PlannerSettings().graph_rules() == GRAPH_RULE
-    assert PlannerSettings(fetching_rows=GRAPH_ROWS).graph_rules() == FETCHING_RULE
-    ahead = dataclasses.replace(some, predicting_rows=(4, 8))
-    assert ahead.graph_rules() == f"{some.graph_rules()}, copies ahead in steps of 4 or 8 rows"
-    alone = PlannerSettings(predicting_rows=(1,))
-    assert alone.graph_rules() == "ready-on-gpu, copies ahead in steps of 1 row"
+    assert PlannerSettings(fetching_sizes=CAPTURE_SIZES).graph_rules() == FETCHING_RULE
+    ahead = dataclasses.replace(some, predicting_sizes=(4, 8))
+    assert ahead.graph_rules() == f"{some.graph_rules()}, copies ahead in steps of 4 or 8 tokens"
+    alone = PlannerSettings(predicting_sizes=(1,))
+    assert alone.graph_rules() == "ready-on-gpu, copies ahead in steps of 1 token"
     asked = dataclasses.replace(some, assignment="dali-in-graph")
     assert {asked.rule(graph_tokens=tokens) for tokens in range(1, 9)} == {"dali-in-graph"}
     assert asked.graph_rules() == "dali-in-graph"
@@ -155,25 +155,25 @@ def test_simulate_replays_by_the_rule_of_the_trial(batch: int) -> None:
 
 @pytest.mark.parametrize("batch", [1, 4, 8])
 @pytest.mark.parametrize(
-    ("machine", "predicting_rows"),
+    ("machine", "predicting_sizes"),
     [
         pytest.param("laptop-8gb", (), marks=pytest.mark.slow),
         ("desktop-12gb", ()),
-        ("desktop-16gb", GRAPH_ROWS),
+        ("desktop-16gb", CAPTURE_SIZES),
     ],
 )
 @pytest.mark.parametrize(
     "name", ["deepseek-v2-lite", pytest.param("gpt-oss-20b", marks=pytest.mark.slow)]
 )
 def test_a_forecast_is_what_captured_steps_take_with_their_copies_in_their_order(
-    name: str, machine: str, predicting_rows: tuple[int, ...], batch: int
+    name: str, machine: str, predicting_sizes: tuple[int, ...], batch: int
 ) -> None:
     trace, profile = read_trace(TRACES / f"{name}.npz"), load_profile(machine)
     geometry = trace.meta.geometry
     shape = profile.charged(shape_for(profile, trace.meta.model, geometry), GRAPH)
     settings = PlannerSettings(
         assignment=FETCHING_RULE, prediction="regression", prefetch_count=2,
-        predicting_rows=predicting_rows,
+        predicting_sizes=predicting_sizes,
     )  # fmt: skip
     num_slots = geometry.num_layers * geometry.num_experts // 4
     run = ReplaySettings(

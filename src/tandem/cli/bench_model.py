@@ -41,7 +41,7 @@ class ModelBenchOptions:
     device: str = option("cpu", help=" or ".join(_DEVICES), choices=_DEVICES)
     prompt: int = option(512, help="tokens of the prompt", metavar="N")
     gen: int = option(64, help="decode steps", metavar="N")
-    batch: int = option(1, help="rows that are generated together", metavar="N")
+    batch: int = option(1, help="sequences that are generated together", metavar="N")
     depth: int = option(0, help="tokens in the KV cache before the prompt", metavar="N")
     replay: str | None = option(
         None, help="force the routing of this trace upon the model", metavar="TRACE"

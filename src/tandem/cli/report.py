@@ -113,7 +113,7 @@ class RunReport:
             f"hits {cache.hit_rate:.0%} ({cache.hits} of {cache.active})",
             f"copies {cache.copies} ({format_bytes(self._copied_bytes())})",
             f"ahead {cache.prefetch_issued}{useful}",
-            f"device {cache.device_share:.0%} of the rows",
+            f"device {cache.device_share:.0%} of the routed tokens",
             f"busy: cpu {busy['cpu']:.0%}, device {busy['gpu']:.0%}, link {busy['link']:.0%}",
         ]
 

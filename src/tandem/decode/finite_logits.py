@@ -12,16 +12,18 @@ from torch import Tensor, nn
 from tandem.core.errors import ExecutionError
 from tandem.foreign_types import PreTrainedModel
 
-# Of a row's tokens, the last ones with which a spoilt layer is looked for.
+# The search for a damaged layer runs this many of a sequence's last tokens.
 _SEARCHED_TOKENS = 2048
 
 
 def require_finite_logits(
     model: PreTrainedModel, logits: Tensor, tokens_of: Callable[[int], Sequence[int]]
 ) -> None:
-    """Raise `ExecutionError` naming the first layer that spoilt logits (rows, vocabulary).
+    """Raise `ExecutionError` if `logits` (n_tokens, vocabulary) hold NaN or plus infinity.
 
-    `tokens_of` returns the tokens of a row so far. A model may forbid tokens by minus infinity.
+    The error names the first layer that computed one. `tokens_of(i)` returns the tokens of the
+    sequence that row i of the logits belongs to. Minus infinity is allowed: models forbid tokens
+    with it.
     """
     highest = _waited_for(logits.amax(-1))  # NaN where a row has one
     if all(map(math.isfinite, highest)):

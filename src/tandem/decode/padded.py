@@ -25,7 +25,7 @@ from tandem.hf.compat import (
 
 
 class PaddedBatch:
-    """Rows of one batch, padded on the left, on the model's own KV caches and states.
+    """The sequences of one batch, padded on the left, on the model's own KV caches and states.
 
     Serves every architecture: positions, masks and inputs come from the model's own preparation,
     exactly as in `generate`. The whole prompt is one forward.
@@ -46,7 +46,7 @@ class PaddedBatch:
         width = max(map(len, prompts))
         padded = [[pad_id] * (width - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        self._ids = torch.tensor(padded, device=model.device)  # (rows, n_tokens)
+        self._ids = torch.tensor(padded, device=model.device)  # (batch, n_tokens)
         self._kwargs: dict[str, object] = {
             "attention_mask": torch.tensor(mask, device=model.device), "use_cache": True,
             **{name: value.to(model.device) for name, value in (inputs or {}).items()},
@@ -62,11 +62,11 @@ class PaddedBatch:
             self._kwargs[cache_argument(model)] = DynamicCache(config=config)
 
     def prefill(self) -> Tensor:
-        """Run the prompts; return the logits of each row's next token: (rows, vocabulary)."""
+        """Run the prompts; return the logits of each sequence's next token: (batch, vocabulary)."""
         return self._forward(self._ids, is_first=True)
 
     def decode(self, tokens: list[int]) -> Tensor:
-        """Append one token per row; return the logits of the next: (rows, vocabulary)."""
+        """Append one token per sequence; return the logits of the next: (batch, vocabulary)."""
         new = torch.tensor(tokens, device=self._ids.device)[:, None]
         self._ids = torch.cat([self._ids, new], -1)
         return self._forward(self._ids, is_first=False)
@@ -82,7 +82,7 @@ class PaddedBatch:
         outputs = self._model(**inputs, return_dict=True)
         self._kwargs = next_step_kwargs(self._model, outputs, self._kwargs)
         logits: Tensor = outputs.logits[:, -1]
-        require_finite_logits(self._model, logits, lambda row: self._ids[row].tolist())
+        require_finite_logits(self._model, logits, lambda sequence: self._ids[sequence].tolist())
         return logits
 
 
@@ -95,9 +95,9 @@ class PaddedSlotPool(SlotPool):
         """Serve `num_slots` prompts at a time; `pad_id` stands before the shorter ones."""
         self.num_slots = num_slots
         self._model, self._pad_id = model, pad_id
-        self._rows: PaddedBatch | None = None
+        self._padded: PaddedBatch | None = None
         self._images: dict[int, ImagePrompt] = {}
-        self._tokens: dict[int, int] = {}  # by slot: the last one, in the order of the rows
+        self._tokens: dict[int, int] = {}  # by slot: the last one, in the order of the batch
 
     def show(self, slot: int, images: ImagePrompt | None) -> None:
         """Say which images a slot's next prompt has."""
@@ -114,9 +114,9 @@ class PaddedSlotPool(SlotPool):
         for images in self._images.values():
             prompts, inputs = dict.fromkeys(prompts, images.ids), images.tensors()
         rows = [list(prompt) for prompt in prompts.values()]
-        self._rows = PaddedBatch(self._model, rows, self._pad_id, inputs)
+        self._padded = PaddedBatch(self._model, rows, self._pad_id, inputs)
         self._tokens = dict.fromkeys(prompts, 0)
-        return self._rows.prefill()
+        return self._padded.prefill()
 
     @torch.inference_mode()
     def prefill_with_logits(self, slot: int, tokens: Sequence[int]) -> Tensor:
@@ -130,8 +130,8 @@ class PaddedSlotPool(SlotPool):
 
         The others are stepped too, with the token that they had last.
         """
-        assert self._rows is not None, "decode before prefill"
+        assert self._padded is not None, "decode before prefill"
         self._tokens |= {slot: token for slot, (token,) in tokens.items()}
-        logits = self._rows.decode(list(self._tokens.values()))
+        logits = self._padded.decode(list(self._tokens.values()))
         order = list(self._tokens)
         return logits[[order.index(slot) for slot in tokens]]

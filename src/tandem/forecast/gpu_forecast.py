@@ -171,7 +171,7 @@ def forecast_on_gpu(
     set_sizes = settings.set_sizes(geometry, num_slots)
     resident = SIMULATED_STARTS.factory("hottest")(geometry, set_sizes, heat)
     played = trace.sequences(_HEAT_SEQUENCES, _HEAT_SEQUENCES + 1)
-    if settings.asking_rows:
+    if settings.asking_sizes:
         played = with_guesses(played)
     tally = steps = replay(played, run, resident=resident)
     if is_resident:  # prompts are handed over layer by layer all the same

@@ -1,4 +1,4 @@
-"""Chooses the next token of each row: native code applies the rule, in passes over the scores.
+"""Chooses the next token of each sequence: native code applies the rule, in passes over the scores.
 
 Sorting 150,000 scores takes 13 ms. A cut needs no order, only the least weight that stays, which is
 found by halving: `csrc/sampling.hpp`.
@@ -17,28 +17,26 @@ from tandem.kernels.dense import VALUE_DTYPES
 
 
 class Sampler:
-    """Applies one rule to the scores of all rows; each row draws from its own random numbers."""
+    """Applies one sampling rule to a batch; each sequence draws from its own random numbers."""
 
-    def __init__(
-        self, rule: SamplingRule, num_rows: int, seed: int | None, *, isa: str = ""
-    ) -> None:
-        """Seed row i with `seed` + i, so that a row's text does not depend on the others.
+    def __init__(self, rule: SamplingRule, batch: int, seed: int | None, *, isa: str = "") -> None:
+        """Seed sequence i with `seed` + i, so that its text does not depend on the others.
 
         `isa` names the kernels' instruction set; "" takes the best.
         """
         self._has_penalty = rule.repetition_penalty not in (None, 1.0)
         self._is_greedy = rule.temperature == 0
-        seeds = [None if seed is None else seed + row for row in range(num_rows)]
-        self._randoms = [random.Random(row_seed) for row_seed in seeds]
-        self._seen = [_SeenTokens() for _ in range(num_rows if self._has_penalty else 0)]
+        seeds = [None if seed is None else seed + i for i in range(batch)]
+        self._randoms = [random.Random(seed_of_one) for seed_of_one in seeds]
+        self._seen = [_SeenTokens() for _ in range(batch if self._has_penalty else 0)]
         self._native = _native.TokenSampler(isa or engine.best_isa(), rule)
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, histories: Sequence[Sequence[int]]) -> list[int]:
-        """Return one token id per row of logits (rows, vocabulary).
+        """Return one token id per sequence; `logits` is (batch, vocabulary).
 
-        `histories` are the rows' tokens so far, prompt included; only a repetition penalty looks.
-        Each goes on with what it was at the last call.
+        `histories` holds each sequence's tokens so far, prompt included. Only a repetition penalty
+        reads it. Between two calls a history may only grow.
         """
         if self._is_greedy and not self._has_penalty and logits.device.type != "cpu":
             best: list[int] = logits.argmax(-1).tolist()
@@ -47,11 +45,11 @@ class Sampler:
         scores = (scores if scores.dtype in VALUE_DTYPES else scores.float()).contiguous()
         for seen, history in zip(self._seen, histories, strict=False):
             seen.note(history)
-        return [self._choose(row, scores[row]) for row in range(len(scores))]
+        return [self._choose(i, scores[i]) for i in range(len(scores))]
 
-    def _choose(self, row: int, scores: Tensor) -> int:
-        seen = self._seen[row].ids if self._seen else None
-        uniform = 0.0 if self._is_greedy else self._randoms[row].random()
+    def _choose(self, sequence: int, scores: Tensor) -> int:
+        seen = self._seen[sequence].ids if self._seen else None
+        uniform = 0.0 if self._is_greedy else self._randoms[sequence].random()
         return self._native.choose(scores, seen, uniform)
 
 

@@ -99,7 +99,7 @@ class SamplingOptions:
         if self.repetition_penalty is not None:
             require_range("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
         if self.seed is not None:
-            # Rows of a batch take the seeds that follow.
+            # The other sequences of a batch take the seeds that follow.
             require_range("seed", self.seed, -1, 2**62, what="a whole number")
             if self.seed == -1:  # as llama.cpp has it
                 object.__setattr__(self, "seed", None)

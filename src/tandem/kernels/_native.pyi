@@ -436,7 +436,7 @@ class StartedBatch:
 class RuleStart:
     def __init__(self, deviations: int, /) -> None: ...
 
-class SuccessorTable:
+class NextUseTable:
     def __init__(
         self,
         num_experts: int,
@@ -468,7 +468,7 @@ class SuccessorTable:
 # Of bins, how often seen and come true; layers until the next count, and between counts.
 _Counts = tuple[Sequence[float], Sequence[float], int, int]
 
-class Foresight:
+class RegressionPredictor:
     def __init__(
         self,
         num_layers: int,
@@ -537,7 +537,7 @@ def most_valued(
     states: bytes | bytearray, scores: memoryview, first: int, most: int, /
 ) -> list[int]: ...
 def expected_ahead(
-    foresight: Foresight,
+    predictor: RegressionPredictor,
     costs: Costs,
     most: int,
     copy_price: float,
@@ -551,7 +551,7 @@ def expected_ahead(
     /,
 ) -> list[int]: ...
 def over_residents(
-    foresight: Foresight,
+    predictor: RegressionPredictor,
     costs: Costs,
     copy_price: float,
     layer: int,
@@ -654,8 +654,8 @@ class StepPolicy:
         max_fetches: int,
         max_ahead: int,
         copy_price: float,
-        tables: list[SuccessorTable],
-        foresight: Foresight | None,
+        tables: list[NextUseTable],
+        predictor: RegressionPredictor | None,
         hint_factor: int,
         state: bytes,
         slot_of: Sequence[int],
@@ -774,7 +774,7 @@ class SlotLayer:
         sums: Sequence[int],
         num_experts: int,
         memory: Tensor,
-        table: SuccessorTable | None,
+        table: NextUseTable | None,
         /,
     ) -> None: ...
 

@@ -25,7 +25,7 @@ from tandem.policy.prefetch import PrefetchChoice
 from tandem.policy.prompt_copies import PromptCopies
 from tandem.policy.residency import COPYING, NOWHERE, READY, Residency
 from tandem.policy.ring import Ring
-from tandem.policy.step_path import graph_rows
+from tandem.policy.step_path import capture_size
 
 
 class Planner:
@@ -45,18 +45,18 @@ class Planner:
         ring: Ring,
         max_fetches: int = UNLIMITED,
         can_prefetch: bool = False,
-        predicting_rows: Sequence[int] = (),
-        asking_rows: Sequence[int] = (),
+        predicting_sizes: Sequence[int] = (),
+        asking_sizes: Sequence[int] = (),
         copy_price_seconds: float = 0.0,
         decider: Callable[[PlainDecider], Decider | None] | None = None,
     ) -> None:
         """Wire the policies together.
 
-        `graph_rules` say by rows who computes what in steps that are one graph, `rule` in all
+        `graph_rules` say by size who computes what in steps that are one graph, `rule` in all
         others. The `ring` takes fetched experts that are not admitted to the cache; if it has no
         slots, only admitted experts can be fetched. `max_fetches` is equation 9 for one layer.
-        Steps in one graph copy predicted experts ahead if they have one of `predicting_rows`, and
-        take hints if they have one of `asking_rows`; planned ones always take them.
+        Steps in one graph copy predicted experts ahead if they have one of `predicting_sizes`, and
+        take hints if they have one of `asking_sizes`; planned ones always take them.
         `copy_price_seconds` is the time that one copy costs CPU and GPU. `decider` makes one that
         decides what the plain one would, if these policies have such.
         """
@@ -77,8 +77,8 @@ class Planner:
         self.ring = ring
         self._max_fetches = self._most_fetches = max_fetches if ring.size else 0
         self._can_prefetch = self._predicts = can_prefetch
-        self.predicting_rows = predicting_rows if can_prefetch else ()
-        self.asking_rows = asking_rows if can_prefetch else ()
+        self.predicting_sizes = predicting_sizes if can_prefetch else ()
+        self.asking_sizes = asking_sizes if can_prefetch else ()
         self.asks = can_prefetch
         """Whether hints of the step are taken."""
         self.ahead = CopiesAhead(*parts, self._decider, prefetch, copy_price_seconds)
@@ -125,15 +125,15 @@ class Planner:
 
     def graph_rule(self, num_tokens: int) -> Rule:
         """Return who computes what in steps of so many tokens that are one graph."""
-        return self._graph_rules[graph_rows(num_tokens)]
+        return self._graph_rules[capture_size(num_tokens)]
 
     def predicts_in_graph(self, num_tokens: int) -> bool:
         """Tell whether steps of so many tokens that are one graph copy predicted experts ahead."""
-        return graph_rows(num_tokens) in self.predicting_rows
+        return capture_size(num_tokens) in self.predicting_sizes
 
     def asks_in_graph(self, num_tokens: int) -> bool:
         """Tell whether steps of so many tokens that are one graph ask each next layer's router."""
-        return self.predicts_in_graph(num_tokens) and graph_rows(num_tokens) in self.asking_rows
+        return self.predicts_in_graph(num_tokens) and capture_size(num_tokens) in self.asking_sizes
 
     def asks_behind(self, layer: int) -> bool:
         """Tell whether the router behind a layer is asked: what it chooses may be known."""

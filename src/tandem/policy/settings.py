@@ -19,7 +19,7 @@ from tandem.policy.prediction import PREDICTIONS, Prediction, RegressionPredicto
 from tandem.policy.prefetch import PREFETCHES, PrefetchChoice
 from tandem.policy.residency import Residency, sets_by_layer
 from tandem.policy.ring import OWN_SLOTS, Ring
-from tandem.policy.step_path import GRAPH_ROWS, graph_rows
+from tandem.policy.step_path import CAPTURE_SIZES, capture_size
 from tandem.policy.tables import LearnsInTables, NextUseTable, Tables
 
 # The price of a second of the link, in seconds of computation: other copies may need it.
@@ -41,7 +41,7 @@ GRAPH_PREDICTION = "regression"
 
 
 class Native(NamedTuple):
-    """What an engine has natively: the eviction's tables, `foresight`, the decider with them."""
+    """What an engine has natively: the eviction's tables, the predictor, the decider with both."""
 
     next_use: Callable[[Geometry], Sequence[NextUseTable]]  # by layer
     prediction: Callable[[Geometry], Prediction]
@@ -69,10 +69,10 @@ class PlannerSettings:
     prefetch: str = "pays"
     prefetch_count: int = 0  # experts copied ahead per layer, at most
     must_prefetch: bool = True  # in all steps; else where they are planned
-    fetching_rows: tuple[int, ...] = ()  # of steps in one graph that fetch, if none is asked for
-    predicting_rows: tuple[int, ...] = ()  # of steps in one graph that copy ahead
+    fetching_sizes: tuple[int, ...] = ()  # of steps in one graph that fetch, if none is asked for
+    predicting_sizes: tuple[int, ...] = ()  # of steps in one graph that copy ahead
     can_ask: bool = False  # whether the next layer's router may be asked in such steps
-    asking_rows: tuple[int, ...] = ()  # of those that ask; they are predicting, too
+    asking_sizes: tuple[int, ...] = ()  # of those that ask; they are predicting, too
     copies_prompts: bool = False  # whether slots are set aside for copies ahead in long prompts
     pool: str = "by-layer"
     max_fetches: int = UNLIMITED
@@ -98,18 +98,18 @@ class PlannerSettings:
             return self.assignment or PLANNED_RULE
         if self.assignment in IN_GRAPH:
             return self.assignment
-        return FETCHING_RULE if graph_rows(graph_tokens) in self.fetching_rows else GRAPH_RULE
+        return FETCHING_RULE if capture_size(graph_tokens) in self.fetching_sizes else GRAPH_RULE
 
     def graph_rules(self) -> str:
         """Say in words who computes what in steps that are one graph, and which copy ahead."""
-        names = {rows: self.rule(graph_tokens=rows) for rows in GRAPH_ROWS}
-        rules, ahead = names[1], " or ".join(map(str, self.predicting_rows))
+        names = {size: self.rule(graph_tokens=size) for size in CAPTURE_SIZES}
+        rules, ahead = names[1], " or ".join(map(str, self.predicting_sizes))
         if len({*names.values()}) > 1:
-            fetching = " or ".join(str(rows) for rows, name in names.items() if name != GRAPH_RULE)
-            rules = f"{FETCHING_RULE} of {fetching} rows, {GRAPH_RULE} of others"
-        noun = "row" if ahead == "1" else "rows"
+            fetching = " or ".join(str(size) for size, name in names.items() if name != GRAPH_RULE)
+            rules = f"{FETCHING_RULE} of {fetching} tokens, {GRAPH_RULE} of others"
+        noun = "token" if ahead == "1" else "tokens"
         rules += f", copies ahead in steps of {ahead} {noun}" if ahead else ""
-        asking = " or ".join(map(str, self.asking_rows))
+        asking = " or ".join(map(str, self.asking_sizes))
         return f"{rules}, routers asked ahead in those of {asking}" if asking else rules
 
     def why_planned(self) -> str | None:
@@ -140,17 +140,17 @@ class PlannerSettings:
         return self.can_ask and self.can_prefetch and self.prediction == GRAPH_PREDICTION
 
     def with_predictions(
-        self, rows: tuple[int, ...], asking_rows: tuple[int, ...] = ()
+        self, sizes: tuple[int, ...], asking_sizes: tuple[int, ...] = ()
     ) -> "PlannerSettings":
-        """Return settings whose steps in one graph copy ahead as asked for, else of these rows.
+        """Return settings whose steps in one graph copy ahead as asked for, else of these sizes.
 
-        Those of `asking_rows` do too, and ask routers ahead.
+        Those of `asking_sizes` do too, and ask routers ahead.
         """
         if not self.can_prefetch or self.prediction != GRAPH_PREDICTION:
             return self
-        some = {*(GRAPH_ROWS if self.must_prefetch else rows), *asking_rows}
+        some = {*(CAPTURE_SIZES if self.must_prefetch else sizes), *asking_sizes}
         return dataclasses.replace(
-            self, predicting_rows=tuple(sorted(some)), asking_rows=asking_rows
+            self, predicting_sizes=tuple(sorted(some)), asking_sizes=asking_sizes
         )
 
     @property
@@ -175,9 +175,9 @@ class PlannerSettings:
             return 0
         if self.prefetch == "top-k":
             return min(2 * self.prefetch_count, num_slots // 4)
-        if not self.copies_prompts and not self.predicting_rows:
+        if not self.copies_prompts and not self.predicting_sizes:
             return 0
-        least = min(LEAST_AHEAD_SLOTS, num_slots // 8) if self.predicting_rows else 0
+        least = min(LEAST_AHEAD_SLOTS, num_slots // 8) if self.predicting_sizes else 0
         return min(PROMPT_SLOTS, max(least, int(num_slots * PROMPT_SHARE)))
 
     def ring_slots(self, num_slots: int) -> int:
@@ -233,15 +233,15 @@ def make_planner(
             never_worse_than_cpu=settings.never_worse_than_cpu,
             native=_native(name, settings.assignment_options),
         ),
-        graph_rules={rows: _graph_rule(settings, rows) for rows in GRAPH_ROWS},
+        graph_rules={size: _graph_rule(settings, size) for size in CAPTURE_SIZES},
         eviction=eviction,
         prediction=prediction,
         prefetch=policies.prefetches.factory(settings.prefetch)(count=settings.prefetch_count),
         ring=ring,
         max_fetches=settings.max_fetches,
         can_prefetch=settings.can_prefetch,
-        predicting_rows=settings.predicting_rows,
-        asking_rows=settings.asking_rows,
+        predicting_sizes=settings.predicting_sizes,
+        asking_sizes=settings.asking_sizes,
         copy_price_seconds=copy_price_seconds,
         decider=tables.decider if tables else None,
     )
@@ -281,8 +281,8 @@ def make_planner_on(
     )
 
 
-def _graph_rule(settings: PlannerSettings, rows: int) -> Rule:
-    name = settings.rule(graph_tokens=rows)
+def _graph_rule(settings: PlannerSettings, size: int) -> Rule:
+    name = settings.rule(graph_tokens=size)
     return Rule(
         settings.policies.assignments.factory(name)(),
         never_worse_than_cpu=False,  # what the device has published as its own stays its

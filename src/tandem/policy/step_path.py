@@ -11,12 +11,12 @@ from tandem.core.errors import ConfigError
 from tandem.policy.cost import GRAPH, NO_HOST, SEGMENTS, HardwareProfile
 
 MAX_GRAPH_TOKENS = 8  # of a step in one graph; one of more is planned
-GRAPH_ROWS = (1, 2, 4, MAX_GRAPH_TOKENS)  # a step of other sizes has padding tokens
+CAPTURE_SIZES = (1, 2, 4, MAX_GRAPH_TOKENS)  # a step of other sizes has padding tokens
 
 
-def graph_rows(num_tokens: int) -> int:
-    """Return the rows of a step in one graph that has so many tokens."""
-    return next(rows for rows in GRAPH_ROWS if rows >= num_tokens)
+def capture_size(num_tokens: int) -> int:
+    """Return the size of the graph that runs a step of `num_tokens` tokens."""
+    return next(size for size in CAPTURE_SIZES if size >= num_tokens)
 
 
 class StepPath(NamedTuple):

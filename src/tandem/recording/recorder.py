@@ -1,8 +1,8 @@
 """Records what one decode step does, operation by operation, below the model's Python code.
 
-A decode step of a fixed number of rows does the same operations on tensors of the same shapes each
-time, if its attention reads lengths from the KV cache and not from shapes. So it is recorded once.
-What has a life of its own (experts, attention) is one operation: `opaque`.
+A decode step of a fixed number of tokens does the same operations on tensors of the same shapes
+each time, if its attention reads lengths from the KV cache and not from shapes. So it is recorded
+once. What has a life of its own (experts, attention) is one operation: `opaque`.
 """
 
 from collections.abc import Callable

@@ -79,7 +79,7 @@ class _EngineCollector:
                                                 statistics.batch.decode_seconds)),
             "draft_saved_bytes": ("bytes of expert weights that drafted tokens saved",
                                   statistics.draft_saved_bytes),
-            "device_share_of_rows": ("share of (token, expert) rows that the device computed",
+            "device_share_of_rows": ("share of routed tokens that the device computed",
                                      _ratio(statistics.rows_on_device, statistics.rows_on_device
                                             + statistics.rows_on_cpu)),
         }  # fmt: skip

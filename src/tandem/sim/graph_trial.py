@@ -1,4 +1,4 @@
-"""A trial of steps in one graph: for which numbers of rows fetches and copies ahead pay.
+"""A trial of steps in one graph: at which sizes fetches and copies ahead pay.
 
 Steps of typical routing on the virtual clock, with a machine's costs, from a cache of the hottest
 experts: by the rule that leaves every miss to the CPU, and by the one that fetches; then by the
@@ -16,7 +16,7 @@ from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.policy.plan import Geometry, LayerLoad
 from tandem.policy.prediction.policy import Forecast, Prediction
 from tandem.policy.settings import FETCHING_RULE, GRAPH_RULE, Native, PlannerSettings, Policies
-from tandem.policy.step_path import GRAPH_ROWS
+from tandem.policy.step_path import CAPTURE_SIZES
 from tandem.sim.replay import ReplaySettings, replay
 from tandem.sim.start import SIMULATED_STARTS
 from tandem.sim.typical_routing import ONE_WRONG_IN, typical_routing
@@ -59,20 +59,20 @@ def settled(
         return settings.with_predictions(())
     trial = _Trial(settings, profile, shape, geometry, num_slots, tables)
     if tries_rules:
-        fetching = tuple(rows for rows in GRAPH_ROWS if trial.fetches_pay(rows))
-        settings = dataclasses.replace(settings, fetching_rows=fetching)
+        fetching = tuple(size for size in CAPTURE_SIZES if trial.fetches_pay(size))
+        settings = dataclasses.replace(settings, fetching_sizes=fetching)
     predicting, asking = list[int](), list[int]()
-    for rows in GRAPH_ROWS:
-        rule = settings.rule(graph_tokens=rows)
-        if settings.may_predict and trial.copies_pay(rows, rule):
-            predicting.append(rows)
-        if tries_asking and trial.asking_pays(rows, rule):
-            asking.append(rows)
+    for size in CAPTURE_SIZES:
+        rule = settings.rule(graph_tokens=size)
+        if settings.may_predict and trial.copies_pay(size, rule):
+            predicting.append(size)
+        if tries_asking and trial.asking_pays(size, rule):
+            asking.append(size)
     return settings.with_predictions(tuple(predicting), tuple(asking))
 
 
 def _trial_routing(geometry: Geometry) -> RoutingTrace:
-    num_sequences = GRAPH_ROWS[-1] + _HEAT_SEQUENCES
+    num_sequences = CAPTURE_SIZES[-1] + _HEAT_SEQUENCES
     return typical_routing(geometry, num_sequences=num_sequences, num_tokens=_STEPS)
 
 
@@ -83,7 +83,7 @@ class _TypicalPrediction(Prediction):
         """Draw the routing again: it is always the same."""
         self._geometry, self._routing = geometry, _trial_routing(geometry)
         self._one_wrong_in = one_wrong_in
-        self._step, self._rows = -1, 0
+        self._step, self._num_sequences = -1, 0
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
         """Go on to the sequences' next tokens."""
@@ -91,16 +91,17 @@ class _TypicalPrediction(Prediction):
 
     def observe(self, load: LayerLoad) -> None:
         """Note how many sequences there are."""
-        self._rows = sum(load.tokens) // self._geometry.top_k
+        self._num_sequences = sum(load.tokens) // self._geometry.top_k
 
     def predict(self, layer: int) -> Forecast:
         """Return what comes, but for one choice in so many."""
         num_experts, top_k = self._geometry.num_experts, self._geometry.top_k
         one_in = self._one_wrong_in
         scores = [0.0] * num_experts
-        for row in range(self._rows):
-            for k, expert in enumerate(self._routing.experts[row * _STEPS + self._step, layer]):
-                is_wrong = (self._step + layer + row * top_k + k) % one_in == one_in - 1
+        for sequence in range(self._num_sequences):
+            chosen = self._routing.experts[sequence * _STEPS + self._step, layer]
+            for k, expert in enumerate(chosen):
+                is_wrong = (self._step + layer + sequence * top_k + k) % one_in == one_in - 1
                 scores[(int(expert) + is_wrong) % num_experts] += 1 - 1 / one_in
         return Forecast(scores, 0.0, 1.0)
 
@@ -144,44 +145,44 @@ class _Trial:
             in_graph=True,
             tables=tables,
         )
-        most = GRAPH_ROWS[-1]
+        most = CAPTURE_SIZES[-1]
         self._found: dict[tuple[int, str, str | None], float] = {}  # seconds
         self._trace = _trial_routing(geometry)
         self._heat = self._trace.sequences(most, most + _HEAT_SEQUENCES)
 
-    def fetches_pay(self, rows: int) -> bool:
-        """Tell whether steps of so many rows are quicker by so much if they fetch."""
-        fetching, plain = (self._seconds(rows, rule) for rule in (FETCHING_RULE, GRAPH_RULE))
+    def fetches_pay(self, size: int) -> bool:
+        """Tell whether steps of `size` tokens are quicker by so much if they fetch."""
+        fetching, plain = (self._seconds(size, rule) for rule in (FETCHING_RULE, GRAPH_RULE))
         return plain > LEAST_GAIN * fetching
 
-    def copies_pay(self, rows: int, rule: str) -> bool:
+    def copies_pay(self, size: int, rule: str) -> bool:
         """Tell whether they are quicker by so much by a rule if they copy ahead."""
-        ahead, plain = (self._seconds(rows, rule, by) for by in (_TYPICAL, None))
+        ahead, plain = (self._seconds(size, rule, by) for by in (_TYPICAL, None))
         return plain > LEAST_GAIN * ahead
 
-    def asking_pays(self, rows: int, rule: str) -> bool:
+    def asking_pays(self, size: int, rule: str) -> bool:
         """Tell whether they are quicker by so much if they copy ahead what routers say.
 
         Than without copies ahead: what `regression` names alone is as often right here as on real
         routing, but it names more here.
         """
-        asked, plain = (self._seconds(rows, rule, by) for by in (_ASKED, None))
+        asked, plain = (self._seconds(size, rule, by) for by in (_ASKED, None))
         return plain > LEAST_GAIN * asked
 
-    def _seconds(self, rows: int, rule: str, prediction: str | None = None) -> float:
-        key = rows, rule, prediction
+    def _seconds(self, size: int, rule: str, prediction: str | None = None) -> float:
+        key = size, rule, prediction
         if key not in self._found:
             self._found[key] = self._replayed(*key)
         return self._found[key]
 
-    def _replayed(self, rows: int, rule: str, prediction: str | None) -> float:
+    def _replayed(self, size: int, rule: str, prediction: str | None) -> float:
         asked = dataclasses.asdict(self._run.settings) | {"assignment": rule}
         if prediction is not None:
-            asked |= {"prediction": prediction, "predicting_rows": GRAPH_ROWS}
+            asked |= {"prediction": prediction, "predicting_sizes": CAPTURE_SIZES}
         if prediction == _ASKED:
-            asked |= {"asking_rows": GRAPH_ROWS}
-        run = dataclasses.replace(self._run, settings=_TrialSettings(**asked), batch=rows)
+            asked |= {"asking_sizes": CAPTURE_SIZES}
+        run = dataclasses.replace(self._run, settings=_TrialSettings(**asked), batch=size)
         geometry = self._trace.meta.geometry
         sizes = run.settings.set_sizes(geometry, run.num_slots)
         resident = SIMULATED_STARTS.factory("hottest")(geometry, sizes, self._heat)
-        return replay(self._trace.sequences(0, rows), run, resident=resident).decode_seconds
+        return replay(self._trace.sequences(0, size), run, resident=resident).decode_seconds

@@ -9,7 +9,7 @@ from tandem.decode.cuda.slots import CudaSlotPool
 from tandem.foreign_types import PreTrainedModel
 from tandem.kv_cache.base import NotInSlotsError
 from tandem.kv_cache.cuda.layers import DecodeKernels
-from tandem.policy.step_path import GRAPH_ROWS, MAX_GRAPH_TOKENS
+from tandem.policy.step_path import CAPTURE_SIZES, MAX_GRAPH_TOKENS
 
 
 def step_compilations(
@@ -24,7 +24,7 @@ def step_compilations(
         pool = CudaSlotPool(model, MAX_GRAPH_TOKENS, find_kernels=find_kernels)
     except NotInSlotsError:
         return []
-    return [partial(_launch_once, pool, count) for count in GRAPH_ROWS]
+    return [partial(_launch_once, pool, count) for count in CAPTURE_SIZES]
 
 
 def _launch_once(pool: CudaSlotPool, count: int) -> None:

@@ -74,7 +74,7 @@ class GraphBreak(NamedTuple):
 Save = Callable[[], Callable[[], None]]
 """Notes what a step changes and returns what puts it back."""
 
-# Returns a router's choice (n_tokens, top_k) with padding for the rows that have no token.
+# Returns a router's choice (n_tokens, top_k) with padding in the rows of padding tokens.
 Pad = Callable[[Tensor], Tensor]
 
 
@@ -99,7 +99,7 @@ class GraphLayers(Protocol):
 class Announced:
     """Meets a step that the caller has announced: to read token ids back would wait.
 
-    Rows without a token choose no experts, by `pad`.
+    Padding tokens choose no experts, by `pad`.
     """
 
     is_capturing = True
@@ -291,8 +291,8 @@ def new_graphed_step(
     """Return a decode step that is captured the first time; `step` is the model's own code.
 
     `record_first` does it and returns it in fewer operations, which are captured in its place.
-    `find_layers` is asked at the capture: what it finds holds as long as the segments. Rows
-    without a token choose no expert, by `pad`. Replays with graph breaks run inside `deferring`:
+    `find_layers` is asked at the capture: what it finds holds as long as the segments. Padding
+    tokens choose no expert, by `pad`. Replays with graph breaks run inside `deferring`:
     what experts leave to later is done behind the next replay's launch. The rest is as of
     `ReplayedStep`.
     """

@@ -16,26 +16,26 @@ from tandem.policy.step_path import MAX_GRAPH_TOKENS
 
 
 class HandedGraph:
-    """Computes the layers of one captured step of so many rows."""
+    """Computes the layers of one captured step of so many tokens."""
 
     def __init__(
         self,
         executor: HybridExecutor,
         steps: HandedSteps,
-        num_rows: int,
+        num_tokens: int,
         forced: ForcedRouting | None = None,
     ) -> None:
         """Hand over to the coordinator of `steps`, in the name of `executor`, what is `forced`."""
-        self._executor, self._steps, self._num_rows = executor, steps, num_rows
+        self._executor, self._steps, self._num_tokens = executor, steps, num_tokens
         self._forced = forced
-        self._layers = steps.layers(num_rows)
+        self._layers = steps.layers(num_tokens)
 
     def __call__(
         self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: ExpertFunctions
     ) -> Tensor:
         """Queue a layer. Raises `RuntimeError` for one that cannot be handed over."""
         if self._forced is not None:
-            index, weights = self._forced.choices(layer, self._num_rows, index.device)
+            index, weights = self._forced.choices(layer, self._num_tokens, index.device)
         result = self._layers(layer, hidden, index, weights, functions)
         if result is None:  # a graph break in such a step would be planned, in the middle of it
             raise RuntimeError(f"MoE layer {layer} is not as it was when the model was loaded")
@@ -48,7 +48,7 @@ class HandedGraph:
 
     def around(self) -> AbstractContextManager[None]:
         """Return a step that the coordinator answers."""
-        return self._executor.captured_step(partial(self._steps.begin, self._num_rows))
+        return self._executor.captured_step(partial(self._steps.begin, self._num_tokens))
 
     def give_up(self, error: Exception) -> bool:
         """Go the way of graph segments from now on."""
@@ -62,7 +62,7 @@ class HandedGraph:
         return True
 
 
-def handed_graph(executor: Executor | None, num_rows: int) -> HandedGraph | None:
+def handed_graph(executor: Executor | None, num_tokens: int) -> HandedGraph | None:
     """Return what hands a step's layers over; None where they are graph breaks.
 
     Not behind executors that pass calls on: these see or change them. One that forces a routing of
@@ -70,11 +70,11 @@ def handed_graph(executor: Executor | None, num_rows: int) -> HandedGraph | None
     """
     forced = executor if isinstance(executor, ForcedRouting) else None
     inner = executor if forced is None else forced.inner
-    if not isinstance(inner, HybridExecutor) or num_rows > MAX_GRAPH_TOKENS:
+    if not isinstance(inner, HybridExecutor) or num_tokens > MAX_GRAPH_TOKENS:
         return None
     if forced is not None and forced.top_k != inner.cache.geometry.top_k:
         return None
     steps = inner.captured
     if not isinstance(steps, HandedSteps) or steps.is_given_up:
         return None
-    return HandedGraph(inner, steps, num_rows, forced)
+    return HandedGraph(inner, steps, num_tokens, forced)

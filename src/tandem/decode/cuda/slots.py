@@ -1,8 +1,8 @@
 """Sequence slots on a GPU: tokens of any of them go through a step, several of a slot too.
 
-A step has 1, 2, 4, 8... rows, so that few sizes are captured; whose they are is an input. Rows that
-have no token are idle: their choice of experts becomes padding, and what they write lies behind
-what a slot holds.
+A step has 1, 2, 4, 8... tokens, so that few sizes are captured; which slots they belong to is an
+input. Padding tokens fill a step up to its size: their choice of experts becomes padding, and what
+they write lies behind what a slot holds.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ MakeCapture = Callable[[], Capture]
 
 
 class _Step(NamedTuple):
-    """A decode step of so many rows, of one form."""
+    """A decode step of one size and one form."""
 
     replayed: ReplayedStep
     resident: list[GraphedLayers]
@@ -92,8 +92,8 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         self._kernels = found if cache.has_compressed else of_all
         self._launches_kernels = found is not None
         self._device, self._make_capture = model.device, make_capture
-        self._steps: dict[tuple[Any, ...], _Step] = {}  # by rows and form, of one generation
-        self._inputs: dict[int, StepInputs] = {}  # by rows
+        self._steps: dict[tuple[Any, ...], _Step] = {}  # by size and form, of one generation
+        self._inputs: dict[int, StepInputs] = {}  # by size
         self._generation = 0
         self._captured_for: tuple[Any, ...] = ()
         self._last: _Step | None = None
@@ -104,7 +104,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
     @property
     def step(self) -> ReplayedStep:
         """The decode step that was done last, or else that of all slots."""
-        return (self._last or self._step_at(_num_rows(self.num_slots))).replayed
+        return (self._last or self._step_at(_padded_size(self.num_slots))).replayed
 
     @torch.inference_mode()
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
@@ -144,7 +144,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         They are (n_tokens, vocabulary), slot by slot.
         """
         slots, ids = list(tokens), [token for new in tokens.values() for token in new]
-        count = _num_rows(len(ids))
+        count = _padded_size(len(ids))
         with _on(self._device):
             self._follow_executor()
             self.cache.begin_decode({slot: len(new) for slot, new in tokens.items()}, count)
@@ -161,8 +161,8 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
             for slot, new in tokens.items():
                 self._held[slot] += new
             # Two more launches; the sampler waits for the step anyway.
-            of_rows = [slot for slot, new in tokens.items() for _ in new]
-            self._require_finite(of_rows, logits[: len(ids)])
+            slots_of_tokens = [slot for slot, new in tokens.items() for _ in new]
+            self._require_finite(slots_of_tokens, logits[: len(ids)])
             hidden = self._inputs_of(count).hidden
             hidden = None if hidden is None else hidden[: len(ids)].cpu()
             self._tell_hidden(hidden, tokens.items())
@@ -235,7 +235,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
 
     @torch.inference_mode()
     def launch_once(self, count: int) -> None:
-        """Do what a captured step of `count` rows does, without a capture; nothing is kept of it.
+        """Do what a captured step of `count` tokens does, without a capture; nothing is kept of it.
 
         Its kernels are then compiled and loaded. Raises `NotRecordableError`, and what they raise.
         """
@@ -252,7 +252,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
                     self._recorded(count)()
 
     def _run(self, count: int) -> Tensor:
-        """Step so many rows by the model's own code."""
+        """Run a step of `count` tokens by the model's own code."""
         inputs, positions = self._inputs_of(count), self.cache.places(count).positions
         with given_rows(inputs.embedded):
             logits = self._model.logits(inputs.ids, positions[:, None], 1)[:, -1]
@@ -264,7 +264,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         return index if count == 1 else index | self._inputs_of(count).idle  # one kernel
 
     def _recorded(self, count: int) -> Callable[[], Tensor]:
-        """Do a step of so many rows and return it in fewer operations."""
+        """Record a step of `count` tokens and return it in fewer operations."""
         places = self.cache.places(count)
         changing = [*self._inputs_of(count).tensors, places.slots, places.positions, places.runs]
         run, pad = partial(self._run, count), partial(self._pad, count)
@@ -382,8 +382,8 @@ def slot_bytes(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -
     return of_tokens // cache.capacity * num_tokens + of_any_length
 
 
-def _num_rows(num_tokens: int) -> int:
-    """Return how many rows a step of so many tokens has: a power of two."""
+def _padded_size(num_tokens: int) -> int:
+    """Return the size that a step of `num_tokens` is padded to: a power of two."""
     return 1 << (num_tokens - 1).bit_length()
 
 

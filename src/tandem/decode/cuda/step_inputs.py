@@ -10,29 +10,29 @@ from tandem.devices.cuda.host_twin import HostTwin
 
 
 class StepInputs:
-    """The tokens of decode steps of so many rows."""
+    """The tokens of decode steps of one size."""
 
     def __init__(
         self,
         embeddings: nn.Module,
-        num_rows: int,
+        size: int,
         device: torch.device,
         room_for_hidden: Callable[[int], Tensor | None],
     ) -> None:
-        """Hold nothing for so many rows; embeddings in the host's memory are read there."""
+        """Hold no tokens yet; embeddings in the host's memory are read there."""
         self._num_idle = 0
-        self.hidden = room_for_hidden(num_rows)
-        """What the output head read, (n_rows, width), if that is noted."""
+        self.hidden = room_for_hidden(size)
+        """What the output head read, (n_tokens, width), if that is noted."""
         with torch.inference_mode(False):
-            self.ids = torch.zeros((num_rows, 1), dtype=torch.int64, device=device)
-            self.idle = torch.zeros((num_rows, 1), dtype=torch.int64, device=device)
+            self.ids = torch.zeros((size, 1), dtype=torch.int64, device=device)
+            self.idle = torch.zeros((size, 1), dtype=torch.int64, device=device)
             """-1 for padding tokens, 0 for the others: joined by `|` an id becomes padding."""
-            self._rows = StepRows(embeddings, num_rows)
+            self._rows = StepRows(embeddings, size)
         self._host_ids, self._host_idle = HostTwin(self.ids), HostTwin(self.idle)
 
     @property
     def embedded(self) -> Tensor | None:
-        """The tokens' embeddings, (n_rows, 1, width); None: the device has all embeddings."""
+        """The tokens' embeddings, (n_tokens, 1, width); None: the device has all embeddings."""
         return self._rows.memory
 
     @property
@@ -41,11 +41,11 @@ class StepInputs:
         return [self.ids, self.idle, *([] if self.embedded is None else [self.embedded])]
 
     def bring(self, ids: Sequence[int]) -> None:
-        """Queue a step's token ids; the rows behind them are idle."""
-        num_rows, num_idle = len(self.ids), len(self.ids) - len(ids)
+        """Queue a step's token ids; padding tokens follow them."""
+        size, num_idle = len(self.ids), len(self.ids) - len(ids)
         whole = [*ids, *[0] * num_idle]
         self._host_ids.bring(whole)
         self._rows.bring(whole)
         if num_idle != self._num_idle:
             self._num_idle = num_idle
-            self._host_idle.bring([-(row >= len(ids)) for row in range(num_rows)])
+            self._host_idle.bring([-(place >= len(ids)) for place in range(size)])

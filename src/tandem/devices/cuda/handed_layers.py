@@ -27,7 +27,7 @@ from tandem.triton_kernels.experts import TritonExperts
 
 
 class HandedLayers:
-    """The layers of one captured step of so many rows, as publish and combine see them."""
+    """The layers of one captured step of one size, as publish and combine see them."""
 
     def __init__(
         self,
@@ -56,21 +56,21 @@ class HandedLayers:
         self._heard: dict[int, Tensor] = {}  # by layer: what its router has read
 
     def serves(self, layer: int, functions: ExpertFunctions, index: Tensor) -> bool:
-        """Tell whether a layer is handed over: packed, plainly gated, of few rows."""
+        """Tell whether a layer is handed over: packed, plainly gated, of few tokens."""
         host = self._store[layer]
         is_plain = functions.native is not None and functions.post_norm is None
         is_packed = isinstance(host, PackedLayer) and host.input_order is None
         return is_plain and is_packed and len(index) <= MAX_GRAPH_TOKENS
 
     def hear(self, layer: int, hidden: Tensor) -> None:
-        """Take what the router of a layer of this step reads: (rows, hidden_size)."""
+        """Take what the router of a layer of this step reads: (n_tokens, hidden_size)."""
         if layer < len(self._routers) and self._routers[layer] is not None:
             self._heard[layer] = hidden.contiguous()
 
     def __call__(
         self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: ExpertFunctions
     ) -> Tensor | None:
-        """Queue a layer of the step's rows; None if it needs a graph break."""
+        """Queue a layer of the step's tokens; None if it needs a graph break."""
         if not self.serves(layer, functions, index):
             return None
         host = self._store[layer]
@@ -97,7 +97,7 @@ class HandedLayers:
         return None if heard is None or router is None else handing.Asked(router, heard)
 
     def launch_once(self, hidden: Tensor, top_k: int) -> None:
-        """Queue all kernels of a layer but the experts', for rows that have chosen no expert."""
+        """Queue all kernels of a layer but the experts', for tokens that have chosen no expert."""
         with torch.inference_mode(False):
             index = torch.full((len(hidden), top_k), -1, device=hidden.device)
             weights = torch.zeros(len(hidden), top_k, device=hidden.device)

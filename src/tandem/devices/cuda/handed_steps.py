@@ -33,7 +33,7 @@ from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.native import TOKEN_DTYPES
 from tandem.policy.plan import LayerLoad
-from tandem.policy.step_path import GRAPH_ROWS
+from tandem.policy.step_path import CAPTURE_SIZES
 
 if TYPE_CHECKING:
     from tandem.devices.cuda.handed_layers import HandedLayers
@@ -80,7 +80,7 @@ class HandedSteps(CapturedSteps):
         assert isinstance(first, PackedLayer), "what is handed over is packed"
         self._hidden_size = first.layout.hidden_size
         self._words, self._routers = self._wait_words(), routers or ()
-        self._layers: dict[int, tuple[int, HandedLayers]] = {}  # by rows, with the mailbox's number
+        self._layers: dict[int, tuple[int, HandedLayers]] = {}  # by size, with the mailbox's number
         self._begin: Event | None = None
         self._end: Event | None = None
         self._link: _native.DriverLink | None = None
@@ -103,67 +103,65 @@ class HandedSteps(CapturedSteps):
         """Return how the copying thread reaches the GPU."""
         return self._link
 
-    def layers(self, num_rows: int) -> "HandedLayers":
-        """Return what queues the layers of a step of so many rows, at most `MAX_GRAPH_TOKENS`."""
+    def layers(self, size: int) -> "HandedLayers":
+        """Return what queues the layers of a step of `size` tokens, at most `MAX_GRAPH_TOKENS`."""
         from tandem.devices.cuda.handed_layers import HandedLayers
 
-        if num_rows not in self._layers:
-            box, memory = self._mailbox(num_rows)
+        if size not in self._layers:
+            box, memory = self._mailbox(size)
             top_k, kind = self._cache.geometry.top_k, TOKEN_DTYPES[self._dtype]
-            number = self.coordinator.add_mailbox(num_rows, top_k, kind, memory)
-            self._layers[num_rows] = (
+            number = self.coordinator.add_mailbox(size, top_k, kind, memory)
+            self._layers[size] = (
                 number,
                 HandedLayers(
                     self._cache.store, box, memory, self._device_table, self._experts,
-                    self._signals, self._words, fetches=self.fetches(num_rows),
-                    routers=self._asked(num_rows),
+                    self._signals, self._words, fetches=self.fetches(size),
+                    routers=self._asked(size),
                 ),
             )  # fmt: skip
-        return self._layers[num_rows][1]
+        return self._layers[size][1]
 
-    def _asked(self, num_rows: int) -> Sequence[AskedRouter | None]:
+    def _asked(self, size: int) -> Sequence[AskedRouter | None]:
         """Return the routers that a step asks."""
-        return self._routers if self.asks(num_rows) else ()
+        return self._routers if self.asks(size) else ()
 
-    def _mailbox(self, num_rows: int) -> tuple[_native.MailboxLayout, Tensor]:
-        """Return a new mailbox for steps of so many rows, with its memory, all zeros."""
+    def _mailbox(self, size: int) -> tuple[_native.MailboxLayout, Tensor]:
+        """Return a new mailbox for steps of `size` tokens, with its memory, all zeros."""
         geometry, kind = self._cache.geometry, TOKEN_DTYPES[self._dtype]
         box = _native.MailboxLayout(
-            geometry.num_layers, num_rows, geometry.top_k, self._hidden_size, kind
+            geometry.num_layers, size, geometry.top_k, self._hidden_size, kind
         )
         with torch.inference_mode(False):
             return box, self._streams.pinned(box.num_bytes)[: box.num_bytes].zero_()
 
     def compilations(self) -> list[Callable[[], None]]:
         """Return works after which no capture compiles what hands layers over."""
-        return [partial(self._launch_once, rows) for rows in GRAPH_ROWS]
+        return [partial(self._launch_once, size) for size in CAPTURE_SIZES]
 
-    def _launch_once(self, num_rows: int) -> None:
+    def _launch_once(self, size: int) -> None:
         """Hand over a layer without misses, which needs no answer: this compiles the kernels."""
         from tandem.devices.cuda.handed_layers import HandedLayers
 
-        box, memory = self._mailbox(num_rows)
+        box, memory = self._mailbox(size)
         store, table, geometry = self._cache.store, self._device_table, self._cache.geometry
         layers = HandedLayers(
             store, box, memory, table, self._experts, self._signals, self._words,
-            fetches=self.fetches(num_rows), routers=self._asked(num_rows),
+            fetches=self.fetches(size), routers=self._asked(size),
         )  # fmt: skip
         with torch.inference_mode(False):
-            hidden = torch.zeros(
-                num_rows, self._hidden_size, dtype=self._dtype, device=table.device
-            )
+            hidden = torch.zeros(size, self._hidden_size, dtype=self._dtype, device=table.device)
         layers.launch_once(hidden, geometry.top_k)
 
-    def begin(self, num_rows: int, known: Sequence[LayerLoad] = ()) -> None:
-        """Begin a step of so many rows, before its graph is launched, with the loads it knows."""
-        number, _ = self._layers[num_rows]
+    def begin(self, size: int, known: Sequence[LayerLoad] = ()) -> None:
+        """Begin a step of `size` tokens, before its graph is launched, with the loads it knows."""
+        number, _ = self._layers[size]
         if known and self._end is not None:  # its tokens are the last step's: it is over
             self._wait_for(self._end)
         if self._begin is not None and self._end is not None and self._end.query():
             self._device.add_busy(self._streams.between(self._begin, self._end))
         self._begin = self._end = None
         self._words.given_up.zero_()
-        self.begin_on(number, num_rows, known)
+        self.begin_on(number, size, known)
         self._streams.run(Stream.COMPUTE, self._bring_table)
         self._begin = self._streams.record(Stream.COMPUTE, is_timed=True)
 

@@ -1,9 +1,9 @@
 """Layers whose experts are all on the GPU: no plan, no wait, nothing of the host.
 
-Of few tokens every (token, expert) row is computed as if it had an expert of its own, whose address
-the router's choice looks up; experts that several tokens share are read again from the GPU's own
-cache. Rows of more tokens are sorted by expert on the device. All of it can be captured. It holds
-as long as the cache keeps its size: where every expert has a slot, none is ever evicted.
+In a step of few tokens the router's choice looks up an expert's address for each routed token, and
+computes each by itself; an expert that several tokens share is read again from the GPU's own cache.
+Routed tokens of larger steps are sorted by expert on the device. All of it can be captured. It is
+valid as long as the cache keeps its size: where every expert has a slot, none is ever evicted.
 """
 
 from collections import deque

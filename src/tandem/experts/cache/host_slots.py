@@ -169,7 +169,7 @@ def share_of(memory_bytes: int, sizes: Sequence[int], counts: Sequence[int]) -> 
 
 def _tables(
     eviction: str, counts: Sequence[int], num_slots: Sequence[int], top_k: int
-) -> Sequence[_native.SuccessorTable | None]:
+) -> Sequence[_native.NextUseTable | None]:
     """Return what the eviction learns in, by layer; None: the least recently used leaves."""
     if eviction == "lru":
         return [None] * len(counts)

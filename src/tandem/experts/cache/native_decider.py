@@ -5,7 +5,7 @@ It is the one that captured steps and host slots ask too (csrc/decider).
 
 from collections.abc import Iterable, Sequence
 
-from tandem.experts.cache.native_foresight import NativeForesight
+from tandem.experts.cache.native_predictor import NativePredictor
 from tandem.kernels import _native
 from tandem.policy.ahead import Coming
 from tandem.policy.assignment.problem import Split
@@ -38,9 +38,9 @@ class NativeDecider:
         self._take_costs()
         prediction, prefetch = plain.ahead.prediction, plain.ahead.prefetch
         self._price, self._most_ahead = plain.ahead.price, prefetch.count
-        self._foresight: _native.Foresight | None = None
-        if isinstance(prediction, NativeForesight) and isinstance(prefetch, Pays):
-            self._foresight = prediction.native
+        self._predictor: _native.RegressionPredictor | None = None
+        if isinstance(prediction, NativePredictor) and isinstance(prefetch, Pays):
+            self._predictor = prediction.native
 
     def _take_costs(self) -> None:
         costs = self._plain.costs
@@ -92,7 +92,7 @@ class NativeDecider:
 
     def predicted(self, coming: Coming, chances: Recurrence) -> Iterable[tuple[int, int]]:
         """Return who is copied ahead of a layer by what is predicted, and who leaves for it."""
-        if self._foresight is None:
+        if self._predictor is None:
             return self._plain.predicted(coming, chances)
         layer, begin, needed_at, in_graph, _ = coming
         if begin >= needed_at:
@@ -101,13 +101,13 @@ class NativeDecider:
         states, set_id = self._states(layer), residency.set_of(layer)
         room = len(residency.free[residency.staging]) if in_graph else residency.capacity[set_id]
         experts = _native.expected_ahead(
-            self._foresight, self._costs, self._most_ahead, self._price, layer, states,
+            self._predictor, self._costs, self._most_ahead, self._price, layer, states,
             self._late(first) if in_graph else (), begin, needed_at, room, in_graph,
         )  # fmt: skip
         if in_graph or not experts:
             return [(first + expert, NOWHERE) for expert in experts]
         pairs, chances.level = _native.over_residents(
-            self._foresight, self._costs, self._price, layer, states, self._eviction.values(layer),
+            self._predictor, self._costs, self._price, layer, states, self._eviction.values(layer),
             first, residency.members[set_id], len(residency.free[set_id]), experts, chances.level,
         )  # fmt: skip
         return pairs

@@ -5,7 +5,7 @@ from functools import partial
 
 from tandem.core.registry import Registry
 from tandem.experts.cache.native_decider import NativeDecider, native_costs
-from tandem.experts.cache.native_foresight import NativeForesight
+from tandem.experts.cache.native_predictor import NativePredictor
 from tandem.kernels import _native
 from tandem.policy.decider import PlainDecider
 from tandem.policy.eviction import EVICTIONS, Eviction, next_use, rule_choice
@@ -23,7 +23,7 @@ class _NextUseTable:
     ) -> None:
         sources = 2 if layer else 1
         share = geometry.top_k / geometry.num_experts
-        native = _native.SuccessorTable(
+        native = _native.NextUseTable(
             geometry.num_experts,
             round(ONE * (next_use.prior_of(geometry, span) / (geometry.top_k * sources))),
             int(ONE * share),
@@ -71,12 +71,12 @@ def _native_decider(plain: PlainDecider) -> NativeDecider | None:
     return NativeDecider(plain, eviction) if _native_tables(eviction) else None
 
 
-def _native_tables(eviction: next_use.NextUse) -> list[_native.SuccessorTable]:
+def _native_tables(eviction: next_use.NextUse) -> list[_native.NextUseTable]:
     """Return the tables by layer, if they are native."""
     return [table.native for table in eviction.tables if isinstance(table, _NextUseTable)]
 
 
-def host_slot_tables(geometry: Geometry, num_slots: int) -> list[_native.SuccessorTable]:
+def host_slot_tables(geometry: Geometry, num_slots: int) -> list[_native.NextUseTable]:
     """Return the tables in which the eviction of so many host slots a layer learns, by layer."""
     span = next_use.span_for(num_slots, geometry.top_k)
     return [table.native for table in _next_use_tables(geometry, span)]
@@ -84,7 +84,7 @@ def host_slot_tables(geometry: Geometry, num_slots: int) -> list[_native.Success
 
 # Whose hints captured steps take: a router's, asked with the residual added.
 GRAPH_HINTS = "residual"
-NATIVE_TABLES = Native(_next_use_tables, NativeForesight, _native_decider)
+NATIVE_TABLES = Native(_next_use_tables, NativePredictor, _native_decider)
 
 
 def host_slot_eviction(
@@ -116,17 +116,17 @@ def native_step_policy(planner: Planner) -> _native.StepPolicy | None:
         return None
     if not (tables := _native_tables(eviction)):
         return None
-    foresight, factor = _graph_foresight(planner)
+    predictor, factor = _graph_predictor(planner)
     return _native.StepPolicy(
         native_costs(planner.costs), planner.max_graph_fetches, planner.ahead.most,
-        planner.ahead.copy_price_seconds, tables, foresight, factor, *resident_lists(planner),
+        planner.ahead.copy_price_seconds, tables, predictor, factor, *resident_lists(planner),
     )  # fmt: skip
 
 
-def _graph_foresight(planner: Planner) -> tuple[_native.Foresight | None, int]:
+def _graph_predictor(planner: Planner) -> tuple[_native.RegressionPredictor | None, int]:
     """Return what predicts in captured steps, and what its hints count; None: nothing does."""
     prediction = planner.prediction
-    if not planner.predicting_rows or not isinstance(prediction, NativeForesight):
+    if not planner.predicting_sizes or not isinstance(prediction, NativePredictor):
         return None, 1
     factor = prediction.sources.factor(GRAPH_HINTS)
     assert factor is not None

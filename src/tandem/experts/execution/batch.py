@@ -89,7 +89,7 @@ class ExpertBatch:
 
     @property
     def num_rows(self) -> int:
-        """Rows of this batch."""
+        """How many routed tokens this batch has."""
         return self.begin[-1] - self.begin[0]
 
     @property

@@ -1,8 +1,8 @@
-"""One call of a layer: its rows in the order of a plan, split into batches, and added up.
+"""One call of a layer: its routed tokens in the order of a plan, split into batches, and summed.
 
-Rows lie processor by processor. A processor with memory of its own has a side of its own
-(`CallSide`), whose rows have the same indices as the other's: the host's rows go to the device in
-one copy, and the sum is built where the model's state lies.
+A routed token has one row in each matrix. Rows lie processor by processor. A processor with memory
+of its own has its own `CallSide`, whose rows have the same indices as the other's: the host's rows
+go to the device in one copy, and the sum is built where the model's state lies.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ class LayerCall:
         self.routing = routing
         self._functions = functions
         self._order = order
-        self._rows = routing.rows(order)
+        self._rows = routing.sorted_by(order)
 
     def batch(self, first: int, last: int, side: CallSide) -> ExpertBatch:
         """Return the batch of the order's experts first .. last - 1, computed on a side."""

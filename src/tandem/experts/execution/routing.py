@@ -1,7 +1,8 @@
-"""What a router chose, as counts and as rows of experts. Knows neither weights nor devices.
+"""What a router chose: counts by expert, and routed tokens sorted by expert.
 
-A *row* is a (token, expert) pair. Rows lie expert by expert, in an order of experts that the
-caller chooses, so that every processor of a plan computes one contiguous range of them.
+Knows neither weights nor devices. A routed token is a (token, expert) pair, and has one row in each
+matrix of a layer call. Rows are sorted by expert, in an order that the caller chooses, so that
+every processor of a plan computes one contiguous range of them.
 """
 
 import functools
@@ -18,8 +19,8 @@ from tandem.policy.plan import LayerLoad
 Ints = npt.NDArray[np.int64]
 
 
-class Rows(NamedTuple):
-    """The rows of a call, in the chosen order of experts.
+class SortedTokens(NamedTuple):
+    """The routed tokens of a call, sorted by the chosen order of experts.
 
     Expert i of that order has rows `begin[i]`..`begin[i + 1]` - 1; row j is of token `token[j]`.
     """
@@ -70,7 +71,7 @@ class Routing:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all experts."""
+        """How many routed tokens there are: rows of the call's matrices."""
         return self.top_k if self._single is not None else len(self._valid)
 
     def load(self, layer: int, top_k_weights: Tensor | None) -> LayerLoad:
@@ -103,11 +104,11 @@ class Routing:
         routes: list[list[int]] = rows.tolist()
         return routes
 
-    def rows(self, order: Sequence[int]) -> Rows:
-        """Return the rows with experts in this order; it must hold all active ones."""
+    def sorted_by(self, order: Sequence[int]) -> SortedTokens:
+        """Return the routed tokens sorted by `order`, which must hold all active experts."""
         if self._single is not None:
             places = _row_table(tuple(map(order.index, self._single)))
-            return Rows(_counting(self.top_k + 1), _zeros(self.top_k), places)
+            return SortedTokens(_counting(self.top_k + 1), _zeros(self.top_k), places)
         # Padding ranks behind all experts, and is cut off.
         rank = np.full(self.num_experts + 1, len(order), dtype=np.int16)
         rank[list(order)] = np.arange(len(order))
@@ -121,7 +122,7 @@ class Routing:
         table = np.full(self.num_tokens * self.top_k, -1, dtype=np.int32)
         table[place] = np.arange(len(place), dtype=np.int32)
         row_of = torch.from_numpy(table.reshape(self.num_tokens, self.top_k))
-        return Rows(begin, token, row_of)
+        return SortedTokens(begin, token, row_of)
 
     def fastest_order(self) -> Sequence[int]:
         """Return the order of experts that takes the least sorting."""

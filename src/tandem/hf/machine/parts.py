@@ -30,7 +30,7 @@ from tandem.kernels.dense import CpuThreads
 from tandem.policy.cost import HardwareProfile
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings
-from tandem.policy.step_path import GRAPH_ROWS, run_path
+from tandem.policy.step_path import CAPTURE_SIZES, run_path
 from tandem.sim.graph_trial import settled
 
 
@@ -128,8 +128,8 @@ class ObservedModel:
             return settled(settings, *parts, tables=NATIVE_TABLES)
         # A GPU's steps are one graph also where the profile does not say what that costs.
         is_graph = machine.path.in_graph or settings.copies_prompts
-        asking_rows = GRAPH_ROWS if machine.path.in_graph and settings.may_ask else ()
-        return settings.with_predictions((), asking_rows) if is_graph else settings
+        asking_sizes = CAPTURE_SIZES if machine.path.in_graph and settings.may_ask else ()
+        return settings.with_predictions((), asking_sizes) if is_graph else settings
 
 
 def observe(model: PreTrainedModel, runtime: Runtime) -> ObservedModel:

@@ -1,6 +1,6 @@
 """States on a GPU, at addresses that stay: convolutions and recurrences of captured steps.
 
-Rows of a decode step that have no token are idle runs.
+Padding tokens of a decode step are idle runs.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -86,7 +86,7 @@ class DeviceStates(KeptStates[DeviceLayer]):
             first = end
 
     def begin_decode(self, segments: Sequence[Segment], places: StepPlaces) -> list[Run]:
-        """Announce a step's tokens, slot by slot; rows behind them are idle.
+        """Announce a step's tokens, slot by slot; padding tokens follow them.
 
         Return what the caller brings to the runs of `places`, which a captured step refers to. All
         but the first token of a slot may be taken back.

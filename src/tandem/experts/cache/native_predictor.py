@@ -13,12 +13,12 @@ from tandem.policy.prediction.policy import Forecast
 from tandem.policy.regression import SUM_OFFSET
 
 
-class NativeForesight:
+class NativePredictor:
     """Predicts layers of planned steps; captured ones ask `native` themselves."""
 
     def __init__(self, geometry: Geometry) -> None:
         """Start with all experts equally likely."""
-        self.native = _native.Foresight(
+        self.native = _native.RegressionPredictor(
             geometry.num_layers,
             geometry.num_experts,
             round(ONE * regression_predictor.prior_of(geometry)),

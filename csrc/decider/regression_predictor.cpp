@@ -1,4 +1,4 @@
-#include "decider/foresight.hpp"
+#include "decider/regression_predictor.hpp"
 
 #include <algorithm>
 #include <stdexcept>
@@ -23,7 +23,7 @@ int place_of(std::uint32_t score, std::size_t num_bins) {
   return std::clamp(static_cast<int>(expected_tokens(score) * bins), 0, bins - 1);
 }
 
-bool is_due(Foresight::Counts& counts) {
+bool is_due(RegressionPredictor::Counts& counts) {
   if (--counts.countdown != 0) return false;
   counts.countdown = counts.count_every;
   return true;
@@ -59,11 +59,12 @@ Ids Forecast::best(const std::uint8_t* states, std::int64_t most, double least) 
   return likely;
 }
 
-Foresight::Foresight(const ForesightTables::Options& options, State state) : tables_(options) {
+RegressionPredictor::RegressionPredictor(const RegressionTables::Options& options, State state)
+    : tables_(options) {
   load(std::move(state));
 }
 
-void Foresight::load(State state) {
+void RegressionPredictor::load(State state) {
   const std::size_t bins = state.counts.seen.size();
   if (bins == 0 || bins != state.counts.came_true.size())
     throw std::invalid_argument("expected as many bins that were seen as that came true");
@@ -83,7 +84,7 @@ void Foresight::load(State state) {
     frequencies_[i] = state_.counts.came_true[i] / state_.counts.seen[i];
 }
 
-void Foresight::begin_step(const std::vector<std::int64_t>& tokens) {
+void RegressionPredictor::begin_step(const std::vector<std::int64_t>& tokens) {
   learn();  // with the rows of the tokens that were
   above_.clear();
   for (Levels& levels : levels_) levels.clear();
@@ -92,7 +93,8 @@ void Foresight::begin_step(const std::vector<std::int64_t>& tokens) {
   tables_.begin_step(is_prompt ? std::vector<std::int64_t>{} : tokens);
 }
 
-void Foresight::hint(std::int32_t layer, const Ids& experts, const Ids& tokens, int factor) {
+void RegressionPredictor::hint(std::int32_t layer, const Ids& experts, const Ids& tokens,
+                               int factor) {
   Levels& levels = levels_.at(layer);
   for (std::size_t i = 0; i < experts.size(); ++i) {
     const int level = std::min(tokens[i], kHintWeights - 1) * factor;
@@ -105,11 +107,11 @@ void Foresight::hint(std::int32_t layer, const Ids& experts, const Ids& tokens, 
   }
 }
 
-bool Foresight::has_rows(std::int32_t layer) const {
+bool RegressionPredictor::has_rows(std::int32_t layer) const {
   return has_tokens_ || !above_.empty() || !state_.before.at(layer).empty();
 }
 
-void Foresight::observe(std::int32_t layer, const Ids& experts, const Ids& tokens) {
+void RegressionPredictor::observe(std::int32_t layer, const Ids& experts, const Ids& tokens) {
   if (std::none_of(tokens.begin(), tokens.end(),
                    [this](std::int32_t count) { return count > tables_.max_tokens(); }))
     note(layer, experts, tokens);
@@ -118,7 +120,7 @@ void Foresight::observe(std::int32_t layer, const Ids& experts, const Ids& token
 }
 
 // Keeps a lesson for later; what is counted, is counted now.
-void Foresight::note(std::int32_t layer, const Ids& experts, const Ids& tokens) {
+void RegressionPredictor::note(std::int32_t layer, const Ids& experts, const Ids& tokens) {
   if (!has_rows(layer)) return;
   Levels& levels = levels_[layer];
   const bool is_counted = is_due(state_.counts);
@@ -136,20 +138,20 @@ void Foresight::note(std::int32_t layer, const Ids& experts, const Ids& tokens) 
   lessons_.push_back({layer, experts, tokens, above_, state_.before[layer]});
 }
 
-void Foresight::learn() {
+void RegressionPredictor::learn() {
   for (const Lesson& lesson : lessons_)
     tables_.teach(lesson.layer, lesson.experts, lesson.tokens, lesson.above, lesson.before);
   lessons_.clear();
 }
 
-Scores Foresight::scores(std::int32_t layer) {
+Scores RegressionPredictor::scores(std::int32_t layer) {
   learn();
   return tables_.scores(layer, above_, state_.before.at(layer));
 }
 
 // Counts how a forecast came out, and the hints beside it.
-void Foresight::count(Counts& counts, const Scores& scores, const Ids& active,
-                      const Levels& levels) {
+void RegressionPredictor::count(Counts& counts, const Scores& scores, const Ids& active,
+                                const Levels& levels) {
   const std::size_t bins = frequencies_.size();
   std::vector<std::int32_t> level_of(scores.size());
   for (const auto& [expert, level] : levels) level_of[expert] = level;
@@ -165,7 +167,7 @@ void Foresight::count(Counts& counts, const Scores& scores, const Ids& active,
 }
 
 // The chance of each expert, given what is expected of it and what hints say.
-std::vector<double> Foresight::chances(const Scores& scores, const Levels& levels) const {
+std::vector<double> RegressionPredictor::chances(const Scores& scores, const Levels& levels) const {
   const Counts& counts = state_.of_hints;
   const std::size_t bins = frequencies_.size();
   std::vector<std::int32_t> level_of(scores.size(), -1);
@@ -181,13 +183,13 @@ std::vector<double> Foresight::chances(const Scores& scores, const Levels& level
   return found;
 }
 
-bool Foresight::may_exceed(std::int32_t layer, double least) const {
+bool RegressionPredictor::may_exceed(std::int32_t layer, double least) const {
   if (!has_rows(layer)) return false;
   return is_hinted(layer) || std::any_of(frequencies_.begin(), frequencies_.end(),
                                          [&](double frequency) { return frequency > least; });
 }
 
-std::optional<Forecast> Foresight::forecast(std::int32_t layer) {
+std::optional<Forecast> RegressionPredictor::forecast(std::int32_t layer) {
   if (!has_rows(layer)) return std::nullopt;
   Scores found = scores(layer);
   std::vector<double> hinted;

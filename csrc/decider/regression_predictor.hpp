@@ -35,7 +35,7 @@ class Forecast {
   std::vector<double> frequencies_, chances_;
 };
 
-class Foresight {
+class RegressionPredictor {
  public:
   // How often expectations came true, by bins of expected tokens; of hints, by what these say too.
   struct Counts {
@@ -49,7 +49,7 @@ class Foresight {
     Counts counts, of_hints;
   };
 
-  Foresight(const ForesightTables::Options& options, State state);
+  RegressionPredictor(const RegressionTables::Options& options, State state);
 
   void load(State state);  // between steps
   const State& state() const { return state_; }
@@ -81,7 +81,7 @@ class Foresight {
   void count(Counts& counts, const Scores& scores, const Ids& active, const Levels& levels);
   std::vector<double> chances(const Scores& scores, const Levels& levels) const;
 
-  ForesightTables tables_;
+  RegressionTables tables_;
   State state_;
   std::vector<double> frequencies_;  // of the state's counts
   bool has_tokens_ = false;
