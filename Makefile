@@ -188,7 +188,7 @@ seam-newest: setup  ## The seam's tests on the newest Transformers that the inde
 docs-models: setup  ## Write docs/models.md again
 	$(BIN)/pytest tests/hf/test_architectures.py --write-docs
 
-docs-modules: setup  ## Write the table of modules in docs/architecture.md again
+docs-modules: setup  ## Write docs/modules.md, the table of modules, again
 	$(BIN)/pytest tests/test_documents.py -k table_of_modules --write-docs
 
 docs-datapoints: setup  ## Write the table of docs/datapoints/README.md again

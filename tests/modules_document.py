@@ -1,4 +1,4 @@
-"""The table of modules in docs/architecture.md, from the first lines of their docstrings."""
+"""The table of modules in docs/modules.md, from the first lines of their docstrings."""
 
 import ast
 from collections.abc import Iterator
@@ -6,23 +6,18 @@ from pathlib import Path
 
 from tests.conftest import REPOSITORY
 
-PATH = REPOSITORY / "docs" / "architecture.md"
+PATH = REPOSITORY / "docs" / "modules.md"
 COMMAND = "make docs-modules"
-_HEADING = "## Modules\n"
 _SOURCES = REPOSITORY / "src"
 
 
-def hand_written(text: str) -> str:
-    """Return the document without the table."""
-    return text.partition(_HEADING)[0]
-
-
-def with_table(text: str) -> str:
-    """Return the document with the table as the modules have it now."""
+def document() -> str:
+    """Return the document as the modules have it now."""
     table = "\n".join(_table(_SOURCES / "tandem"))
     return (
-        f"{hand_written(text)}{_HEADING}\nWritten from the modules' docstrings by `{COMMAND}`; "
-        f"a test fails while it is out of date.\n\n{table}\n"
+        "# Modules\n\nThe first part of the API reference: every module with the first line of its "
+        f"docstring. `{COMMAND}` writes this page; a test fails while it is out of date.\n\n"
+        f"{table}\n"
     )
 
 
