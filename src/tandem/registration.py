@@ -1,7 +1,7 @@
-"""Tells Transformers about Tandem: at once if it is loaded, else when it gets loaded.
+"""Registers Tandem with Transformers: at once if it is loaded, else when it gets loaded.
 
 `import tandem` must not load torch, and must work before and after `import transformers`. So this
-file imports neither; a finder waits for the module that keeps Transformers' quantizers.
+file imports neither; a finder waits for the module with Transformers' quantizers.
 """
 
 import importlib.abc
@@ -14,7 +14,7 @@ _AWAITED = "transformers.quantizers.auto"
 
 
 def register_with_transformers() -> None:
-    """Make `OffloadConfig`, its quantizer and the experts function known to Transformers."""
+    """Register `OffloadConfig`, its quantizer and the experts function with Transformers."""
     if _AWAITED in sys.modules:
         _register()
     elif not any(isinstance(finder, _Await) for finder in sys.meta_path):

@@ -27,7 +27,7 @@ _TRIMMED_ROOM = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """What is asked of the engine, and how the answer is read."""
+    """A request to the engine process, and the form that its answer is read in."""
 
     request: Request
     prompt_text: str
@@ -43,7 +43,7 @@ class GenerationRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """The number of tokens in the prompt."""
         return len(self.request.prompt)
 
 
@@ -70,7 +70,9 @@ class GenerationRequests:
         self._context = context
 
     def capabilities(self, info: ModelInfo | None) -> dict[str, dict[str, bool]]:
-        """Return what clients may ask of the model, in the form that Anthropic's models have."""
+        """Return which of Anthropic's capabilities the model has, in the form of Anthropic's model
+        objects.
+        """
         found = {
             "tools": True,
             "structured_outputs": True,
@@ -119,7 +121,9 @@ class GenerationRequests:
         ]
 
     def chat_ids(self, body: ChatRequest, info: ModelInfo) -> list[int]:
-        """Return the tokens of a chat's prompt, unless they are surely more than the context."""
+        """Return the token ids of a chat's prompt; raises before tokenizing one that surely exceeds
+        the context.
+        """
         tools = tools_of(body)
         is_ruled = chat_grammar(body, tools, self._format.marks) is not None
         written = self._written(body, tools, info, is_ruled=is_ruled)
@@ -175,7 +179,7 @@ class GenerationRequests:
         return generation_requests
 
     def text_ids(self, prompt: str | list[int], info: ModelInfo, *, has_special: bool) -> list[int]:
-        """Return the tokens of a text, or the tokens themselves."""
+        """Return the token ids of a text; token ids are returned as they are."""
         if not isinstance(prompt, str):
             return prompt
         most = self.limit(info)
@@ -200,7 +204,7 @@ class GenerationRequests:
         return limit - len(ids)
 
     def limit(self, info: ModelInfo | None) -> int | None:
-        """Return how many tokens prompt and answer may have together."""
+        """Return how many tokens prompt and answer may have together; None: no limit is set."""
         model = None if info is None else info.context
         limits = [limit for limit in (self._context, model) if limit is not None]
         return min(limits, default=None)
@@ -276,10 +280,10 @@ def _require_known(ids: Sequence[int], info: ModelInfo, field: str) -> None:
 
 
 def new_id(prefix: str, mark: str = "-") -> str:
-    """Return an id that no other answer has."""
+    """Return a random id for an answer, unique and with this prefix."""
     return f"{prefix}{mark}{random.SystemRandom().getrandbits(96):024x}"
 
 
 def now_seconds() -> int:
-    """Return the time as OpenAI's objects carry it."""
+    """Return the Unix time in whole seconds, as OpenAI's objects carry it."""
     return int(time.time())

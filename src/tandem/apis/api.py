@@ -1,4 +1,6 @@
-"""What one API is to the server: its bodies become requests, and their answers its own objects."""
+"""The interface of one API: it turns bodies into requests, and token outputs into the API's
+objects.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +19,9 @@ Event = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a reply finds where its answer comes: it was begun in another process."""
+    """What a reply is given in the process where its tokens arrive; the reply was made in another
+    one.
+    """
 
     text_of: Callable[[int], str]
     """Returns a token's text."""
@@ -26,21 +30,23 @@ class Surroundings:
 
 
 class Reply(Protocol):
-    """The answer to one body, in an API's own form, as it comes. Pickled before its answer."""
+    """The answer to one body in an API's own form, built token by token. It is pickled before the
+    first.
+    """
 
     def arrive(self, surroundings: Surroundings) -> None:
-        """Take what is not pickled; comes before everything else."""
+        """Attach what could not be pickled. Called once, before every other method."""
         return
 
     def first_events(self) -> list[Event]:
-        """Return what begins the stream, before anything is computed."""
+        """Return the events that open the stream, before any token is computed."""
         return []
 
     def take(self, index: int, token_output: TokenOutput) -> list[Event]:
         """Take one token of one request's answer; return the events that follow from it."""
 
     def last_events(self) -> list[Event]:
-        """Return what ends the stream, once every answer has ended."""
+        """Return the events that close the stream, after every answer has ended."""
         return []
 
     def failed(self, error: ApiError) -> Event:
@@ -53,7 +59,7 @@ class Reply(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Api(Generic[B]):
-    """What bodies of one kind are turned into; the earlier conversation is JSON.
+    """Turns bodies of one kind into requests and replies; the earlier conversation is JSON.
 
     Both raise `ApiError` or `ConfigError`.
     """
@@ -67,7 +73,7 @@ class Api(Generic[B]):
 
 @dataclass(frozen=True, slots=True)
 class Question(Generic[B]):
-    """What bodies of one kind ask that needs no model; the earlier conversation is JSON."""
+    """Answers bodies of one kind without the model; the earlier conversation is JSON."""
 
     body: type[B]
     answer: Callable[[B, ModelInfo, bytes], dict[str, object]]

@@ -1,4 +1,6 @@
-"""One answer as it comes, before any API writes it: its parts, its counts and its end."""
+"""One answer while it is generated, in no API's form: its parts, its token counts and why it
+ended.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ End = Literal["stop", "stop_string", "length", "tool_calls"]
 
 @dataclass(slots=True)
 class Tally:
-    """What is counted of one answer while it comes."""
+    """Token counts of one answer, updated as it is generated."""
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -33,7 +35,7 @@ class Tally:
 
 
 class ComingAnswer:
-    """Takes one request's token outputs and gives the parts of its answer, alike for each API."""
+    """Turns one request's token outputs into parts of its answer; the same for every API."""
 
     def __init__(self, request: GenerationRequest) -> None:
         """Begin the answer to a request."""
@@ -42,7 +44,7 @@ class ComingAnswer:
         self.tally = Tally(prompt_tokens=request.prompt_tokens)
 
     def take(self, token_output: TokenOutput) -> list[AnswerPart]:
-        """Take one token; return the parts that are now certain."""
+        """Take one token output; return the answer parts that later tokens can no longer change."""
         self.tally.add(token_output)
         parts = [part for part in self._parts(token_output) if self._is_kept(part)]
         if any(part.reasoning for part in parts):
@@ -51,7 +53,7 @@ class ComingAnswer:
 
     @property
     def end(self) -> End | None:
-        """Why it ended; None: it goes on."""
+        """Why the answer ended; None while it goes on."""
         reason = self.tally.finish_reason
         if reason is None or reason == "length":
             return None if reason is None else "length"
@@ -76,20 +78,24 @@ class ComingAnswer:
 
 
 def arguments_object(arguments: str) -> object:
-    """Return the object that a call's arguments write; what is none is kept as text in one."""
+    """Return a call's arguments as an object; text that is no JSON object is kept as text inside
+    one.
+    """
     parsed = json_value(arguments)
     return parsed if isinstance(parsed, dict) else {"arguments": arguments}
 
 
 def logprob_entry(logprob: TokenLogprob, text_of: Callable[[int], str]) -> dict[str, object]:
-    """Return a token's log-probability, beside those of the likeliest, as chats list them."""
+    """Return a token's log-probability and those of the likeliest tokens, in the form of OpenAI's
+    chats.
+    """
     one = _token(logprob.token_id, logprob.logprob, text_of)
     one["top_logprobs"] = [_token(token, value, text_of) for token, value in logprob.top]
     return one
 
 
 def finite(logprob: float) -> float:
-    """Return a log-probability that JSON can carry: OpenAI's value for what is ruled out."""
+    """Return a log-probability that JSON can carry: minus infinity becomes OpenAI's -9999.0."""
     return max(logprob, -9999.0)
 
 

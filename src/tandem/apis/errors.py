@@ -1,4 +1,4 @@
-"""Errors as clients get them: in OpenAI's form, or in that of the API that was called."""
+"""The errors that clients receive, in OpenAI's form or in that of the API that was called."""
 
 from tandem.core.errors import TandemError
 
@@ -16,7 +16,7 @@ _ANTHROPIC_TYPES = {
 
 
 class ApiError(TandemError):
-    """An error as the client gets it: an HTTP status and a sentence."""
+    """An error for the client: an HTTP status and a sentence."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ApiError(TandemError):
 
     @property
     def ollama_body(self) -> dict[str, object]:
-        """The body of the answer as Ollama's API has it: a sentence, which names the field."""
+        """The response body in Ollama's form: one sentence, which names the field."""
         return {"error": self._named_message}
 
     @property
@@ -83,7 +83,7 @@ class ApiError(TandemError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers that belong to it."""
+        """The HTTP headers of the response."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
         seconds = self.retry_after_seconds
@@ -91,12 +91,12 @@ class ApiError(TandemError):
 
 
 def server_error(message: str, *, status: int = 500, code: str | None = None) -> ApiError:
-    """Return an error that is the server's."""
+    """Return an error for which the server is to blame."""
     return ApiError(status, message, kind="server_error", code=code)
 
 
 def busy(message: str, retry_after_seconds: int) -> ApiError:
-    """Return the error for a queue that is full."""
+    """Return the error for a full queue."""
     return ApiError(
         429,
         message,

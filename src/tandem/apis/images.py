@@ -28,7 +28,7 @@ _AS_DATA = "send it as a data URL (data:image/png;base64,...)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageReader:
-    """Opens the images of requests, which the model's processor writes into their prompts."""
+    """Opens the images of requests; the model's processor turns them into prompt tokens."""
 
     processor: "Processor | None"
     """None: the model's files have none; see `why_none`."""
@@ -40,9 +40,9 @@ class ImageReader:
     """Why requests with images are refused, as a sentence; None: they are not."""
 
     def write(self, text: str, sources: Sequence[str]) -> "ImagePrompt":
-        """Return the tokens of a prompt with a placeholder for each of some images.
+        """Return the token ids of a prompt that holds a placeholder for each image.
 
-        Raises `ApiError` or `ConfigError` for an image that is none, or is not to be read.
+        Raises `ApiError` or `ConfigError` for a source that is no image or may not be read.
         """
         from tandem.generate.images import open_image, write_prompt
 
@@ -122,7 +122,9 @@ def allowed_directory(name: str | None) -> Path | None:
 
 
 def content_of(parts: Sequence[TextPart | ImagePart]) -> str | list[dict[str, object]]:
-    """Return a message's content as turns have it: text alone as text, else its parts."""
+    """Return a message's content as chat templates take it: a string if it is text alone, else a
+    list of parts.
+    """
     if not any(isinstance(part, ImagePart) for part in parts):
         return "\n".join(part.text for part in parts if isinstance(part, TextPart))
     return [

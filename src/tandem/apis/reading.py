@@ -61,7 +61,9 @@ _KINDS = {dict: "an object", str: "a long string"}
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """A field that Tandem does not follow: what it may hold all the same, and what to do."""
+    """A field that Tandem does not follow, with the values that it may have anyway and a hint for
+    the user.
+    """
 
     neutral: tuple[object, ...]
     advice: str
@@ -91,7 +93,7 @@ def _fail_fast(schema: Any) -> None:
 
 
 class Body(BaseModel):
-    """What all bodies share."""
+    """The base of all request bodies."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
     unsupported: ClassVar[Mapping[str, Unsupported]] = {}
@@ -134,12 +136,14 @@ class ReadBody(Generic[B]):
 
 
 def sentence(text: str, field: str | None = None) -> PydanticCustomError:
-    """Return the error by which a validator speaks in its own words, of a field of its body."""
+    """Return a validation error with this message, for a field of the body."""
     return PydanticCustomError(_SENTENCE, "{text}", {"text": text, "field": field})
 
 
 def note_ignored(info: ValidationInfo, what: str) -> bool:
-    """Note that a part of a body is ignored; False for a strict server, which refuses it."""
+    """Record that a part of a body is ignored. Returns False for a strict server, which must refuse
+    it.
+    """
     reading = info.context
     if not isinstance(reading, _Reading) or reading.is_strict:
         return False
@@ -149,10 +153,10 @@ def note_ignored(info: ValidationInfo, what: str) -> bool:
 
 
 def tools_of_kind(own: Collection[str], tools: object, info: ValidationInfo) -> object:
-    """Leave out tools of other kinds, which run at a vendor: what is not here is not called.
+    """Drop tools of other kinds, which a vendor would run and this server does not.
 
-    `own` are the kinds that are taken; a tool without a type is of one. What is no list is left to
-    the field's own check.
+    `own` are the kinds to keep; a tool without a type is of one. Anything but a list is left to the
+    field's own validation.
     """
     if not isinstance(tools, list):
         return tools
@@ -167,7 +171,7 @@ def tools_of_kind(own: Collection[str], tools: object, info: ValidationInfo) -> 
 
 
 def known_names(kind: type[BaseModel]) -> set[str]:
-    """Return the fields of a body as clients write them."""
+    """Return the field names of a body as clients write them."""
     return {field.alias or name for name, field in kind.model_fields.items()}
 
 

@@ -14,7 +14,9 @@ _LOGPROB_FIELDS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 def usage(tallies: list[Tally], num_choices: int) -> dict[str, object]:
-    """Return the usage object of the answers to one or several prompts, each with its choices."""
+    """Return OpenAI's usage object for the answers to one or more prompts with `num_choices`
+    choices each.
+    """
     prompt = sum(tally.prompt_tokens for tally in tallies[::num_choices])
     generated = sum(tally.generated_tokens for tally in tallies)
     cached = sum(tally.reused_tokens for tally in tallies[::num_choices])
@@ -52,7 +54,7 @@ class _OpenAiReply(Reply):
 
 
 class ChatReply(_OpenAiReply):
-    """The choices of one chat answer as they come."""
+    """The choices of one chat answer while they are generated."""
 
     def __init__(
         self,
@@ -71,12 +73,12 @@ class ChatReply(_OpenAiReply):
             self._head["dropped_turns"] = generation_requests[0].num_dropped_turns
 
     def arrive(self, surroundings: Surroundings) -> None:
-        """Take what tokens' texts come from."""
+        """Attach the tokenizer's text function."""
         for choice in self._choices:
             choice.text_of = surroundings.text_of
 
     def first_events(self) -> list[Event]:
-        """Return the chunks that begin the stream."""
+        """Return the chunks that open the stream."""
         return [self._chunk(choice.first()) for choice in self._choices]
 
     def take(self, index: int, token_output: TokenOutput) -> list[Event]:
@@ -185,7 +187,7 @@ class _ChatChoice:
 
 
 class CompletionReply(_OpenAiReply):
-    """The answers to one completion request's prompts as they come."""
+    """The answers to one completion request's prompts while they are generated."""
 
     def __init__(
         self,
@@ -201,12 +203,12 @@ class CompletionReply(_OpenAiReply):
         self._logprobs = [_Logprobs(one.request.prompt) for one in generation_requests]
 
     def arrive(self, surroundings: Surroundings) -> None:
-        """Take what tokens' texts come from."""
+        """Attach the tokenizer's text function."""
         for logprobs in self._logprobs:
             logprobs.text_of = surroundings.text_of
 
     def take(self, index: int, token_output: TokenOutput) -> list[Event]:
-        """Take one token of one prompt's answer; return its chunk, if there is something to say."""
+        """Take one token of one prompt's answer; return its chunk, if any."""
         is_first = self._tallies[index].generated_tokens == 0
         self._tallies[index].add(token_output)
         logprobs = self._logprobs[index].take(token_output)

@@ -1,4 +1,5 @@
-"""Which grammar rules an answer: of a response format, of vLLM's and llama.cpp's fields, of tools.
+"""Which grammar constrains an answer: from a response format, vLLM's or llama.cpp's fields, or
+tools.
 
 Knows bodies and grammars; neither prompts nor tokens.
 """
@@ -25,7 +26,8 @@ GrammarWriter = partial[str] | partial[str | None]
 
 
 def chat_grammar(body: ChatRequest, tools: list[Tool], marks: CallForm) -> GrammarWriter | None:
-    """Return what writes the grammar that rules an answer from its first word, if there is one.
+    """Return a writer of the grammar that constrains a chat answer from its first token; None: no
+    grammar.
 
     Raises `ApiError`.
     """
@@ -40,7 +42,7 @@ def chat_grammar(body: ChatRequest, tools: list[Tool], marks: CallForm) -> Gramm
 
 
 def text_grammar(body: Sampling) -> GrammarWriter | None:
-    """Return what writes the grammar of an answer that calls nothing, if there is one."""
+    """Return a writer of the grammar of an answer without tool calls; None: no grammar."""
     guides = _guides(body)
     if len(guides) > 1:
         raise ApiError(400, f"{' and '.join(guides)} rule one answer; give one of them")
@@ -110,7 +112,7 @@ def _wanted(choice: ToolChoice | str, tools: list[Tool]) -> list[DescribedTool]:
 
 
 def described_tools(tools: list[Tool]) -> list[DescribedTool]:
-    """Return tools as grammars take them."""
+    """Return tools in the form that grammars take."""
     return [
         DescribedTool(tool.function.name, _arguments(tool), bool(tool.function.strict))
         for tool in tools

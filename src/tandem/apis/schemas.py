@@ -1,8 +1,8 @@
-"""The bodies of requests: OpenAI's fields, and those of vLLM and llama.cpp that Tandem follows.
+"""The request bodies: OpenAI's fields, and those of vLLM and llama.cpp that Tandem follows.
 
-A field that would make another answer and that Tandem does not follow is accepted only with the
-value that changes nothing; what happens to other fields is `reading`'s. Fields that are called as
-those of `SamplingOptions` are handed on as they are.
+A field that would change the answer and that Tandem does not follow is accepted only with its
+neutral value; `reading` handles other fields. Fields named like those of `SamplingOptions` are
+passed on unchanged.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ _UNSUPPORTED_IN_MESSAGES = {
 
 
 class StreamOptions(Body):
-    """What a stream carries beside its text."""
+    """What a stream carries besides text."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -57,7 +57,7 @@ class StreamOptions(Body):
 
 
 class JsonSchema(Body):
-    """A schema that the answer follows."""
+    """The JSON schema that the answer must follow."""
 
     name: str = Field("answer", max_length=128)
     description: str | None = None
@@ -66,7 +66,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What form the answer has."""
+    """The format of the answer: text, JSON or a JSON schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -75,7 +75,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """What rules an answer, as vLLM writes it: exactly one of these."""
+    """The constraint on an answer in vLLM's form: exactly one of these fields."""
 
     json_schema: _Json | str | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -85,29 +85,31 @@ class StructuredOutputs(Body):
 
 
 class Asked(Body):
-    """What every body that asks for an answer has."""
+    """The fields that all bodies asking for an answer share."""
 
     model: str | None = Field(None, max_length=512)
     stream: bool | None = None
 
     @property
     def is_stream(self) -> bool:
-        """Whether the answer comes piece by piece."""
+        """Whether the answer is streamed."""
         return bool(self.stream)
 
     @property
     def earlier_id(self) -> str | None:
-        """The earlier answer that it goes on from."""
+        """The id of the earlier response that this one continues; None: it starts a
+        conversation.
+        """
         return None
 
     @property
     def num_answers(self) -> int:
-        """How many requests it is for the engine."""
+        """How many generation requests the body makes."""
         return 1
 
 
 class Sampling(Asked):
-    """How tokens are chosen, and how the answer is sent."""
+    """How tokens are sampled, and how the answer is sent."""
 
     unsupported = _UNSUPPORTED
 
@@ -151,16 +153,18 @@ class Sampling(Asked):
 
     @property
     def num_answers(self) -> int:
-        """How many requests it is for the engine."""
+        """How many generation requests the body makes."""
         return self.n or 1
 
     @property
     def asked_tokens(self) -> int | None:
-        """How long an answer may be; None: as long as there is room."""
+        """The most tokens that the answer may have; None: as many as fit."""
         return _first(self.max_tokens, self.n_predict)
 
     def request(self, ids: Sequence[int], room: int) -> Request:
-        """Return what a prompt of these tokens asks for, with room for so many of an answer."""
+        """Return the request for a prompt of these token ids, whose answer may have `room`
+        tokens.
+        """
         asked = self.asked_tokens
         return Request(
             prompt=tuple(ids),
@@ -195,7 +199,7 @@ def _first(*given: int | None) -> int | None:
 
 
 class TextPart(Body):
-    """A part of a message's content."""
+    """A text part of a message's content."""
 
     type: Literal["text"]
     text: str
@@ -203,21 +207,21 @@ class TextPart(Body):
 
 
 class FunctionCall(Body):
-    """A call that the model asked for."""
+    """The function of a tool call: its name and arguments."""
 
     name: str = Field(max_length=128)
     arguments: str
 
 
 class ImageUrl(Body):
-    """Where a picture is."""
+    """The address of an image."""
 
     url: str
     detail: str | None = None
 
 
 class ImagePart(Body):
-    """A picture in a message's content: a data URL, or a local file where that is allowed."""
+    """An image in a message's content: a data URL, or a local file where that is allowed."""
 
     type: Literal["image_url"]
     image_url: ImageUrl | str
@@ -226,12 +230,12 @@ class ImagePart(Body):
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The address of the image."""
         return self.image_url if isinstance(self.image_url, str) else self.image_url.url
 
 
 class ToolCall(Body):
-    """A call in an earlier answer."""
+    """A tool call in an earlier answer."""
 
     id: str = Field(max_length=128)
     type: Literal["function"] = "function"
@@ -268,7 +272,7 @@ class Message(Body):
 
 
 class FunctionDefinition(Body):
-    """What a tool is called, does and takes."""
+    """A tool's name, description and parameters."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     description: str | None = None
@@ -290,7 +294,7 @@ class ToolName(Body):
 
 
 class ToolChoice(Body):
-    """The tool that must be called."""
+    """A tool that the answer must call."""
 
     type: Literal["function"]
     function: ToolName
@@ -322,17 +326,19 @@ class ChatRequest(Sampling):
 
     @property
     def asked_tokens(self) -> int | None:
-        """How long an answer may be; None: as long as there is room."""
+        """The most tokens that the answer may have; None: as many as fit."""
         return _first(self.max_completion_tokens, self.max_tokens, self.n_predict)
 
     @property
     def thinking_tokens(self) -> int | None:
-        """How many tokens of reasoning there may be; None: any number."""
+        """The most tokens of reasoning; None: no limit."""
         budgets = self.thinking_token_budget, self.thinking_budget_tokens, self.thinking_budget
         return _first(*budgets)
 
     def request(self, ids: Sequence[int], room: int) -> Request:
-        """Return what a prompt of these tokens asks for, with room for so many of an answer."""
+        """Return the request for a prompt of these token ids, whose answer may have `room`
+        tokens.
+        """
         num_top = (self.top_logprobs or 0) if self.logprobs else None
         return dataclasses.replace(super().request(ids, room), num_top_logprobs=num_top)
 
@@ -354,11 +360,13 @@ class CompletionRequest(Sampling):
 
     @property
     def num_answers(self) -> int:
-        """How many requests it is for the engine."""
+        """How many generation requests the body makes."""
         return len(self.prompts) * (self.n or 1)
 
     def request(self, ids: Sequence[int], room: int) -> Request:
-        """Return what a prompt of these tokens asks for, with room for so many of an answer."""
+        """Return the request for a prompt of these token ids, whose answer may have `room`
+        tokens.
+        """
         return dataclasses.replace(
             super().request(ids, room),
             num_top_logprobs=self.logprobs,
@@ -367,7 +375,7 @@ class CompletionRequest(Sampling):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """Its prompts: texts, or token ids."""
+        """The prompts of the body: texts, or lists of token ids."""
         given: Any = self.prompt
         is_one = isinstance(given, str) or isinstance(given[0], int)
         return [given] if is_one else given

@@ -1,4 +1,4 @@
-"""A chat's messages, tools and options as chat templates read them."""
+"""A chat's messages, tools and options in the form that chat templates take."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from tandem.dialects.arguments import json_value
 
 
 def described(tools: list[Tool]) -> list[dict[str, object]]:
-    """Return tools as chat templates read them."""
+    """Return tools in the form that chat templates take."""
     return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
 
 
@@ -19,7 +19,7 @@ def tools_of(body: ChatRequest) -> list[Tool]:
 
 
 def turn_of(message: Message) -> dict[str, object]:
-    """Return a message as chat templates read it."""
+    """Return a message in the form that chat templates take."""
     content: object = message.content
     if isinstance(content, list):
         content = content_of(content)
@@ -44,7 +44,9 @@ def turn_of(message: Message) -> dict[str, object]:
 
 
 def template_options(body: ChatRequest) -> Mapping[str, object]:
-    """Return a chat template's own options; raises `ApiError` for one that is not the client's."""
+    """Return the options for the chat template; raises `ApiError` for one that clients may not
+    set.
+    """
     options = dict(body.chat_template_kwargs or {})
     reserved = {"messages", "tools", "tokenize", "chat_template", "return_dict"}
     for name in options:

@@ -1,7 +1,7 @@
-"""Fixes a model's residual vectors from a text, and measures how well they predict.
+"""Learns a model's residual vectors from a text, and measures how well they predict experts.
 
-The text is split into windows. The first part teaches; the rest is predicted, with and without the
-residual, and compared with what the routers then chose (DALI's tables 5 and 8).
+The text is split into windows. The first ones teach; on the others, predictions with and without
+the residual are compared with what the routers then chose (DALI's tables 5 and 8).
 """
 
 from collections.abc import Callable, Sequence
@@ -29,14 +29,16 @@ Ints = npt.NDArray[np.integer]
 
 
 class Likeness(NamedTuple):
-    """Cosine of a predicted and the true router input, by layer, without and with the residual."""
+    """Cosine between the predicted and the true router input, by layer, without and with the
+    residual.
+    """
 
     plain: list[float]
     residual: list[float]
 
 
 class Calibration(NamedTuple):
-    """What a calibration has found."""
+    """The result of a calibration."""
 
     residuals: Residuals
     taught_tokens: int
@@ -47,10 +49,10 @@ class Calibration(NamedTuple):
 def calibrate(
     model: PreTrainedModel, token_ids: Sequence[int], progress: Progress | None = None
 ) -> Calibration:
-    """Learn a model's residuals from the first three quarters of a text; judge them on the rest.
+    """Learn a model's residual vectors from three quarters of a text, and measure them on the rest.
 
-    Raises `UnsupportedModelError` where routers cannot be asked ahead, `ConfigError` for a text of
-    less than four windows.
+    Raises `UnsupportedModelError` if the model's routers cannot be asked ahead, and `ConfigError`
+    for a text of less than four windows.
     """
     windows = [
         token_ids[at : at + WINDOW_TOKENS]
@@ -106,10 +108,11 @@ def _likeness(cosines: Sequence[tuple[float, float]], num_pairs: int) -> Likenes
 def accuracy_by_batch(
     trace: RoutingTrace, count: int, batches: Sequence[int] = BATCHES
 ) -> dict[str, list[float]]:
-    """Return by predictor how often the `count` experts of highest predicted workload are among
-    those of highest true workload, for each batch size: tokens of different places as one step.
+    """Return, by predictor, the share of the truly busiest `count` experts that it predicts, by
+    batch size.
 
-    Of experts with equal true workload any counts, as any would have been as good to copy.
+    A batch is made of tokens at different positions. Among experts with equal workload any counts
+    as right.
     """
     assert trace.predicted is not None
     draw = np.random.default_rng(0)

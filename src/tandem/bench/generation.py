@@ -40,7 +40,7 @@ _ROUTER_WORK = {"softmax", "_softmax", "topk", "sum", "div", "div_", "gather", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is generated."""
+    """Size of the measured run: prompt, decode steps and batch."""
 
     prompt_tokens: int
     new_tokens: int
@@ -51,7 +51,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Tokens per second of all rows together: of a ceiling, or measured."""
+    """Tokens per second of the whole batch, measured or as a ceiling."""
 
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
@@ -59,7 +59,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one run took, and where a decode step's milliseconds went."""
+    """The times of one run, and how a decode step's milliseconds were spent."""
 
     time_to_first_token_seconds: float
     speed: Speed
@@ -77,13 +77,13 @@ class Measured:
 
 
 def measure_machine(bench: KernelBench) -> Ceiling:
-    """Return the medians of what the machine does at best."""
+    """Return the median ceilings of the machine."""
     samples = [asdict(bench.ceiling()) for _ in range(_CEILING_SAMPLES)]
     return Ceiling(**{n: statistics.median(s[n] for s in samples) for n in samples[0]})
 
 
 def ceiling_of(model: PreTrainedModel, work: Workload, machine: Ceiling, step_bytes: int) -> Speed:
-    """Return what `machine` allows at best for a step that touches `step_bytes`."""
+    """Return the ceiling that `machine` sets for a step that reads `step_bytes`."""
     seconds = step_bytes / (machine.read_gigabytes_per_second * 1e9)
     prefill = 0.0
     for num_weights, fmt in _weights_per_token(model):
@@ -94,9 +94,9 @@ def ceiling_of(model: PreTrainedModel, work: Workload, machine: Ceiling, step_by
 def measure(
     model: PreTrainedModel, generator: Generator, work: Workload, bench: KernelBench | None = None
 ) -> Measured:
-    """Prefill and decode random tokens once warm; greedy.
+    """Time prefill and greedy decoding of random tokens, after a warm-up.
 
-    `bench` reads memory between the decode steps, because it changes its speed on shared machines.
+    `bench` measures the read rate between decode steps, as it changes on shared machines.
     """
     prompts = dict(enumerate(_random_prompts(model, work)))
     pool = generator.slot_pool(work.batch, capacity=work.prompt_tokens + work.new_tokens)
@@ -223,7 +223,7 @@ def _text_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def dense_bytes(model: nn.Module) -> int:
-    """Return the bytes of the weights that every step reads."""
+    """Return the bytes of the weights that every step reads: all but the experts."""
     return sum(
         module.packed.num_bytes
         if isinstance(module, PackedLinear)

@@ -52,7 +52,7 @@ _MIN_CALLS, _MAX_CALLS = 2, 40
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """What the machine does at best with the same threads."""
+    """The best rates that the machine reaches with the same threads."""
 
     read_gigabytes_per_second: float
     int4_gops: float
@@ -61,7 +61,9 @@ class Ceiling:
     bf16_gflops: float
 
     def peak_of(self, fmt: WeightFormat | None) -> float:
-        """Return the operations a nanosecond for weights in a format; None: not packed."""
+        """Return the ceiling in operations per nanosecond for a format; None means plain
+        weights.
+        """
         if fmt is None or fmt.kind in ("bf16", "fp16", "fp8"):
             return self.bf16_gflops
         return self.int8_gops if fmt.bits == 8 else self.int4_gops
@@ -69,7 +71,7 @@ class Ceiling:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Gated experts of one shape: each call sends every token to the next `num_active` of them."""
+    """Gated experts of one shape; each call sends every token to the next `num_active` of them."""
 
     hidden_size: int
     intermediate_size: int
@@ -82,7 +84,7 @@ class Work:
     max_tokens: int
 
     def num_experts(self, bits_per_weight: float) -> int:
-        """Return how many experts fill the store, whole calls of them."""
+        """Return how many experts the store holds: a multiple of what one call uses."""
         one = 3 * self.hidden_size * self.intermediate_size * bits_per_weight / 8
         calls = max(2, round(self.store_bytes / one / self.num_active))
         return calls * self.num_active
@@ -90,7 +92,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One measured case: medians over calls; `share_of_ceiling` of the bound that is nearer."""
+    """One measured case: medians over calls; `share_of_ceiling` is of the lower ceiling."""
 
     shape: str
     format: str
@@ -110,13 +112,13 @@ class Case:
 
 
 class Timed(Protocol):
-    """Tandem's kernels, or another system's, with weights in place."""
+    """A system under test, Tandem or another, with its weights in memory."""
 
     bytes_per_call: int
     format: str
 
     def time_calls(self, tokens: int, num_calls: int) -> list[float]:
-        """Return the seconds of some calls, each on the next experts."""
+        """Return the seconds of `num_calls` calls, each on the next experts."""
         ...
 
 
@@ -142,7 +144,7 @@ class KernelBench:
     def read_rate(self) -> float:
         """Return the bytes read per nanosecond now; takes a few milliseconds.
 
-        Each call reads another part, as a large cache may hold the last one still.
+        Each call reads another part, because a large cache may still hold the last one.
         """
         begin, self._sample_begin = self._sample_begin, self._sample_begin + _SAMPLE_BYTES
         self._sample_begin %= _CEILING_BYTES
@@ -150,7 +152,7 @@ class KernelBench:
         return _rate(lambda: self.engine.read_all(sample))
 
     def work(self, shape: str, format_name: str, tokens: Sequence[int]) -> Work:
-        """Return what is computed for one format of a shape: what a peer is to compute too."""
+        """Return the work of one format and shape, for a peer to compute as well."""
         layout = _layout(shape, format_name)
         return Work(
             layout.hidden_size, layout.intermediate_size, layout.format_name, _NUM_ACTIVE,
@@ -164,7 +166,7 @@ class KernelBench:
         tokens: Sequence[int],
         peers: Mapping[str, Timed] | None = None,
     ) -> Iterator[Case]:
-        """Measure one format of a shape; each of Tandem's cases is followed by the peers'."""
+        """Measure one format of a shape; the cases of the peers follow each of Tandem's."""
         layout, work = _layout(shape, format_name), self.work(shape, format_name, tokens)
         timed: dict[str | None, Timed] = {None: _Own(self.engine, layout, work)}
         timed.update(peers or {})

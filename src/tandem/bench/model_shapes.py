@@ -10,7 +10,7 @@ from tandem.core.registry import nearest_names
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A Transformers architecture and the values of its configuration that decide the speed."""
+    """A Transformers architecture with the config values that decide its speed."""
 
     model_type: str
     values: dict[str, Any] = field(default_factory=dict)
@@ -20,7 +20,7 @@ class ModelShape:
     """Values of that one's configuration beside the text model's; with some it keeps its towers."""
 
     def cut(self, num_layers: int, *, first: int = 0) -> "ModelShape":
-        """Return the shape with so many of its layers, and so what it lists layer by layer."""
+        """Return the shape with `num_layers` of its layers, from `first` on."""
         total = self.values["num_hidden_layers"]
         end = min(first + num_layers, total)
         values = {
@@ -34,20 +34,21 @@ class ModelShape:
 
     @property
     def has_experts(self) -> bool:
-        """Whether it is the shape of a model with experts."""
+        """Whether the shape has experts."""
         return any("expert" in key for key in self.values)
 
     @property
     def kinds(self) -> list[tuple[object, ...]]:
-        """What the shape lists of each layer."""
+        """For each layer, its values in the config's per-layer lists."""
         total = self.values["num_hidden_layers"]
         lists = [value for value in self.values.values() if _is_by_layer(value, total)]
         return list(zip(*lists, strict=True)) if lists else [()] * total
 
     def sample(self, num_layers: int) -> "ModelShape":
-        """Return the shape with the first run of so many layers that has as many kinds as any.
+        """Return the shape cut to the `num_layers` consecutive layers with the most kinds of
+        layers.
 
-        Of such runs the one whose kinds, then whose layers, are most like the model's others.
+        Among equals, the run that is most typical of the whole model.
         """
         kinds = self.kinds
         counts = Counter(kinds)
@@ -238,7 +239,7 @@ DENSE_SHAPES = {
 
 
 def find_shape(name: str) -> ModelShape:
-    """Return a shape by its name; `ConfigError` with the nearest names and all names else."""
+    """Return a shape by its name; `ConfigError` names the nearest names and lists all."""
     shapes = MODEL_SHAPES | DENSE_SHAPES
     if name not in shapes:
         near, known = nearest_names(name, list(shapes)), ", ".join(shapes)

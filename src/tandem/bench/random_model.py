@@ -1,7 +1,7 @@
-"""A model of a released shape with random weights, straight in packed form.
+"""Builds a model of a released shape with random weights, directly in packed form.
 
-Nothing is ever whole in bf16: the model is built without memory; experts and linear layers get
-packed buffers, and only what is left is allocated. Random codes cost the kernels what real ones do.
+No weight ever exists in bf16: the model is built on the meta device, experts and linear layers get
+packed buffers, and only the rest is allocated. Random codes cost the kernels as much as real ones.
 """
 
 from collections.abc import Callable
@@ -52,11 +52,12 @@ def build_random_model(
     has_huge_pages: bool = True,
     is_shared: bool = False,
 ) -> PreTrainedModel:
-    """Build a shape as if it had been loaded; `num_layers` and `vocabulary` make it smaller.
+    """Build a model of a shape; `num_layers` and `vocabulary` make it smaller.
 
-    Without huge pages experts lie as those of a mapped file do. Dense parts are on `device`; on a
-    GPU `offload` says how they are packed, and `dense_dtype` is "none". With `is_shared` what is
-    packed in one size lies in memory once, for all layers, so that a model of any size is saved.
+    Without huge pages the experts are laid out like those of a mapped file. Dense weights are on
+    `device`; on a GPU `offload` says how they are packed, and `dense_dtype` is "none". With
+    `is_shared`, equally large packed weights share memory across layers, so that a model of any
+    size can be saved.
     """
     if num_layers is not None:
         shape = shape.sample(num_layers)
@@ -92,10 +93,10 @@ def build_random_model(
 
 
 def empty_model_of(shape: ModelShape, vocabulary: int | None = None) -> PreTrainedModel:
-    """Build a shape in bf16 without memory, perhaps with another vocabulary.
+    """Build a bf16 model of a shape on the meta device, perhaps with another vocabulary.
 
-    Raises `UnsupportedModelError` for a text model that Transformers builds beside others alone,
-    where the shape does not say of what it is a part.
+    Raises `UnsupportedModelError` for a text model that Transformers builds only as a part of a
+    whole one, if the shape does not name the whole.
     """
     values = dict(shape.values)
     if vocabulary is not None:
@@ -154,7 +155,7 @@ def _drop_towers(model: nn.Module) -> None:
 
 
 def drop_experts(model: nn.Module) -> None:
-    """Leave experts modules without weights of their own."""
+    """Remove the weights of all experts modules."""
     for module in model.modules():
         if is_experts_module(module):
             for name, parameter in list(module.named_parameters(recurse=False)):

@@ -1,4 +1,4 @@
-"""Random weights straight in packed form: what they cost the kernels is what real ones do."""
+"""Random weights directly in packed form; they cost the kernels as much as real ones."""
 
 import torch
 from torch import Tensor

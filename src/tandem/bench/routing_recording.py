@@ -15,10 +15,11 @@ from tandem.hf.token_tables import tables_by_token
 
 @contextmanager
 def recording(model: PreTrainedModel, given: LookAhead | None = None) -> Iterator[RoutingRecorder]:
-    """Record everything that runs inside; each sequence begins with `begin_sequences`.
+    """Record the routing of everything that runs inside; call `begin_sequences` before each
+    sequence.
 
-    Where the model's routers can be asked ahead, their guesses are recorded too; `given` asks them
-    if the caller does that already. Raises `UnsupportedModelError` for what a trace cannot hold.
+    If the model's routers can be asked ahead, their guesses are recorded too. Pass `given` if the
+    caller asks them already. Raises `UnsupportedModelError` for a model that a trace cannot hold.
     """
     runtime = require_experts(model)
     if any(layer.arrivals.num_spare for layer in runtime.store):

@@ -1,1 +1,1 @@
-"""Model files: where they are, packed ones, and those that others quantised."""
+"""Model files: finding them, packed checkpoints, and checkpoints quantised by others."""

@@ -39,7 +39,7 @@ _SHOWN_SIZES = 3
 
 @dataclass(frozen=True, slots=True)
 class HeldTensors:
-    """What bounds the model that a checkpoint's tensors can be."""
+    """The bounds that a checkpoint's tensors set on the model's size."""
 
     names: Iterable[str]
     num_tensors: int
@@ -48,13 +48,13 @@ class HeldTensors:
 
     @property
     def num_layers(self) -> int:
-        """The highest number in the tensors' names, counted from 0, and one."""
+        """One more than the highest layer number in the tensors' names."""
         found = (int(number) for name in self.names for number in _NUMBER.findall(name))
         return 1 + max(found, default=0)
 
 
 def require_sizes(where: str, config: Mapping[str, object], held: HeldTensors) -> None:
-    """Raise `ModelError` for a number in a config that no model of these tensors has."""
+    """Raise `ModelError` for a size in the config that is impossible with these tensors."""
     most_layers = max(held.num_tensors, _FEW_LAYERS)
     most = max(held.num_elements, _MOST_OF_ANYTHING)
     for key, value in _numbers(config):
@@ -71,7 +71,7 @@ def require_sizes(where: str, config: Mapping[str, object], held: HeldTensors) -
 
 
 def require_layers(where: str, num_layers: object, held: HeldTensors) -> None:
-    """Raise `ModelError` for a model of more layers than tensors are named after."""
+    """Raise `ModelError` if the config has more layers than the tensor names."""
     if is_int(num_layers) and num_layers > held.num_layers:
         raise ModelError(
             f"{where}: num_hidden_layers is {num_layers}, and the tensors are of "
@@ -81,10 +81,11 @@ def require_layers(where: str, num_layers: object, held: HeldTensors) -> None:
 
 @contextmanager
 def counted_build(where: str, config: Mapping[str, object], held: HeldTensors) -> Iterator[None]:
-    """Count what this thread makes of modules inside; raises `ModelError` when it is too much.
+    """Count the modules that this thread creates inside; raises `ModelError` when there are too
+    many.
 
-    Modules, parameters and buffers are to be on the meta device: they are counted before any of
-    them takes memory.
+    Modules, parameters and buffers must be on the meta device: they are counted before any takes
+    memory.
     """
     counts = _Counts(where, config, held)
     handles = (

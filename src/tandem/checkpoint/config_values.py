@@ -46,7 +46,7 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def require_possible_values(where: str, config: JsonObject) -> None:
-    """Raise `ModelError` naming the first field of a config that no model can have."""
+    """Raise `ModelError` naming the first config field with an impossible value."""
     for part in _configs_in(config):
         for name in _COUNTS:
             _require_count(where, name, part.get(name), least=1)
@@ -69,7 +69,7 @@ def _configs_in(config: JsonObject) -> Iterator[JsonObject]:
 
 
 def require_readable_config(directory: Path, model_type: str) -> None:
-    """Let Transformers read a config.json whose model type it knows; raises `ModelError`."""
+    """Let Transformers parse a config.json of a model type that it knows; raises `ModelError`."""
     from transformers import AutoConfig
 
     with foreign_errors(f"{directory}/config.json cannot be a {model_type}'s"):
@@ -77,21 +77,21 @@ def require_readable_config(directory: Path, model_type: str) -> None:
 
 
 def value_of(config: PreTrainedConfig, name: str) -> Any:
-    """Return a value that the configs of some models have; None of others."""
+    """Return a config value that only some models have; None for the others."""
     return getattr(config, name, None)
 
 
 def experts_per_token(config: PreTrainedConfig) -> int:
-    """Return to how many experts of a layer a text model's config sends a token.
+    """Return how many experts per layer a token is sent to.
 
-    DBRX's has a config of its own for these.
+    DBRX keeps this number in a config of its own.
     """
     parts = [part for part in (config, value_of(config, "ffn_config")) if part is not None]
     return next((int(k) for part in parts for name in _TOP_K if (k := value_of(part, name))), 1)
 
 
 def require_generation_config(directory: Path) -> None:
-    """Raise `ModelError` for a generation_config.json that would be left out in silence."""
+    """Raise `ModelError` for a generation_config.json that Transformers would silently ignore."""
     if not (directory / GENERATION_CONFIG).exists():
         return
     where, config = f"{directory}/{GENERATION_CONFIG}", read_json(directory, GENERATION_CONFIG)
@@ -108,9 +108,10 @@ def require_generation_config(directory: Path) -> None:
 
 @contextmanager
 def foreign_errors(what: str) -> Iterator[None]:
-    """Turn what other libraries raise about a file into a `ModelError`: one sentence after `what`.
+    """Turn errors of other libraries about a file into a `ModelError`: one sentence that begins
+    with `what`.
 
-    What Tandem itself asserts passes, as a defect of Tandem's.
+    Tandem's own assertions pass through, as they show a defect of Tandem.
     """
     try:
         yield
@@ -132,7 +133,7 @@ def _is_own_assertion(error: BaseException) -> bool:
 
 
 def said(error: BaseException) -> str:
-    """Return the sentence in an error of another library's code, and no more than a few lines."""
+    """Return the message of another library's error, cut to a few lines."""
     sentence = _sentence(error)
     return sentence if len(sentence) <= _LONGEST_SAID else f"{sentence[:_LONGEST_SAID]}..."
 
@@ -170,7 +171,7 @@ def _require_few(where: str, name: str, value: object) -> None:
 
 
 def require_top_k(where: str, part: Mapping[str, object]) -> None:
-    """Raise `ModelError` for a config that sends a token to more experts than there are."""
+    """Raise `ModelError` if the config sends a token to more experts than there are."""
     counts = [(name, count) for name in _EXPERTS if is_int(count := part.get(name))]
     for name, count in counts:
         if count < 0:

@@ -38,9 +38,9 @@ Parts = Tensor | Sequence[Tensor]
 
 
 class FileSums(NamedTuple):
-    """A file's SHA-256 in hex, the CRC-32 of each tensor, the CRC32C of each expert of a tensor.
+    """The checksums of a file: SHA-256 in hex, CRC-32 by tensor, and CRC32C by expert of a tensor.
 
-    An expert's sum is that of all bytes from its first one to the next expert's.
+    An expert's checksum covers all bytes up to the start of the next expert.
     """
 
     sha256: str
@@ -51,10 +51,10 @@ class FileSums(NamedTuple):
 def write_tensors(
     directory: Path, name: str, tensors: Mapping[str, Parts], *, experts: str | None = None
 ) -> FileSums:
-    """Write a safetensors file, which appears when it is on the disk; return its sums.
+    """Write a safetensors file atomically; return its checksums.
 
-    The tensor `experts` (num_experts, bytes) comes first, each row filled up with zeros to a
-    multiple of 4,096 bytes. Raises `OSError`, and leaves no part of the file.
+    The tensor `experts` (num_experts, bytes) comes first, each expert padded with zeros to a
+    multiple of 4,096 bytes. Raises `OSError`, and then leaves no partial file.
     """
     partial = directory / f"{name}.part"
     try:

@@ -1,7 +1,7 @@
-"""What of a model's JSON files would have Transformers run or fetch something else.
+"""Finds what in a model's JSON files would make Transformers run or fetch foreign code.
 
-A config may name kernels of the hub, other files of weights, other models; Tandem loads what lies
-in the directory and runs the code that is installed. A model's own code is `trust_remote_code`'s.
+A config may name kernels of the hub, other weight files or other models. Tandem loads what is in
+the directory and runs only installed code. A model's own code needs `trust_remote_code`.
 """
 
 import re
@@ -32,9 +32,9 @@ _TIMM_HUB = re.compile(r"(hf[-_]hub|local-dir|https?):")
 
 
 def require_no_foreign_code(file: Path, content: JsonObject) -> None:
-    """Raise for a file that names code, kernels or models that are not Tandem's to run.
+    """Raise if a file names code, kernels or models that Tandem must not run.
 
-    `UnsupportedModelError` for kernels of the hub, `ModelError` else.
+    `UnsupportedModelError` for kernels of the hub, `ModelError` for the rest.
     """
     for key, value in _named_values(content):
         if _IMPLEMENTATION.fullmatch(key):
@@ -52,7 +52,7 @@ def require_no_foreign_code(file: Path, content: JsonObject) -> None:
 
 
 def require_no_methods(file: Path, config: JsonObject, kind: type) -> None:
-    """Raise `ModelError` for keys of a config that would replace methods of its class."""
+    """Raise `ModelError` for config keys that would replace methods of the config's class."""
     for part in (config, *(v for k, v in config.items() if k.endswith("_config"))):
         for key in part if isinstance(part, dict) else ():
             if key.startswith("__") or callable(getattr(kind, key, None)):

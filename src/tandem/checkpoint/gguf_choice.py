@@ -1,4 +1,4 @@
-"""Which GGUF files of a repository `OWNER/NAME:Q4_K_M` means, as llama.cpp's -hf has it."""
+"""Chooses the GGUF files that `OWNER/NAME:Q4_K_M` means, by the rules of llama.cpp's -hf."""
 
 import re
 from collections import defaultdict
@@ -14,8 +14,8 @@ _SHOWN_FILES = 12
 def choose_gguf(repository: str, names: Iterable[str], tag: str) -> list[str]:
     """Return the files of the one model that a tag names, all its parts in order.
 
-    The tag is a type of blocks ("Q4_K_M", "UD-Q4_K_XL", in any case), or a file's name. If several
-    models have it, the one with the shortest name is meant. Raises `ModelError` if none has.
+    The tag is a quantisation ("Q4_K_M", "UD-Q4_K_XL", in any case) or a file name. If several
+    models match, the one with the shortest name wins. Raises `ModelError` if none matches.
     """
     models: dict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
@@ -38,12 +38,12 @@ def choose_gguf(repository: str, names: Iterable[str], tag: str) -> list[str]:
 
 
 def is_projector(name: str) -> bool:
-    """Whether a GGUF file reads images or sound for a model, and is none itself."""
+    """Whether a GGUF file is a projector, which reads images or sound for a model."""
     return PurePosixPath(name).name.lower().startswith("mmproj") or "-mmproj" in name.lower()
 
 
 def projectors_beside(file: Path) -> list[Path]:
-    """Return the files that read images or sound for a model, in its directory."""
+    """Return the projector files in a model's directory."""
     return sorted(path for path in file.parent.glob("*.gguf") if is_projector(path.name))
 
 

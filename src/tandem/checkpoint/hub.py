@@ -23,7 +23,7 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True, slots=True)
 class HubOptions:
-    """What a user says about the hub; None is huggingface_hub's own default."""
+    """The user's settings for the hub; None means huggingface_hub's own default."""
 
     revision: str | None = None
     token: str | bool | None = None

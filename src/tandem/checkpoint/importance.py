@@ -1,7 +1,8 @@
-"""Importance: how much the inputs of each matrix count when its weights are rounded.
+"""Importance: how much each input of a matrix counts when the weights are rounded.
 
-Of each input its mean square over the tokens of a text, as `tandem importance` collects it; files
-of llama.cpp (imatrix) are read too. A wrong weight costs the square of its input.
+It is the input's mean square over the tokens of a text, as `tandem importance` collects it;
+llama.cpp's imatrix files are read too. A rounding error costs in proportion to the mean square of
+its input.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +29,7 @@ class Importance:
     def __init__(
         self, path: Path, find: Find, divergence: Callable[[str], float | None] = lambda _: None
     ) -> None:
-        """Ask `find` for what the file has of a parameter."""
+        """Remember `find`, which looks a parameter up in the file."""
         self._path, self._find = path, find
         self.divergence_of = divergence
         """Returns what rounding a parameter coarsely does to the answers, in nats; None: unknown.
@@ -36,9 +37,10 @@ class Importance:
         self._latest: tuple[str, Tensor | None] = ("", None)
 
     def of(self, parameter: str, shape: tuple[int, int]) -> Tensor | None:
-        """Return what each input counts, (num_matrices, cols) fp32, 1 in the mean; None: unknown.
+        """Return the importance of each input, (num_matrices, cols) fp32 with mean 1; None:
+        unknown.
 
-        Raises `ConfigError` if the file has another number of them.
+        Raises `ConfigError` if the file has another number of inputs.
         """
         if parameter != self._latest[0]:
             found = self._find(parameter)
@@ -71,9 +73,9 @@ class Importance:
 def save_importance(
     path: Path, found: Mapping[str, InputSquares], divergence: Mapping[str, float] | None = None
 ) -> None:
-    """Write what was collected by parameter; the file appears when it is whole.
+    """Write the collected importance by parameter, atomically.
 
-    `divergence` is what `Importance.divergence_of` returns then.
+    `divergence` is what `Importance.divergence_of` will return.
     """
     tensors = {
         name + _DIVERGENCE: torch.tensor(value, dtype=torch.float64, device="cpu")
@@ -93,9 +95,9 @@ def save_importance(
 
 
 def open_importance(path: Path) -> Importance:
-    """Open a file of `tandem importance` or of llama.cpp, by its content.
+    """Open a file of `tandem importance` or llama.cpp; the content tells which.
 
-    Raises `FileFormatError` for another or a damaged one, and `OSError`.
+    Raises `OSError`, and `FileFormatError` for a damaged file or one of another kind.
     """
     with path.open("rb") as stream:
         begin = stream.read(9)

@@ -1,4 +1,4 @@
-"""Mean squares of matrices' inputs, and what they become where few tokens were seen."""
+"""Mean squares of matrices' inputs, smoothed where few tokens were seen."""
 
 from typing import NamedTuple
 
@@ -12,18 +12,18 @@ _LEAST = 1e-4
 
 
 class InputSquares(NamedTuple):
-    """What was collected of one matrix, or of each expert's."""
+    """The mean squares collected for one matrix, or for each expert's."""
 
     mean_square: Tensor  # (num_matrices, cols) fp32
     tokens: Tensor  # (num_matrices,) that reached each; none: not counted
 
 
 def with_prior(found: InputSquares, *, are_inner: bool) -> Tensor:
-    """Return the importance (num_matrices, cols) with a mean of 1, also of what no token reached.
+    """Return the importance (num_matrices, cols) with a mean of 1, smoothed by a prior.
 
-    What was collected counts by its tokens against what is known before: experts of a layer have
-    the same inputs, so theirs are those of the whole layer; their inner channels (`are_inner`) are
-    each expert's own, of which nothing is known, so that all count alike.
+    The more tokens a matrix saw, the more its own mean squares count. For the inputs of experts the
+    prior is the mean of the whole layer, as they share their inputs. For inner channels
+    (`are_inner`), which belong to one expert each, the prior counts all alike.
     """
     squares, tokens = found.mean_square.float(), found.tokens.float()[:, None]
     squares = squares.nan_to_num(0.0, 0.0, 0.0).clamp(min=0.0)

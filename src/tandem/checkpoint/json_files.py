@@ -19,7 +19,7 @@ _MOST_SHOWN = 1000
 
 
 class DamagedJsonError(Exception):
-    """Says in half a sentence what is wrong with a text."""
+    """Says what is wrong with a JSON text, in half a sentence."""
 
 
 def read_json(directory: Path, name: str) -> JsonObject:
@@ -43,9 +43,9 @@ def read_json(directory: Path, name: str) -> JsonObject:
 
 
 def parse_json(text: bytes) -> Any:
-    """Return what a text holds; raises `DamagedJsonError`.
+    """Parse a JSON text; raises `DamagedJsonError`.
 
-    A key that stands twice with two values is an error: two readers would take one each.
+    A key that occurs twice with two values is an error: two readers could each take another one.
     """
     try:
         content = json.loads(text, object_pairs_hook=_unique)
@@ -58,7 +58,7 @@ def parse_json(text: bytes) -> Any:
 
 
 def shown(value: object) -> str:
-    """Return a value as an error shows it: as JSON writes it, and no longer than a line."""
+    """Return a value as JSON for an error message, cut to one line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(value) if _is_short(value) else f"a {type(value).__name__}"
@@ -66,7 +66,7 @@ def shown(value: object) -> str:
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Whether a value is a whole number; true and false are none."""
+    """Whether a value is an integer; booleans are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoint files are mapped: what a loaded model keeps of them, and reading them ahead."""
+"""Mapped checkpoint files: reading them ahead, and letting them go."""
 
 import ctypes
 import mmap
@@ -32,11 +32,11 @@ _ADVISED_BYTES = 128 << 10
 
 
 def copy_out_of_files(model: nn.Module) -> None:
-    """Give the dense weights memory of their own, so that the files behind them can be let go.
+    """Copy the dense weights out of mapped files, so that the files can be unmapped.
 
-    A weight that is loaded in the dtype of its file is a view of the mapped file, and one such view
-    keeps all pages of the file that were read, experts included, in the process. A copy lies as
-    aligned as its weight did: torch's products differ in the last bit with it.
+    A weight loaded in its file's dtype is a view of the mapped file, and one view keeps every page
+    that was read, experts included. The copy keeps the weight's alignment, because torch's products
+    differ in the last bit with it.
     """
     tensors = mapped_tensors(model)
     map_ahead(tensors)
@@ -58,15 +58,15 @@ def mapped_tensors(model: nn.Module) -> list[Tensor]:
 
 
 def find_mapped() -> Callable[[Tensor], bool]:
-    """Return a test of whether a tensor lies in a checkpoint file that is mapped now."""
+    """Return a function that tells whether a tensor lies in a mapped checkpoint file."""
     ranges = _mapped_ranges()
     return lambda tensor: _is_inside(tensor.data_ptr(), ranges)
 
 
 def places_of(tensors: Sequence[Tensor]) -> list[tuple[Path, int]] | None:
-    """Return the file behind each tensor, and its first byte there; None if one has no file.
+    """Return the file and byte offset of each tensor; None if a tensor has no file.
 
-    A file of the hub's cache is the one of that name in its snapshot.
+    A file of the hub's cache is reported by its name in the snapshot.
     """
     files, found = sorted(_mapped_files()), []
     in_snapshot = cache(_in_snapshot)
@@ -113,11 +113,11 @@ def _is_inside(address: int, ranges: list[tuple[int, int]]) -> bool:
 
 
 def read_ahead(files: Sequence[Path], on_bytes: Callable[[int], None]) -> None:
-    """Read files into the system's page cache, as fast as the disk gives them.
+    """Read files into the system's page cache at the disk's full speed.
 
-    Mapped pages that are read one by one, where experts are first used, come at a fraction of the
-    disk's speed. What is in memory already is not read again. `on_bytes` gets what is there,
-    from several threads.
+    Faulting mapped pages in one by one, when experts are first used, reaches only a fraction of it.
+    Pages already in memory are not read again. `on_bytes` gets the number of bytes read, from
+    several threads.
     """
     buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
     for _ in range(_READERS):  # mapped, so that the memory is given back for certain
@@ -158,9 +158,9 @@ def read_ahead(files: Sequence[Path], on_bytes: Callable[[int], None]) -> None:
 
 @contextmanager
 def reading_along(files: Sequence[Path]) -> Iterator[None]:
-    """Have the system read files ahead, one after the other, while what is inside uses them.
+    """Let the system read files ahead, one after the other, while the body uses them.
 
-    Mapped files are else read where they are touched, and the thread that touches them waits.
+    Without this, mapped files are read where they are touched, and the touching thread waits.
     """
     if not hasattr(os, "posix_fadvise"):  # not Linux
         yield
@@ -188,7 +188,7 @@ def reading_along(files: Sequence[Path]) -> Iterator[None]:
 
 
 def let_go(files: Iterable[Path]) -> None:
-    """Let the system forget files that it has read, as far as no process maps them."""
+    """Drop files from the system's page cache, unless a process maps them."""
     if not hasattr(os, "posix_fadvise"):  # not Linux
         return
     for file in files:
@@ -200,10 +200,10 @@ def let_go(files: Iterable[Path]) -> None:
 
 
 def forget(extents: Iterable[tuple[int, int]]) -> None:
-    """Have the system drop pages of checkpoint files that are done with, at (address, bytes).
+    """Drop pages of mapped checkpoint files that are no longer needed, at (address, bytes).
 
-    Where memory does not hold a file and the model that is made of it, the system would drop those
-    that are read next instead, as the oldest. What is in no mapped file stays.
+    When memory does not hold both a file and the model made of it, the system would otherwise drop
+    the oldest pages, which are those read next. Addresses outside mapped files are ignored.
     """
     if sys.platform != "linux":
         return
@@ -234,11 +234,11 @@ def _madvise() -> Callable[[int, int, int], int]:
 def map_ahead(
     tensors: Iterable[Tensor], on_bytes: Callable[[int], object] = lambda _: None
 ) -> None:
-    """Enter the pages of mapped tensors into this process's page table; reads what is on the disk.
+    """Map the pages of tensors into this process's page table; reads what is still on the disk.
 
-    Else the first use of each page does it, page by page: 16 GB of experts that had been read
-    ahead took a third of the speed of the first 80 tokens, and this takes a second. `on_bytes`
-    gets what is there, from several threads.
+    Otherwise each page's first use does it: 16 GB of experts that had been read ahead cost a third
+    of the speed of the first 80 tokens; this takes a second. `on_bytes` gets the number of bytes
+    done, from several threads.
     """
     if sys.platform != "linux":
         return

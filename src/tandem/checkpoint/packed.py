@@ -1,4 +1,4 @@
-"""Packed checkpoints: names and files that only Tandem resolves.
+"""Packed checkpoints: file and tensor names that only Tandem resolves.
 
 With the usual names Transformers alone would open such a directory and run random experts. With
 ours it finds no weights and says so. Loads no torch.
@@ -25,7 +25,7 @@ _PREFIX = "tandem_"  # not a suffix: "up_proj_..." would be found inside "gate_u
 
 
 def experts_file(layer: int) -> str:
-    """Name the file that holds the experts of one MoE layer."""
+    """Return the name of the file with the experts of one MoE layer."""
     return f"tandem-experts-{layer:05d}.safetensors"
 
 
@@ -35,7 +35,7 @@ def is_experts_file(file: Path) -> bool:
 
 
 def rows_file(number: int) -> str:
-    """Name the file that holds one table of rows."""
+    """Return the name of the file with one table of rows."""
     return f"tandem-rows-{number:05d}.safetensors"
 
 
@@ -45,19 +45,19 @@ def is_dense_file(file: Path) -> bool:
 
 
 def packed_name(tensor_name: str) -> str:
-    """Return the last part of the name under which an expert tensor stands in the file."""
+    """Return the last part of an expert tensor's name in a packed checkpoint."""
     return _PREFIX + tensor_name
 
 
 def require_new(target: Path) -> None:
-    """Raise `ModelError` unless a directory is empty or not there."""
+    """Raise `ModelError` unless the directory is empty or does not exist."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ModelError(f"{target} exists and is not an empty directory; name a new one")
 
 
 @contextlib.contextmanager
 def alone(file: Path) -> Iterator[bool]:
-    """Hold a lock; yield False if another process does."""
+    """Take the file's lock; yields False if another process holds it."""
     lock = os.open(file, os.O_CREAT | os.O_RDWR)
     try:
         if fcntl is not None:

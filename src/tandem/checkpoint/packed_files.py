@@ -1,7 +1,7 @@
-"""The index of a packed checkpoint, and its files checked against it.
+"""The index of a packed checkpoint, and the verification of its files.
 
-It has the SHA-256 of each file; the CRC-32 of each tensor, which says where damage is; and the
-CRC32C of each expert, against which one is checked that is read by itself.
+The index has the SHA-256 of each file, the CRC-32 of each tensor, which locates damage, and the
+CRC32C of each expert, for experts that are read one by one.
 """
 
 import contextlib
@@ -41,14 +41,16 @@ _AGAIN = "copy the index again, or pack the model again"
 
 
 def experts_tensor(module: str) -> str:
-    """Name the tensor that holds the packed experts of an experts module."""
+    """Return the name of the tensor with the packed experts of an experts module."""
     return f"{module}.{packed_name(STORED_NAME)}"
 
 
 def write_index(
     directory: Path, files: Mapping[str, Mapping[str, int]], sums: Mapping[str, FileSums]
 ) -> None:
-    """Write the index: `files` has each file's tensors with their bytes, `sums` those of each."""
+    """Write the index: `files` maps each file to its tensors and their bytes, `sums` to its
+    checksums.
+    """
     weight_map = {tensor: file for file, tensors in files.items() for tensor in tensors}
     total = sum(size for tensors in files.values() for size in tensors.values())
     metadata = {
@@ -62,7 +64,7 @@ def write_index(
 
 
 def read_metadata(directory: Path) -> JsonObject:
-    """Return what the index of a packed checkpoint says beside where its tensors are."""
+    """Return the metadata in a packed checkpoint's index."""
     metadata = read_json(directory, INDEX_FILE).get("metadata")
     return metadata if isinstance(metadata, dict) else {}
 
@@ -70,9 +72,9 @@ def read_metadata(directory: Path) -> JsonObject:
 def expert_sums(
     directory: Path, metadata: JsonObject, name: str, num_experts: int
 ) -> tuple[int, ...]:
-    """Return the CRC32C of each expert of a tensor; none where the index has none at all.
+    """Return the CRC32C of each expert of a tensor; empty if the index has none.
 
-    Raises `ModelError` for what are no such sums.
+    Raises `ModelError` for malformed checksums.
     """
     found = metadata.get(EXPERT_SUMS_KEY)
     if found is None:  # packed by an older version
@@ -91,9 +93,9 @@ def _are_sums(value: object) -> TypeGuard[list[int]]:
 
 
 def require_as_written(file: Path, copied: FileSums) -> None:
-    """Raise `ModelError` if what was copied from a file has other sums than when it was written.
+    """Raise `ModelError` if a copied file's checksums differ from those in its index.
 
-    Older versions have written none; then nothing is compared.
+    Indexes of older versions have no checksums; then nothing is compared.
     """
     metadata = read_metadata(file.parent)
     for name, sums in copied.expert_crc32c.items():
@@ -117,11 +119,11 @@ def _first_other(sums: Sequence[int], known: Sequence[object]) -> int | None:
 def require_checksums(
     directory: Path, on_bytes: Callable[[int], object] = lambda count: None
 ) -> int:
-    """Read all files of a packed checkpoint; return how many have the sums of the index.
+    """Verify all files of a packed checkpoint; return how many were compared with a checksum.
 
-    Of each file its SHA-256, of each expert its CRC32C. Raises `ModelError` naming the first file
-    that has another or none, and its first damaged tensor and expert; 0 for a checkpoint without
-    checksums. `on_bytes` gets how many were read.
+    Compares the SHA-256 of each file and the CRC32C of each expert. Raises `ModelError` naming the
+    first bad file, and its first damaged tensor and expert. Returns 0 for a checkpoint without
+    checksums. `on_bytes` gets the number of bytes read.
     """
     weight_map = read_json(directory, INDEX_FILE)["weight_map"]
     metadata = read_metadata(directory)

@@ -1,4 +1,4 @@
-"""Hands experts to their layer in the host store: as codes where the layer keeps them exactly."""
+"""Stores experts in their layer of the host store, as codes if the layer keeps those exactly."""
 
 from collections.abc import Sequence
 
@@ -18,9 +18,9 @@ from tandem.kernels.formats.file_rows import FileRows
 def put_fused(
     layer: HostLayer, tensor_name: str, fused: Tensor | SourceTensor, *, forgets: bool = False
 ) -> None:
-    """Store the tensor (num_experts, ...) of one projection or bias; raises `ModelError`.
+    """Store one projection or bias of all experts, (num_experts, ...); raises `ModelError`.
 
-    `forgets`: whether the system is to drop a file's pages that have been read.
+    With `forgets` the system drops pages of the file once they have been read.
     """
     if not isinstance(fused, SourceTensor):
         layer.put(tensor_name, fused)
@@ -40,10 +40,10 @@ def put_experts(
     *,
     forgets: bool = False,
 ) -> None:
-    """Store all experts' tensors, each given in parts that are stacked: one column of each part.
+    """Store the tensors of all experts, each made of stacked parts: one column for each part.
 
-    Parts are row by row of their outputs, also for a layer that has them turned. The columns are
-    emptied as it goes: a layer is never whole twice. Raises `ModelError`; `forgets` is that of
+    Rows of a part are outputs, also if the layer stores the transpose. The columns are emptied on
+    the way, so that a layer is never in memory twice. Raises `ModelError`; `forgets` is as in
     `put_fused`.
     """
     plain = [[part for part in column if isinstance(part, Tensor)] for column in columns]

@@ -1,4 +1,4 @@
-"""Are a checkpoint's weights those of its config.json, by Transformers' report, and finite?"""
+"""Checks loaded weights: they must match config.json, by Transformers' report, and be finite."""
 
 import re
 from collections import Counter
@@ -19,7 +19,7 @@ _LAYER = re.compile(r"(.*?\blayers)\.(\d+)\.")
 
 
 class LoadReport(TypedDict):
-    """What Transformers says of the weights that it has loaded."""
+    """Transformers' report of the weights that it loaded."""
 
     missing_keys: set[str]
     unexpected_keys: set[str]
@@ -29,9 +29,9 @@ class LoadReport(TypedDict):
 def require_own_weights(
     path: Path, model: PreTrainedModel, report: LoadReport, *, is_whole: bool
 ) -> None:
-    """Raise `ModelError` for a weight that is missing, of another shape, or of a layer too many.
+    """Raise `ModelError` for a missing weight, one of another shape, or one of a surplus layer.
 
-    `is_whole` tells that all layers of the config were loaded.
+    `is_whole` says that all layers of the config were loaded.
     """
     missing = sorted(report["missing_keys"])
     if missing:
@@ -46,9 +46,9 @@ def require_own_weights(
 
 
 def require_shapes(model: nn.Module, expected: dict[str, torch.Size]) -> None:
-    """Raise `ModelError` for a parameter that has come in another shape than it had by the config.
+    """Raise `ModelError` for a parameter whose loaded shape differs from the config's.
 
-    Transformers 5.17 does not look at the shapes of a model that has a quantizer.
+    Transformers 5.17 does not check shapes if a model has a quantizer.
     """
     for name, parameter in model.named_parameters():
         if parameter.shape != expected.get(name, parameter.shape):
@@ -58,10 +58,10 @@ def require_shapes(model: nn.Module, expected: dict[str, torch.Size]) -> None:
 def require_source_shapes(
     model: nn.Module, weights: Mapping[str, StoredWeight], targets: Mapping[str, str]
 ) -> None:
-    """Raise `ModelError` for a quantised matrix of another shape than the config's parameter.
+    """Raise `ModelError` for a quantised matrix whose shape differs from the parameter's.
 
-    `targets` says in which parameter each name ends. Of experts, and of parameters that are made of
-    several matrices, the shapes are compared when they arrive.
+    `targets` maps names to parameters. The shapes of experts, and of parameters made of several
+    matrices, are checked when they arrive.
     """
     counts, parameters = Counter(targets.values()), dict(model.named_parameters())
     for name, weight in weights.items():

@@ -1,4 +1,4 @@
-"""`tandem bench`: what is measured is its first word; without `kernels` a whole model."""
+"""`tandem bench`: the kernels if the first word is `kernels`, else a whole model."""
 
 import argparse
 import dataclasses
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Measure and print; returns the exit code."""
+    """Measure and print the results; returns the exit code."""
     if flags.what == KERNELS:
         return run_kernels(from_flags(KernelBenchOptions, flags))
     flags.model = flags.what

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelBenchOptions:
-    """What `tandem bench kernels` knows."""
+    """Options of `tandem bench kernels`."""
 
     shape: str = option("qwen3-30b-a3b", help="expert shape", metavar="NAME")
     format: str = option("bf16,int8,int4,mxfp4", help="weight formats", metavar="A,B,...")
@@ -33,7 +33,7 @@ class KernelBenchOptions:
             require_range("threads", self.threads, 1, 1024, what="a number of threads")
 
     def token_counts(self) -> list[int]:
-        """Return the numbers of tokens; `ConfigError` if one is no number."""
+        """Return the token counts; `ConfigError` if one is not a number."""
         counts = []
         for word in self.tokens.split(","):
             if not word.strip().isdecimal() or not 1 <= int(word) <= 65536:
@@ -45,9 +45,10 @@ class KernelBenchOptions:
 
 
 def run_kernels(options: KernelBenchOptions, start_peers: "StartPeers | None" = None) -> int:
-    """Measure and print; returns the exit code.
+    """Measure and print the results; returns the exit code.
 
-    `start_peers` starts other systems to time in turn, and notes why one is missing.
+    `start_peers` starts other systems, which are timed in turn with Tandem, and reports missing
+    ones.
     """
     from tandem.kernels.engine import as_prompt
 

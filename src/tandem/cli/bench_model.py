@@ -23,7 +23,7 @@ _DEVICES = [name for name in DEVICES if not kind_of(name).holds_dense_parts]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelBenchOptions:
-    """What `tandem bench` knows when it measures a model."""
+    """Options of `tandem bench` for a model."""
 
     shape: str | None = option(
         None, help="shape of a released model, with random weights", metavar="NAME"
@@ -63,7 +63,7 @@ class ModelBenchOptions:
 
 
 def run_model(options: ModelBenchOptions, choice: "ModelChoice | None") -> int:
-    """Measure and print; returns the exit code."""
+    """Measure and print the results; returns the exit code."""
     from tandem.bench.generation import Workload, ceiling_of, measure, measure_machine
     from tandem.bench.kernels import KernelBench
     from tandem.cli.explain import decode_step

@@ -1,4 +1,6 @@
-"""`tandem calibrate`: fix a model's residual vectors, and measure how well they predict experts."""
+"""`tandem calibrate`: learn a model's residual vectors, and measure how well they predict
+experts.
+"""
 
 import argparse
 import json
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateOptions:
-    """What a calibration reads and writes."""
+    """Options of `tandem calibrate`."""
 
     text: str | None = option(
         None, help="text to learn from (default: a small sample that comes with Tandem)",

@@ -44,7 +44,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def chat(session: Session) -> int:
-    """Talk until /exit or end of input; returns the exit code."""
+    """Chat until /exit or the end of input; returns the exit code."""
     print(f"Chat with the model. {_HELP}.", file=sys.stderr)
     history = History(cache_dir() / "chat-history", is_kept=session.options.history)
     conversation = _Chat(session)

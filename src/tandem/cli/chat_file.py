@@ -1,4 +1,4 @@
-"""The messages of a chat in a file: JSON with roles and texts, as OpenAI's API has them."""
+"""Chat files: JSON with roles and texts, in the form of OpenAI's API."""
 
 import json
 import os
@@ -16,7 +16,7 @@ _ROLES = ("system", "user", "assistant")
 
 
 def save_chat(messages: "list[Message]", file: Path) -> None:
-    """Write a chat; a file that holds something else is not overwritten."""
+    """Write a chat; raises rather than overwrite a file that is no chat."""
     if any(not isinstance(message["content"], str) for message in messages):
         raise FileFormatError("a chat with images is not saved; /clear begins one without")
     if file.exists():
@@ -30,7 +30,7 @@ def save_chat(messages: "list[Message]", file: Path) -> None:
 
 
 def load_chat(file: Path) -> "list[Message]":
-    """Read a chat; raises `OSError`, and `FileFormatError` for what is none."""
+    """Read a chat; raises `OSError`, and `FileFormatError` if the file is no chat."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))["messages"]
         chat: list[Message] = [{"role": one["role"], "content": one["content"]} for one in found]

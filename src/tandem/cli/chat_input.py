@@ -1,7 +1,7 @@
-"""Reads a chat's messages from a terminal or a pipe: lines, or several of them in triple quotes.
+"""Reads a chat's messages from a terminal or a pipe: single lines, or several in triple quotes.
 
-On a terminal messages can be edited, and those of earlier chats come back with the up arrow. What
-is pasted, and what Alt-Enter parts, is one message of several lines.
+On a terminal messages can be edited, and the up arrow recalls those of earlier chats. Pasted text,
+and lines separated by Alt-Enter, form one message.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _KEYS = (
 
 
 class Typed(NamedTuple):
-    """A message; quoted ones are no command, whatever they begin with."""
+    """A message as it was typed; a quoted one is never a command."""
 
     text: str
     is_quoted: bool
@@ -34,7 +34,7 @@ class MessageReader:
     """Reads messages from standard input: a line, or all lines between triple quotes."""
 
     def __init__(self, *, on_interrupt: str) -> None:
-        """Take what is said when Ctrl-C drops an unfinished message."""
+        """Remember what to print when Ctrl-C discards an unfinished message."""
         self._on_interrupt = on_interrupt
 
     def read(self) -> Typed | None:
@@ -70,13 +70,13 @@ def _read_line(prompt: str) -> str:
 
 
 class History:
-    """Line editing for `input`, and what was typed in earlier chats for the up arrow.
+    """Line editing for `input`, with messages of earlier chats on the up arrow.
 
-    It is kept in a file that only its owner can read. Without a terminal nothing is kept.
+    The history file is readable by its owner only. Without a terminal nothing is kept.
     """
 
     def __init__(self, file: Path, *, is_kept: bool) -> None:
-        """Read what is kept; a file that cannot be used is said, and no error."""
+        """Read the history file; an unusable one gives a warning, not an error."""
         self._file: Path | None = None
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             return
@@ -99,7 +99,9 @@ class History:
         self._file = file
 
     def save(self) -> None:
-        """Write what has been typed; after each message, as a closed terminal gives no notice."""
+        """Write the history file. Called after each message, as a closed terminal gives no
+        warning.
+        """
         if self._file is None:
             return
         import readline

@@ -1,4 +1,6 @@
-"""`tandem compare`: Tandem and llama.cpp on one GGUF file, in turns, and whether they agree."""
+"""`tandem compare`: Tandem and llama.cpp on one GGUF file, timed in turns, and whether they
+agree.
+"""
 
 import argparse
 import functools
@@ -75,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Compare and print; returns the exit code."""
+    """Compare and print the results; returns the exit code."""
     from tandem.bench.peers.finding import find_peer
     from tandem.bench.peers.setting import Setting
     from tandem.kernels.cpu import detect_cpu

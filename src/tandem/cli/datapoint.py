@@ -1,4 +1,4 @@
-"""`tandem datapoint`: this machine in one anonymous file; nothing is sent."""
+"""`tandem datapoint`: writes an anonymous file about this machine; nothing is sent."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Say what the file will hold, measure, and write it; returns the exit code."""
+    """Announce what the file will hold, measure, and write it; returns the exit code."""
     options = from_flags(DatapointOptions, flags)
     path = Path(flags.file)
     from tandem.forecast.report.datapoint import FIRST_LINE, HOLDS

@@ -1,6 +1,6 @@
-"""`tandem doctor`: what is here, what is missing, what it costs and what to do.
+"""`tandem doctor`: what is installed, what is missing, what that costs and what to do.
 
-`tandem doctor MODEL` also proves on this machine that the kernels agree with the reference.
+`tandem doctor MODEL` also checks on this machine that the kernels agree with the reference.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Look at everything and print; returns 1 if something is broken."""
+    """Check everything and print the findings; returns 1 if something is broken."""
     options = from_flags(DoctorOptions, flags)
     import_transformers(quiet=False, has_bars=False)
     if options.report is not None:
@@ -102,7 +102,7 @@ def _report(path: Path, findings: list[Finding]) -> "list[Outcome]":
 
 
 def tried(stages: "Sequence[Stage]") -> "list[Outcome]":
-    """Run stages and print what becomes of each."""
+    """Run stages and print the outcome of each."""
     from tandem.forecast.report.stages import Stage, run_stages
 
     def begin(stage: Stage) -> None:
@@ -116,7 +116,7 @@ def tried(stages: "Sequence[Stage]") -> "list[Outcome]":
 
 
 def has_gpu() -> bool:
-    """Tell whether CUDA can be used here."""
+    """Tell whether CUDA is usable."""
     try:
         kind_of("cuda").require()
     except CapacityError:
@@ -125,7 +125,7 @@ def has_gpu() -> bool:
 
 
 def looked_at(num_threads: int | None = None) -> "Iterator[Finding]":
-    """Look at this machine; print each finding as it comes."""
+    """Check this machine; print each finding as it comes."""
     from tandem.forecast.machine_check import check_machine
 
     isa = os.environ.get("TANDEM_ISA", "")

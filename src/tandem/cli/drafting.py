@@ -1,4 +1,4 @@
-"""What else a command says about drafting: a small model, and where the MTP layer is."""
+"""Messages about drafting: with a small model, or with a model's MTP layer."""
 
 import warnings
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from tandem.foreign_types import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """A model as it was asked for, and the model to draft with, if there is one."""
+    """The model that a command names, and the model to draft with, if any."""
 
     choice: ModelChoice
     draft: str | None
@@ -21,7 +21,7 @@ class DraftChoice:
     def load(self, tokenizer: Tokenizer) -> DraftSources:
         """Return `Generator`'s arguments for drafting, for a model with this tokenizer.
 
-        A model with other tokens is left out, with a warning.
+        A draft model with another vocabulary is left out, with a warning.
         """
         own = find_model(self.choice, quiet=self.quiet)
         told: DraftSources = {"mtp_from": Path(own.model)}  # not a packed copy of it

@@ -1,8 +1,8 @@
-"""`tandem run --explain`: why a run was as fast as it was, and what one change would bring.
+"""`tandem run --explain`: what limited the speed of a run, and what one change would bring.
 
-The first parts are what of a decode step and of a prompt is not native, and what was drafted. With
-an expert cache there are two more: what happened, layer by layer; and the run's routing replayed in
-the simulator, with one thing changed at a time, which holds as far as the profile does.
+First: which parts of a decode step and a prompt are not native, and what was drafted. With an
+expert cache also what happened layer by layer, and a replay of the run's routing in the simulator
+with one change at a time, which is as accurate as the hardware profile.
 """
 
 import dataclasses
@@ -35,7 +35,9 @@ _PROMPT_TOKENS = 128
 
 
 def layer_table(statistics: CacheStatistics, eviction: Eviction) -> str:
-    """Return what happened in every layer and in all together, and the rule that each follows."""
+    """Return a table of what happened in each layer and in total, and the eviction rule of each
+    layer.
+    """
     head = (
         f"{'layer':>5} {'active':>7} {'hits':>6} {'hit %':>6} {'fetched':>8} {'copied':>7} "
         f"{'ahead':>6} {'device %':>9} {'device idle':>12} {'CPU idle':>9}  evicts by"
@@ -58,7 +60,7 @@ def _row(name: str, counts: LayerCounts) -> str:
 
 
 class Change(NamedTuple):
-    """One change and the seconds that the run would take with it."""
+    """One change, and the seconds that the run would take with it."""
 
     what: str
     seconds: float
@@ -74,9 +76,9 @@ class _Conditions(NamedTuple):
 
 
 def what_if(trace: "RoutingTrace", cache: ExpertCache, *, in_graph: bool = False) -> list[Change]:
-    """Return the run as it is and with one change at a time, by the simulator, best first.
+    """Simulate the run as it is and with one change at a time; best first.
 
-    `in_graph` tells whether its decode steps were one graph each.
+    `in_graph` says whether its decode steps were one graph each.
     """
     now = _Conditions(cache.machine.profile, cache.machine.shape, cache.num_slots, in_graph)
     as_it_is = Change("as it is", _seconds(trace, cache, now))
@@ -137,7 +139,7 @@ def _seconds(trace: "RoutingTrace", cache: ExpertCache, conditions: _Conditions)
 
 
 def change_table(changes: list[Change], num_tokens: int) -> str:
-    """Return the changes with what each would bring."""
+    """Return a table of the changes and the time that each would save."""
     base = changes[0].seconds
     lines = [
         "by the simulator, on the profile's times, without drafted tokens this run would take:"
@@ -151,21 +153,21 @@ def change_table(changes: list[Change], num_tokens: int) -> str:
 
 
 class DecodeStep(NamedTuple):
-    """What of a generator's decode steps is native, if that could be found."""
+    """Which operations of a generator's decode step are native, if that could be found out."""
 
     coverage: "Coverage | None"
     why_slower: str | None
     prompt: "PromptCoverage | None" = None
 
     def line(self) -> str:
-        """Return what is not native and what it costs."""
+        """Return a line about the operations that are not native and their cost."""
         why = self.why_slower or "no decode step was replayed"
         step = self.coverage
         lines = [step.line() if step is not None else f"not native: not counted, as {why}"]
         return "\n".join([*lines, *([] if self.prompt is None else [self.prompt.line()])])
 
     def json(self) -> dict[str, object]:
-        """Return the same for scripts; None stands where it is not known."""
+        """Return the same as JSON; unknown values are None."""
         return {
             "not_native": _entries(self.coverage),
             "prompt_not_native": _entries(self.prompt),
@@ -178,7 +180,7 @@ def _entries(coverage: "Coverage | PromptCoverage | None") -> list[dict[str, obj
 
 
 def decode_step(generator: "Generator") -> DecodeStep:
-    """Profile the decode step that a generator has done last, if it was replayed."""
+    """Profile the decode step that the generator did last, if it was replayed."""
     from tandem.hf.runtime import require_runtime
     from tandem.recording.coverage import coverage_of
 
@@ -209,10 +211,10 @@ def _prompt(generator: "Generator") -> "PromptCoverage | None":
 
 
 class Drafting:
-    """What was drafted from its creation on."""
+    """Counts what is drafted from its creation on."""
 
     def __init__(self, speculation: "Speculation | None") -> None:
-        """Start with what is drafted next; None: speculation is off."""
+        """Start counting; None means that speculation is off."""
         self._speculation = speculation
         self._before = DraftCounts() if speculation is None else speculation.counts.copy()
 
@@ -226,14 +228,14 @@ class Drafting:
         return now.since(self._before)
 
     def line(self, answer: "Answer") -> str:
-        """Return how many tokens steps had drafted, or why none."""
+        """Return a line about how many tokens were drafted, or why none."""
         if self._why_none is not None:
             return f"speculation: nothing is drafted: {self._why_none}"
         told = f"speculation: {answer.drafted_tokens} tokens drafted, {answer.accepted_tokens} kept"
         return f"{told}; {self._counts.line()}"
 
     def json(self) -> dict[str, object]:
-        """Return the same for scripts: steps by drafted tokens."""
+        """Return the same as JSON: steps by number of drafted tokens."""
         counts = self._counts
         return {
             "steps_by_drafted_tokens": {str(n): steps for n, steps in sorted(counts.steps.items())},
@@ -243,10 +245,10 @@ class Drafting:
 
 
 class Explanation:
-    """Watches a run from its creation to `finish`."""
+    """Watches a run from its creation to `finish`, and explains its speed."""
 
     def __init__(self, model: PreTrainedModel, generator: "Generator") -> None:
-        """Start."""
+        """Start watching a model's runs."""
         from tandem.hf.runtime import require_runtime
 
         self._generator = generator
@@ -270,7 +272,7 @@ class Explanation:
         self._recorder.begin_sequences()
 
     def finish(self, answer: "Answer") -> tuple[str, dict[str, object]]:
-        """End the watch; return the explanation for people, and its numbers for scripts."""
+        """Stop watching; return the explanation as text, and its numbers as JSON."""
         tables = self._cache_tables()
         if len(answer.token_ids) > 1:
             step = decode_step(self._generator)

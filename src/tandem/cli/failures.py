@@ -12,16 +12,16 @@ EXIT_INTERRUPTED = 130
 
 
 class UsageError(TandemError):
-    """A command line that cannot be parsed."""
+    """A command line that does not parse."""
 
     def __init__(self, program: str, message: str) -> None:
-        """Name the program with its subcommand, as the user would type it."""
+        """Name the program with its subcommand, as the user types it."""
         super().__init__(f"{message}; see {program} --help")
         self.program = program
 
 
 def report_failure(error: BaseException, *, has_json: bool) -> int:
-    """Say what went wrong; return the exit code."""
+    """Print what went wrong; return the exit code."""
     if isinstance(error, KeyboardInterrupt):
         print(file=sys.stderr)
         sentence, exit_code = "interrupted", EXIT_INTERRUPTED
@@ -36,12 +36,12 @@ def report_failure(error: BaseException, *, has_json: bool) -> int:
 
 
 def failure_json(error: BaseException, sentence: str) -> str:
-    """Return a failure as one line of JSON, which takes the place of a report."""
+    """Return a failure as one line of JSON, in place of a report."""
     return json.dumps({"error": {"type": type(error).__name__, "message": sentence}})
 
 
 def sentence_of(error: BaseException) -> str:
-    """Return one sentence about an error that a user can act on."""
+    """Return one sentence about an error, for the user to act on."""
     return _what_the_system_says(error) if isinstance(error, OSError) else str(error)
 
 

@@ -1,4 +1,4 @@
-"""Images of commands: `--image`, and the processor of the model that reads them."""
+"""Images on the command line: `--image`, and the model's processor that reads them."""
 
 import argparse
 import logging
@@ -20,7 +20,7 @@ _log = logging.getLogger("tandem.server")
 
 
 def add_images(parser: argparse.ArgumentParser) -> None:
-    """Add the flag for images."""
+    """Add the flag `--image`."""
     parser.add_argument(
         "--image", action="append", metavar="FILE",
         help="a picture before the first message: PNG, JPEG, WebP, GIF or BMP; may be given "
@@ -29,7 +29,7 @@ def add_images(parser: argparse.ArgumentParser) -> None:
 
 
 def open_images(files: Sequence[str]) -> "list[Image]":
-    """Open the files of --image; `ConfigError` names the one that is no image."""
+    """Open the files of --image; `ConfigError` names the first that is no image."""
     if not files:
         return []
     from tandem.generate.images import open_image
@@ -38,10 +38,10 @@ def open_images(files: Sequence[str]) -> "list[Image]":
 
 
 def load_processor(choice: ModelChoice) -> "Processor":
-    """Load what writes a model's prompts with images, before the model, which may take minutes.
+    """Load the processor that writes a model's prompts with images.
 
-    Raises `UnsupportedModelError` for a model that takes no images, `ModelError` for one without a
-    processor.
+    It is loaded before the model, which may take minutes. Raises `UnsupportedModelError` for a
+    model without images, and `ModelError` for one without a processor.
     """
     from tandem.generate.images import load_processor
 
@@ -59,9 +59,10 @@ def load_processor(choice: ModelChoice) -> "Processor":
 
 
 def load_image_reader(found: ModelChoice, directory: Path | None) -> "ImageReader | None":
-    """Return what reads the images of the server's requests; None: the model takes none.
+    """Return the reader of images in the server's requests; None if the model takes no images.
 
-    `directory` is where files lie that requests may name. What lacks is a line in the log.
+    `directory` is where the files lie that requests may name. A missing package gives a line in the
+    log.
     """
     from tandem.apis.images import ImageReader
 
@@ -81,7 +82,7 @@ def load_image_reader(found: ModelChoice, directory: Path | None) -> "ImageReade
 
 
 def image_token_id(found: ModelChoice) -> int | None:
-    """Return the placeholder of images of a model that has been found; None: it takes none."""
+    """Return the token id that stands for an image; None if the model takes no images."""
     from tandem.hf.checkpoint import Checkpoint, open_model
 
     checkpoint = open_model(Path(found.model), may_run_code=found.trust_remote_code)

@@ -1,4 +1,4 @@
-"""`tandem importance`: collect what the inputs of a model's matrices count in rounding them."""
+"""`tandem importance`: collect the importance of the inputs of a model's matrices."""
 
 import argparse
 import functools
@@ -26,7 +26,7 @@ _PROBE_WINDOW = 64  # tokens of context are enough to see what an error does
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportanceOptions:
-    """What is read, and where what was found goes."""
+    """Options of `tandem importance`."""
 
     output: str | None = option(
         None, help="where to write it (default: where --importance auto finds it)", metavar="FILE"
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Collect and write; returns the exit code."""
+    """Collect the importance and write it; returns the exit code."""
     options, choice = from_flags(ImportanceOptions, flags), from_flags(ModelChoice, flags)
     if options.output and not Path(options.output).absolute().parent.is_dir():
         raise ConfigError(f"--output: there is no folder {Path(options.output).parent}; make it")
@@ -83,7 +83,7 @@ def run(flags: argparse.Namespace) -> int:
 def collect(
     options: ImportanceOptions, choice: ModelChoice, files: list[str] | tuple[()] = ()
 ) -> tuple[Path, int]:
-    """Let a model read a text; return the file with what its inputs count, and the tokens."""
+    """Run a text through a model; return the file with the importance, and the number of tokens."""
     from tandem.quality.texts import cut_windows, learnt_texts, read_texts
 
     texts = read_texts(files) if files else learnt_texts()

@@ -1,6 +1,7 @@
-"""Where Tandem keeps what it builds: packed copies of models that had to be converted.
+"""Where Tandem keeps packed copies of models that had to be converted.
 
-The copy is written beside the answers. Whether one is wanted is asked once, on a terminal.
+A copy is written while the model answers. On a terminal the user is asked once whether to keep
+copies.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ _PACKED_BYTES_PER_SECOND = 300e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepOptions:
-    """What a user says about packed copies."""
+    """The user's options about packed copies."""
 
     rare: ClassVar[tuple[str, ...]] = ("keep_limit",)
     keep: bool | None = option(
@@ -70,10 +71,10 @@ def kept_copies(options: KeepOptions | None = None) -> "KeptCopies":
 
 
 class Keeper:
-    """Finds the packed copy of one model, or writes it."""
+    """Finds or writes the packed copy of one model."""
 
     def __init__(self, options: KeepOptions, *, quiet: bool, may_ask: bool = True) -> None:
-        """With `quiet` nothing is said or asked."""
+        """With `quiet` nothing is printed or asked."""
         self._options = options
         self._quiet = quiet
         self._may_ask = may_ask and not quiet
@@ -83,13 +84,13 @@ class Keeper:
         self._failure: TandemError | None = None
 
     def origin(self, source: str, files: list[Path], options: dict[str, str]) -> "Origin":
-        """Return what a copy of a source would be made of."""
+        """Return the origin that a copy of this source would have."""
         from tandem.cli.kept_copies import Origin
 
         return Origin.of(source, files, options, version("tandem-moe"))
 
     def find(self, origin: "Origin") -> Path | None:
-        """Return the directory of a copy that was kept; one that is damaged is removed."""
+        """Return the directory of a kept copy; a damaged copy is removed."""
         from tandem.hf.checkpoint import open_model
 
         copies = kept_copies(self._options)
@@ -107,7 +108,7 @@ class Keeper:
         return directory
 
     def look_ahead(self, origin: "Origin", num_bytes: Callable[[], int]) -> None:
-        """Say before the model is loaded that the copy which is asked for cannot be kept."""
+        """Print, before the model is loaded, that a requested copy cannot be kept."""
         if not self._options.keep:
             return
         try:
@@ -120,7 +121,8 @@ class Keeper:
     def packed_on_disk(
         self, origin: "Origin", num_bytes: int, pack: Callable[[Path, "OnProgress"], object]
     ) -> Path | None:
-        """Let `pack` write a copy of a model that memory does not hold; None: it is not wanted.
+        """Let `pack` write a copy of a model that does not fit in memory; None: the user does not
+        want it.
 
         Raises `TandemError` if it cannot be written.
         """
@@ -143,14 +145,14 @@ class Keeper:
         return found
 
     def how_to_pack(self, num_bytes: int) -> str:
-        """Say what would make a model run that memory does not hold."""
+        """Return advice for running a model that does not fit in memory."""
         return (
             f"--pack-to-disk writes it to {kept_copies(self._options).directory} once "
             f"({format_bytes(num_bytes)}, about {_minutes(num_bytes)}) and runs it from there"
         )
 
     def begin(self, origin: "Origin", model: "PreTrainedModel", seconds: float) -> None:
-        """Write a copy of a model whose loading took so long, if one is wanted."""
+        """Start writing a copy of a model that took `seconds` to load, if the user wants one."""
         num_bytes = int(model.get_memory_footprint())
         if not self._is_wanted(num_bytes, seconds):
             return
@@ -181,7 +183,7 @@ class Keeper:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until the copy is written; Ctrl-C leaves it, and nothing of it stays."""
+        """Wait until the copy is written; Ctrl-C cancels it and removes the partial copy."""
         if self._thread is None:
             return
         try:

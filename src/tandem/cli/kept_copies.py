@@ -1,10 +1,10 @@
-"""Packed copies of models that had to be converted, kept for the next start within a limit.
+"""Packed copies of models that had to be converted, kept for the next start within a size limit.
 
-A copy is a packed checkpoint under a name made of its source and a hash of all that it depends on
-(`Origin`), beside `NAME.json`, which says what it is; the time of that file is when the copy was
-last used. Order: a writer takes the name's lock, drops the copies that were used least lately until
-there is room, writes into a hidden directory, renames it, and writes `NAME.json` last. A reader
-takes no lock: a copy counts only with its `NAME.json` and all bytes that this names.
+A copy is a packed checkpoint. Its name is made of its source and a hash of everything that it
+depends on (`Origin`). Beside it `NAME.json` describes it; that file's time is when the copy was
+last used. A writer takes the name's lock, drops the least recently used copies until there is room,
+writes into a hidden directory, renames it, and writes `NAME.json` last. A reader takes no lock: a
+copy counts only with its `NAME.json` and all bytes that this names.
 """
 
 import contextlib
@@ -27,7 +27,9 @@ _SAMPLE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a copy was made of: a source as it is now, the options, the version that converts."""
+    """What a copy was made of: the source's present files, the options, and the converting
+    version.
+    """
 
     source: str
     options: Mapping[str, str]
@@ -37,7 +39,7 @@ class Origin:
     def of(
         cls, source: str, files: Sequence[Path], options: Mapping[str, str], version: str
     ) -> "Origin":
-        """Look at a model's files: names, sizes, times, and both ends of each."""
+        """Describe a model's files by names, sizes, times, and the first and last bytes of each."""
         digest = hashlib.sha256(json.dumps([version, sorted(options.items())]).encode())
         for file in sorted(files):
             status = file.stat()
@@ -50,13 +52,13 @@ class Origin:
 
     @property
     def name(self) -> str:
-        """The copy's name: readable first, then what tells it from others."""
+        """The copy's name: a readable part, then a hash."""
         return f"{Path(self.source).name.lstrip('.')}-{self.fingerprint[:12]}"
 
 
 @dataclass(frozen=True, slots=True)
 class KeptCopy:
-    """A copy that is there."""
+    """A kept copy on the disk."""
 
     name: str
     directory: Path
@@ -71,17 +73,19 @@ class KeptCopies:
     """The copies in a directory, which together take at most `limit_bytes`."""
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
-        """Look into `directory`, which need not be there."""
+        """Use `directory`, which need not exist."""
         self.directory = directory
         self._limit = limit_bytes
 
     def all(self) -> list[KeptCopy]:
-        """Return what is there, the latest used first."""
+        """Return all copies, the most recently used first."""
         found = [copy for file in self.directory.glob("*.json") if (copy := _read(file))]
         return sorted(found, key=lambda copy: copy.last_used, reverse=True)
 
     def find(self, origin: Origin) -> Path | None:
-        """Return a whole copy of just this and note its use; a damaged one is removed."""
+        """Return the whole copy with this origin and update its time of use; a damaged copy is
+        removed.
+        """
         note = self._note(origin.name)
         copy = _read(note)
         if copy is None:
@@ -95,7 +99,7 @@ class KeptCopies:
         return copy.directory
 
     def remove(self, name: str) -> None:
-        """Delete a copy; raises `ModelError` if the system does not let."""
+        """Delete a copy; raises `ModelError` if the system refuses."""
         directory = self.directory / name
         try:
             self._note(name).unlink(missing_ok=True)  # from here on it is not there
@@ -108,15 +112,16 @@ class KeptCopies:
             ) from error
 
     def write(self, origin: Origin, num_bytes: int, save: Callable[[Path], object]) -> Path | None:
-        """Let `save` write a copy of about `num_bytes`, if nobody else does; return where it is.
+        """Let `save` write a copy of about `num_bytes`, unless another process does; return its
+        directory.
 
-        Raises `ModelError` if there is no room for it, or if the system does not let.
+        Raises `ModelError` if there is no room for it or the system refuses.
         """
         with self._told_errors(), self._alone(origin.name) as is_alone:
             return self._write(origin, num_bytes, save) if is_alone else None
 
     def require_room(self, name: str, num_bytes: int) -> None:
-        """Raise what `write` would raise for a copy of so many bytes, as things are now."""
+        """Raise what `write` would raise now for a copy of `num_bytes`."""
         with self._told_errors(), self._alone(name):
             self._removable(num_bytes, keep=name)
 

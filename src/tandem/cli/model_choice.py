@@ -40,10 +40,10 @@ _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekke
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChoice:
-    """A model as a command names it, or, once it is found, its path.
+    """A model as the command names it, or, once found, its path.
 
-    There is no flag for a token: others on the machine can read a command line. huggingface_hub
-    takes it from HF_TOKEN or from `hf auth login`.
+    There is no flag for a token, because other users of the machine can read command lines.
+    huggingface_hub takes it from HF_TOKEN or from `hf auth login`.
     """
 
     model: str = "demo"
@@ -65,9 +65,10 @@ def add_model(
     loads: bool = False,
     help: str = "model directory, hub id (of GGUF with :TYPE), .gguf file, demo or demo-equal",
 ) -> None:
-    """Add MODEL, which may be left out unless it is required, and the flags of `ModelChoice`.
+    """Add the argument MODEL and the flags of `ModelChoice`.
 
-    A command that `loads` the model can verify its files first.
+    MODEL may be left out unless it is required. A command that `loads` the model can verify its
+    files first.
     """
     shown = "" if is_required or default is None else f" (default: {default})"
     parser.add_argument(
@@ -84,7 +85,9 @@ def add_model(
 
 
 def find_model(choice: ModelChoice, *, quiet: bool) -> ModelChoice:
-    """Return the choice with a path for a name: builds the demo model, downloads a hub id."""
+    """Return the choice with a path instead of a name: builds the demo model or downloads a hub
+    id.
+    """
     from tandem.checkpoint.hub import HubOptions, find_model_path
 
     name = require_text(choice.model, "the model's path")  # safetensors opens no other
@@ -209,14 +212,14 @@ def _sizes(checkpoint: "AnyCheckpoint", offload: OffloadOptions, dense_dtype: st
 
 
 def source_label(model: str, path: Path) -> str:
-    """Return how a packed copy names the model that it was made of: `model`, found at `path`."""
+    """Return the name that a packed copy gives its source: `model`, found at `path`."""
     return model if model in DEMO_MODELS else str(path.resolve())
 
 
 def load_model(
     choice: ModelChoice, offload: OffloadOptions, *, quiet: bool, dense_dtype: str = "none"
 ) -> PreTrainedModel:
-    """Load a model through Tandem, for what needs no tokenizer."""
+    """Load a model through Tandem, without its tokenizer."""
     found = find_model(choice, quiet=quiet)
     import_transformers(quiet=quiet)
     return _load(found, offload=offload, dense_dtype=dense_dtype, quiet=quiet)
@@ -248,7 +251,7 @@ def _load(
 
 
 def load_tokenizer(found: ModelChoice) -> Tokenizer:
-    """Load the tokenizer of a model that has been found; `ModelError` if there is none."""
+    """Load the tokenizer of a model that was found; `ModelError` if it has none."""
     from transformers import AutoTokenizer
 
     from tandem.checkpoint.config_values import foreign_errors
@@ -292,7 +295,9 @@ def _no_tokenizer(source: str, why: str) -> ModelError:
 
 
 def import_transformers(*, quiet: bool, has_bars: bool = True) -> None:
-    """Import what takes seconds, and leave to Transformers its errors and its loading bar."""
+    """Import Transformers, which takes seconds, and silence all but its errors and its loading
+    bar.
+    """
     with waiting("importing torch and Transformers", quiet=quiet):
         from transformers.utils import logging
 

@@ -1,4 +1,4 @@
-"""`tandem models`: what lies on this machine, its size, and when it was used; `rm` removes."""
+"""`tandem models`: lists the models on this machine with size and last use; `rm` removes one."""
 
 import argparse
 import json
@@ -62,7 +62,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def stored_models() -> list[StoredModel]:
-    """Return the packed copies, the demo models and what was downloaded, the latest used first."""
+    """Return packed copies, demo models and downloads, the most recently used first."""
     found = [*_packed_copies(), *_demo_models(), *_downloads()]
     return sorted(found, key=lambda model: model.last_used, reverse=True)
 

@@ -1,4 +1,4 @@
-"""Opens a session: the flags that `tandem run` and `tandem chat` share, and the loaded model."""
+"""Opens a session from the flags that `tandem run` and `tandem chat` share."""
 
 import argparse
 
@@ -28,10 +28,10 @@ def add_session_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class SessionPlan:
-    """A session as the flags ask for it, checked before a model is loaded."""
+    """The options of a session, checked before the model is loaded."""
 
     def __init__(self, flags: argparse.Namespace) -> None:
-        """Check the flags; `ConfigError` names the one that is wrong."""
+        """Check the flags; `ConfigError` names a wrong one."""
         self._options = from_flags(SessionOptions, flags)
         flags.stop = tuple(require_text(text, "--stop") for text in flags.stop or ())
         if not all(flags.stop):
@@ -43,7 +43,7 @@ class SessionPlan:
         self._images = open_images(vars(flags).get("image") or ())
 
     def open(self) -> Session:
-        """Load the model and begin."""
+        """Load the model and start the session."""
         processor = load_processor(self._choice) if self._images else None
         keeper = Keeper(self._keep, quiet=self._options.quiet)
         model, tokenizer = load_model_and_tokenizer(

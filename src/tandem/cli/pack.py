@@ -1,4 +1,4 @@
-"""`tandem pack`: write a model as a packed checkpoint, which loads at the disk's speed."""
+"""`tandem pack`: writes a model as a packed checkpoint, which loads at the disk's speed."""
 
 import argparse
 import json
@@ -59,7 +59,7 @@ class PackOptions:
 
     @property
     def has_budget(self) -> bool:
-        """Whether formats are chosen for a size."""
+        """Whether formats are chosen to meet a size."""
         return self.size is not None or self.bits is not None
 
 
@@ -127,7 +127,9 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def choose_formats(options: PackOptions, found: ModelChoice) -> dict[str, object]:
-    """Measure a model's parts and choose their formats; print these, return what `pack` takes."""
+    """Measure a model's parts and choose their formats; prints them, and returns arguments of
+    `pack`.
+    """
     from tandem.hf.checkpoint import open_model
     from tandem.hf.config import OffloadConfig
     from tandem.quality.recipe import measure_parts

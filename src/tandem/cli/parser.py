@@ -1,4 +1,4 @@
-"""The command line's grammar: commands, their flags, and mistakes as one sentence."""
+"""The command line's grammar: commands, flags, and errors of one sentence."""
 
 import argparse
 import importlib
@@ -64,7 +64,7 @@ def _rare_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line; `UsageError` says what is wrong with it."""
+    """Parse a command line; raises `UsageError`, which says what is wrong."""
     parser, _ = build_parser([word for word in words if not word.startswith("-")][:1])
     flags, unknown = parser.parse_known_args(_with_negative_values(words))
     if unknown:
@@ -81,7 +81,7 @@ def build_parser(
 ) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """Return the whole parser, and the parser of each command.
 
-    Only these commands' modules are loaded for their flags; the others have none.
+    Only the modules of `commands` are loaded; other commands' parsers have no flags.
     """
     parser = _Parser(
         prog="tandem",

@@ -1,4 +1,4 @@
-"""`tandem plan`: what goes where, how many bytes and how fast, before anything is loaded."""
+"""`tandem plan`: forecasts placement, bytes and speed before anything is loaded."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ _OTHER_FORMATS = ("int8", "int4")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """Options of `tandem plan` beside those of offloading."""
+    """Options of `tandem plan`, apart from those of offloading."""
 
     dense_dtype: str = option("auto", help="as in tandem run", metavar="DTYPE")
     context: int | None = option(
@@ -76,7 +76,7 @@ class PlanOptions:
             parse_bytes(self.memory, name="--memory")
 
     def asked(self) -> PlanAsked:
-        """Return what the planner is asked."""
+        """Return the questions for the planner."""
         return PlanAsked(
             dense_dtype=self.dense_dtype, context=self.context, sequences=self.sequences,
             measure=self.measure, refresh=self.refresh, shape=self.shape,

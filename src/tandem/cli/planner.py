@@ -1,4 +1,4 @@
-"""Plans of one model under several options: what `tandem plan` asks before anything is loaded."""
+"""Plans of one model under several options, made before anything is loaded."""
 
 import dataclasses
 import os
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAsked:
-    """What is asked beside the options of offloading."""
+    """What the planner is asked, apart from the options of offloading."""
 
     dense_dtype: str
     context: int | None
@@ -43,7 +43,7 @@ class Planner:
     """Plans one model in any format."""
 
     def __init__(self, source: ModelChoice, asked: PlanAsked, offload: OffloadOptions) -> None:
-        """Read the checkpoint's headers, and see what memory there is."""
+        """Read the checkpoint's headers and find how much memory there is."""
         from tandem.devices import kind_of
         from tandem.experts.store.host_memory import available_bytes, process_bytes
         from tandem.forecast.gpu_forecast import device_memory, host_bytes_elsewhere
@@ -65,11 +65,11 @@ class Planner:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the checkpoint has its formats already."""
+        """Whether the checkpoint is packed, so that its formats are fixed."""
         return bool(self._packed_files)
 
     def sizes(self, **own: str) -> "ModelSizes":
-        """Return the sizes with some options in place of those that were given."""
+        """Return the model's sizes with some options replaced."""
         # A profile says which machine is meant, which a dense model may be planned for, too.
         config = dataclasses.replace(self._config(**own), profile=None)
         found = self._sizes_with(config)
@@ -77,7 +77,7 @@ class Planner:
         return found.within(self._available_bytes, given, self._on_device)
 
     def plan(self, sizes: "ModelSizes", others: "Mapping[str, ModelSizes]") -> "Plan":
-        """Return the plan without a speed; raises `CapacityError` where a GPU is too small."""
+        """Return the plan without a speed; raises `CapacityError` if a GPU is too small."""
         from tandem.forecast.model_plan import Plan, plan_slots
 
         offload, context = self._offload, sizes.context(self._asked.context)
@@ -113,7 +113,7 @@ class Planner:
         return model_sizes(checkpoint, small_options(checkpoint))
 
     def with_speed(self, plan: "Plan", **own: str) -> "Plan":
-        """Return the plan with its speed, measured or simulated, from the disk too."""
+        """Return the plan with its speed, measured or simulated; reads from the disk count."""
         speed = _speed(plan.sizes, self._config(**own), plan.expert_slots, self._asked)
         plan = dataclasses.replace(plan, speed=speed)
         slots, from_disk = _over_disk(plan, self._packed_files, self._offload)

@@ -1,4 +1,4 @@
-"""`tandem profile`: what things cost on this machine for a model, measured once and kept."""
+"""`tandem profile`: measures once what a model's operations cost on this machine, and keeps it."""
 
 import argparse
 import dataclasses
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
-    """What a profile is measured with, and where it is shown."""
+    """Options of `tandem profile`."""
 
     expert_dtype: str = option("auto", help="as in tandem run", metavar="DTYPE")
     dense_dtype: str = option("auto", help="as in tandem run", metavar="DTYPE")
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Measure and print; returns the exit code."""
+    """Measure and print the profile; returns the exit code."""
     options = from_flags(ProfileOptions, flags)
     offload = OffloadOptions(expert_dtype=options.expert_dtype, threads=options.threads)
     choice = find_model(from_flags(ModelChoice, flags), quiet=False)
@@ -85,7 +85,7 @@ def _disk_of(choice: ModelChoice, expert_bytes: int) -> "DiskCosts | None":
 
 
 def table(profile: "HardwareProfile", seconds: float) -> str:
-    """Return the profile for people."""
+    """Return the profile as a table."""
     shape = profile.shapes[0]
     link = shape.expert_bytes / shape.link_seconds_per_expert / 1e9
     lines = [

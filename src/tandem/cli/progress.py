@@ -1,7 +1,7 @@
-"""Progress bars where standard error is no terminal: plain lines, and few of them.
+"""Progress bars where standard error is not a terminal: a few plain lines.
 
-Bars of Transformers, the hub, and Tandem's own are tqdm's, which draws a line over and over after a
-carriage return. In a file or a pipe that is one endless line.
+The bars of Transformers, the hub and Tandem are tqdm's, which redraws a line after a carriage
+return. In a file or a pipe that would be one endless line.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class PlainProgress:
-    """A text stream that writes of each bar a line now and then, and all else as it comes."""
+    """A text stream that writes a bar as a line now and then, and passes on everything else."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         """Write to `stream`."""
@@ -33,7 +33,7 @@ class PlainProgress:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Take what a program writes; returns how much that is."""
+        """Write a text; returns its length."""
         if text.startswith("\r"):
             self._draw(text.strip())
         elif self._line and not text.strip("\n\x1b[A"):  # the end of a bar's line
@@ -73,13 +73,13 @@ def progress_as_lines() -> Iterator[None]:
 
 
 def shows_progress() -> bool:
-    """Tell whether bars can be seen on standard error as it is now."""
+    """Tell whether standard error can show bars now."""
     return sys.stderr.isatty() or isinstance(sys.stderr, PlainProgress)
 
 
 @contextlib.contextmanager
 def waiting(what: str, *, quiet: bool = False) -> Iterator[None]:
-    """Draw a line with the seconds that something takes which cannot tell how far it is."""
+    """Show the elapsed seconds of a task whose progress is unknown."""
     if quiet or not shows_progress():
         yield
         return
@@ -108,7 +108,7 @@ class PackingBar:
     """Draws bytes, rate and time left on standard error."""
 
     def __init__(self, what: str = "packing experts") -> None:
-        """Begin with nothing."""
+        """Begin at zero."""
         from tqdm import tqdm
 
         self._bar = tqdm(desc=what, unit="B", unit_scale=True, file=sys.stderr)

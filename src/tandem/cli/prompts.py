@@ -10,7 +10,7 @@ _EXPECTED = 'one prompt per line, or JSON: a list of texts, or {"prompts": [...]
 
 
 def read_prompts(path: str | Path) -> list[str]:
-    """Return the prompts of a file; `FileFormatError` says what was found and expected."""
+    """Return the prompts of a file; `FileFormatError` says what was found and what was expected."""
     source = Path(path)
     if not source.is_file():
         raise FileFormatError(f"{source}: found no such file; expected {_EXPECTED}")

@@ -1,6 +1,7 @@
-"""`tandem quality`: what a model's answers lose against a reference's, on text of several domains.
+"""`tandem quality`: compares a model's answers with a reference's, on text of several domains.
 
-The reference runs first and leaves its logits in a file, then the model: never both in memory.
+The reference runs first and writes its logits to a file; then the model runs. Both are never in
+memory.
 """
 
 import argparse
@@ -40,7 +41,7 @@ _OTHER_WORDS = "read the text as other tokens; compare models of one vocabulary"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QualityOptions:
-    """What is measured, on what, against what."""
+    """Options of `tandem quality`."""
 
     against: str | None = option(
         None, help="the reference: a model, such as the 16-bit checkpoint, or a file of --keep",
@@ -80,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Measure and report; returns the exit code."""
+    """Measure and print the report; returns the exit code."""
     options, choice = from_flags(QualityOptions, flags), from_flags(ModelChoice, flags)
     run = _Run(options, choice, offload_options(flags))
     against = Path(options.against) if options.against else None

@@ -35,7 +35,7 @@ _OPTIONS = (ServerOptions, OffloadOptions, ModelChoice)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaOptions:
-    """What is served, and on how much of each machine."""
+    """What each replica serves, and its share of a machine."""
 
     replicas: int = 2
     cpus: float = 1.0

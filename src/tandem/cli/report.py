@@ -1,4 +1,4 @@
-"""What a run did, as one line for people and one JSON object for scripts."""
+"""A summary of a run: one line of text, and one JSON object for scripts."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,7 +28,7 @@ _CUT = {
 
 
 class RunReport:
-    """Listens to a model's executor from its creation to `close`."""
+    """Collects events of a model's executor from its creation to `close`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Start counting the events of a model that Tandem loaded."""
@@ -51,7 +51,7 @@ class RunReport:
         self._saved_before = 0
 
     def count_drafts(self, speculation: "Speculation | None") -> None:
-        """Count what drafted tokens save from now on."""
+        """Count from now on what drafts save."""
         self._speculation = speculation
         if speculation is not None:
             speculation.experts = self._experts
@@ -68,7 +68,7 @@ class RunReport:
             self._expert_cache.clock.watchers -= 1
 
     def line(self, answer: "Answer") -> str:
-        """Return the statistics as one line."""
+        """Return the statistics as one line of text."""
         self._executor.catch_up()
         parts = [
             f"first token {answer.time_to_first_token_seconds:.2f} s",
@@ -166,7 +166,7 @@ class RunReport:
         return self._expert_cache.device.name if self._expert_cache else str(self._device)
 
     def json(self, answer: "Answer") -> dict[str, object]:
-        """Return the statistics for scripts; units are in the names."""
+        """Return the statistics as JSON; names end with their units."""
         cache = self._cache
         misses = self._experts.active_experts - cache.hits  # without slots all are misses
         return {

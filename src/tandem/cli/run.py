@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Answer or chat; returns the exit code."""
+    """Answer or chat, as the flags say; returns the exit code."""
     plan = SessionPlan(flags)
     prompt = _one_prompt(flags.prompt)
     session = plan.open()

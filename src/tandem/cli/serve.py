@@ -31,7 +31,7 @@ _EXTRA = {"fastapi", "uvicorn", "prometheus_client", "llguidance", "pydantic"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """What `tandem serve` knows beside the server's and the model's options."""
+    """Options of `tandem serve`, apart from the server's and the model's."""
 
     dense_dtype: str = option(
         "auto",

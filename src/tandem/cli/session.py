@@ -1,4 +1,4 @@
-"""A conversation with a loaded model: its messages, its context, and what is printed of a turn."""
+"""A conversation with a loaded model: its messages, its context, and what each turn prints."""
 
 import json
 import sys
@@ -37,7 +37,7 @@ _TRIMMED_TO = 1 / 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
-    """What `tandem run` and `chat` know beside the model, its offloading and its sampling."""
+    """Options of `tandem run` and `chat`, apart from the model's, offloading and sampling."""
 
     rare: ClassVar[tuple[str, ...]] = ("kv_dtype", "compile")
     system: str | None = option(None, help="system message of the conversation", metavar="TEXT")
@@ -85,7 +85,7 @@ class SessionOptions:
 
 
 class Session:
-    """Keeps a conversation's messages, prints answers and statistics."""
+    """A conversation: keeps messages, prints answers and statistics."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Session:
         self.clear()
 
     def finish(self) -> None:
-        """Wait for what is written beside the answers."""
+        """Wait for background writes to end."""
         if self._keeper is not None:
             self._keeper.finish()
 
@@ -126,28 +126,28 @@ class Session:
         return list(self._messages)
 
     def go_on_from(self, messages: "list[Message]") -> None:
-        """Take another conversation in place of this one."""
+        """Replace the conversation by another one."""
         first = [str(each["content"]) for each in messages[:1] if each["role"] == "system"]
         self.options = replace(self.options, system=first[0] if first else None)
         self._messages = list(messages)
 
     def clear(self) -> None:
-        """Forget the conversation but for the system message."""
+        """Forget all messages except the system message."""
         self._messages = []
         if self.options.system is not None:
             self._messages.append({"role": "system", "content": self.options.system})
 
     def set_system(self, text: str | None) -> None:
-        """Put another system message, or none, before the conversation, which stays."""
+        """Replace or remove the system message; the other messages stay."""
         self.options = replace(self.options, system=text)
         messages = [message for message in self._messages if message["role"] != "system"]
         self.clear()
         self._messages += messages
 
     def regenerate(self) -> "Answer":
-        """Answer the last message once more, in place of its answer.
+        """Answer the last user message again, in place of its answer.
 
-        If that raises, the conversation is as it was.
+        On an error the conversation stays as it was.
         """
         kept = self._messages
         if not kept or kept[-1]["role"] != "assistant":
@@ -161,9 +161,9 @@ class Session:
             raise
 
     def ask(self, text: str) -> "Answer":
-        """Print the answer to a message as it comes, and keep both in the conversation.
+        """Print the answer to a message while it is generated, and add both to the conversation.
 
-        A turn that raises leaves the conversation as it was.
+        On an error the conversation stays as it was.
         """
         require_text(text, "the prompt")
         content: str | list[Mapping[str, object]] = text

@@ -1,4 +1,4 @@
-"""`/set` of a chat: shows and changes how the next answers are made."""
+"""`/set` in a chat: shows and changes options of the next answers."""
 
 import dataclasses
 import typing
@@ -15,10 +15,10 @@ _SYSTEM = "system"
 
 
 class ChatSettings:
-    """The options of a session that may change while it lasts, by name."""
+    """The options of a session that can change during it, by name."""
 
     def __init__(self, session: Session) -> None:
-        """Note what the chat began with, which `default` brings back."""
+        """Remember the initial values, which `default` restores."""
         self._session = session
         self._first_sampling = session.sampling
         self._first_system = session.options.system
@@ -30,7 +30,9 @@ class ChatSettings:
         }
 
     def set(self, words: str) -> str:
-        """Do what follows `/set`; return the text to print. `ConfigError` says what is wrong."""
+        """Execute the words after `/set`; return the text to print. `ConfigError` says what is
+        wrong.
+        """
         name, _, text = words.strip().partition(" ")
         if not name:
             return "\n".join(self._line(each) for each in [*self._types, _SYSTEM])

@@ -25,7 +25,7 @@ _OF_DISKS = ("hardware", "shape", "eviction", "batch", "prompt", "limit", "hold_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions:
-    """Options of `tandem simulate`; where a name is asked for, `list` prints what there is."""
+    """Options of `tandem simulate`; the name `list` prints the names that there are."""
 
     hardware: str = option(
         "desktop-12gb", help="machine: a built-in profile or a profile's path; `list` names them",

@@ -1,4 +1,4 @@
-"""`tandem simulate --disk`: experts in slots in memory, the others on a disk."""
+"""`tandem simulate --disk`: some experts are in slots in memory, the others on a disk."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ _USUAL_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskOptions:
-    """Where experts are that memory does not hold, and how many it holds."""
+    """Where the other experts are, and how many have slots."""
 
     disk: str | None = option(
         None, metavar="RATE|profile",
@@ -45,7 +45,7 @@ class DiskOptions:
             raise ConfigError("--host-experts and --expert-memory say the same; leave one out")
 
     def rate(self, profile: "HardwareProfile") -> float:
-        """Return the disk's bytes per second."""
+        """Return the disk's speed in bytes per second."""
         if self.disk != _OF_PROFILE:
             return parse_bandwidth(str(self.disk), name="disk")
         if profile.disk is None:
@@ -56,7 +56,7 @@ class DiskOptions:
         return profile.disk.most_bytes_per_second
 
     def share(self, costs: "ShapeCosts") -> float:
-        """Return which share of the experts has slots, as loading shares memory out."""
+        """Return the share of the experts that have slots, by the rule that loading uses."""
         if self.expert_memory is None:
             return _USUAL_SHARE if self.host_experts is None else self.host_experts
         from tandem.experts.cache.host_slots import share_of
@@ -74,7 +74,7 @@ def simulate_disk(
     options: DiskOptions,
     progress: "Progress",
 ) -> "Report":
-    """Replay one trace; returns what is reported."""
+    """Replay one trace; return its report."""
     from tandem.experts.cache.policy_tables import host_slot_eviction
     from tandem.sim.disk import DiskConditions, simulate_over_disk
     from tandem.sim.simulation import split_trace
@@ -96,7 +96,7 @@ def simulate_disk(
 
 
 def print_disk_summary(path: str, result: "Report") -> None:
-    """Print one trace's result for people."""
+    """Print one trace's result as text."""
     rate, speed = result["disk_bytes_per_second"], result["decode_tokens_per_second"]
     print(
         f"{path}: {result['tokens']} tokens of {result['model']} on {result['hardware']}, "

@@ -1,6 +1,7 @@
-"""The standard streams: closed ones are empty, and no byte or character is a traceback.
+"""Repairs the standard streams: closed ones are opened on /dev/null, and invalid bytes raise no
+error.
 
-Also the warnings that libraries write to standard error.
+Also formats the warnings that libraries write to standard error.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ _PATIENCE_SECONDS = 2.0
 
 
 def prepare_streams() -> None:
-    """Open closed streams on /dev/null; make bytes that are no text visible instead of an error."""
+    """Open closed streams on /dev/null; escape bytes that are not text instead of raising."""
     if sys.stdin is None:  # as `tandem ... <&-` leaves it
         sys.stdin = open(os.devnull)  # noqa: SIM115  (open until the end, as Python's own)
     if sys.stdout is None:
@@ -38,7 +39,7 @@ def _reconfigure(stream: TextIO, errors: str) -> None:
 
 
 def require_text(text: str, what: str) -> str:
-    """Return a text that came from outside; raise `ConfigError` if its bytes were none."""
+    """Return a text that came from outside; raises `ConfigError` if its bytes were not valid."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -52,7 +53,7 @@ def require_text(text: str, what: str) -> str:
 
 
 def has_piped_input() -> bool:
-    """Whether standard input is what `|` and `<` make of it; a device such as /dev/null is not."""
+    """Whether standard input is a pipe or a file; a device such as /dev/null is neither."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError):  # a stream without a file
@@ -61,7 +62,7 @@ def has_piped_input() -> bool:
 
 
 def read_input() -> str | None:
-    """Return all of standard input; None on a terminal."""
+    """Return the whole of standard input; None if it is a terminal."""
     if sys.stdin.isatty():
         return None
     with contextlib.suppress(OSError, ValueError):  # not every stream can be waited for
@@ -72,7 +73,7 @@ def read_input() -> str | None:
 
 @contextlib.contextmanager
 def warnings_as_lines(*, quiet: bool) -> Iterator[None]:
-    """Show warnings as one line each, without a line of code; quiet: not at all."""
+    """Show each warning as one line without source code; with `quiet` show none."""
 
     def show(
         message: Warning | str,

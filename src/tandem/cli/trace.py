@@ -1,4 +1,4 @@
-"""`tandem trace record`: run prompts and write what the routers chose, as a routing trace."""
+"""`tandem trace record`: runs prompts and writes the routers' choices as a routing trace."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from tandem.devices.options import OffloadOptions, offload_options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
-    """What a recording knows beside how the model runs."""
+    """Options of a recording, apart from how the model runs."""
 
     limit: int = option(1 << 30, help="prompts of the file to run, at most", metavar="N")
     max_new_tokens: int = option(64, help="tokens to generate for each prompt", metavar="N")
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Record; returns the exit code."""
+    """Record a trace; returns the exit code."""
     options = from_flags(TraceOptions, flags)
     offload = offload_options(flags)
     if not flags.output.endswith(".npz"):

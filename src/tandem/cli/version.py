@@ -1,4 +1,6 @@
-"""`tandem --version`: Tandem's version; with -v, of what it runs on too. Imports no torch."""
+"""`tandem --version`: Tandem's version; with -v also those of its dependencies. Imports no
+torch.
+"""
 
 import argparse
 import os
@@ -13,7 +15,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def version_lines(*, is_verbose: bool = True) -> list[str]:
-    """Return Tandem's version and, if verbose, those of what it runs on."""
+    """Return the lines with Tandem's version and, if verbose, its dependencies'."""
     lines = [f"tandem {version('tandem-moe')}"]
     if is_verbose:
         from tandem.kernels.engine import choose_isa

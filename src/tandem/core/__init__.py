@@ -1,1 +1,1 @@
-"""The words that every floor shares: errors, units, registry, config."""
+"""What all floors share: errors, units, registry, config."""

@@ -44,7 +44,7 @@ def option(
 
 
 def helps(config: type[Any]) -> dict[str, str]:
-    """Return the help texts of a config class's options, by their names."""
+    """Return the help text of each option of a config class, by name."""
     with_help = (field for field in dataclasses.fields(config) if "help" in field.metadata)
     return {field.name: field.metadata["help"] for field in with_help}
 

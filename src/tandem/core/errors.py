@@ -46,14 +46,16 @@ class BuildError(TandemError, RuntimeError):
 
 
 def first_line(error: Exception) -> str:
-    """Return why another program's error was raised, in one line without its full stop."""
+    """Return the message of another program's error as one line without a full stop."""
     reason = error.strerror if isinstance(error, OSError) else None
     line = (reason or str(error)).strip().partition("\n")[0].rstrip(".")
     return line or type(error).__name__
 
 
 def exhaustion(error: BaseException) -> CapacityError | None:
-    """Return what to say of an error by which threads or memory have run out; None of another."""
+    """Return the `CapacityError` for an error caused by too few threads or too little memory; else
+    None.
+    """
     words = str(error)
     if isinstance(error, OSError) and error.errno != errno.ENOMEM:
         return None  # "temporarily unavailable" is said of streams too
@@ -71,7 +73,7 @@ def exhaustion(error: BaseException) -> CapacityError | None:
 
 @contextmanager
 def capacity_errors() -> Iterator[None]:
-    """Raise `CapacityError` for what other libraries raise when threads or memory have run out."""
+    """Turn other libraries' errors about threads or memory into `CapacityError`."""
     try:
         yield
     except TandemError:
@@ -84,4 +86,4 @@ def capacity_errors() -> Iterator[None]:
 
 
 class TandemWarning(UserWarning):
-    """Something that a user should know and that stops nothing; commands show it as one line."""
+    """A warning for the user that stops nothing; commands print it as one line."""

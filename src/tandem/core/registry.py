@@ -1,4 +1,4 @@
-"""Named implementations of one seam: the names are the command line's choices."""
+"""Named implementations behind one interface; the names are the command line's choices."""
 
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def nearest_names(name: str, known: list[str]) -> str:
-    """Return "did you mean X?" for a mistyped name in whatever case, else the known names."""
+    """Return "did you mean X?" for a mistyped name in any case, else the known names."""
     by_lower = {each.lower(): each for each in known}
     close = [by_lower[lower] for lower in get_close_matches(name.lower(), by_lower, n=2)]
     if close:
@@ -44,18 +44,18 @@ class Registry(Generic[T]):
         return add
 
     def extended(self, more: Mapping[str, Callable[..., T]]) -> "Registry[T]":
-        """Return a registry with all that this one has, now and later, and other names."""
+        """Return a registry that adds names to all names of this one, present and future."""
         longer: Registry[T] = Registry(self.kind)
         longer._factories = ChainMap(dict(more), self._factories)
         longer.former = self.former
         return longer
 
     def today(self, name: str) -> str:
-        """Return the present name of what had another one."""
+        """Return the present name of one that was renamed; other names are returned unchanged."""
         return self.former.get(name, name)
 
     def factory(self, name: str) -> Callable[..., T]:
-        """Return what was registered under a name; `ConfigError` with the nearest names else."""
+        """Return the factory with this name; `ConfigError` names the nearest names."""
         try:
             return self._factories[self.today(name)]
         except KeyError:

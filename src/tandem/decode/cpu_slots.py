@@ -84,14 +84,16 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
 
     @property
     def step(self) -> ReplayedStep:
-        """The decode step that was done last, or else that of all slots."""
+        """The decode step that ran last, or else that of all slots."""
         return (self._last or self._step_of(self.num_slots)).replayed
 
     @torch.inference_mode()
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
-        """Append tokens to some slots; return the logits after each: (slots, vocabulary).
+        """Append tokens to some slots; return the logits after each slot's last: (slots,
+        vocabulary).
 
-        With packed layers what comes out depends on a slot's tokens alone, however calls cut them.
+        With packed layers the result depends on the slot's tokens alone, not on how calls split
+        them.
         """
         found: dict[int, Tensor] = {}
         for chunk in self._chunks(prompts):
@@ -108,7 +110,8 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
 
     @property
     def why_no_drafts(self) -> str | None:
-        """Why `verify` takes one token of a slot; None: it takes several, which may be taken back.
+        """Why `verify` takes one token per slot, as a sentence; None: it takes several and can undo
+        them.
 
         One sentence.
         """
@@ -165,16 +168,17 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
 
     @property
     def moving(self) -> MovingSlots | None:
-        """What takes out of slots what they keep of tokens, and puts it in; not before a prompt."""
+        """Moves the contents of slots out and in; None before the first prompt."""
         if not self.cache.can_move(SEGMENT_TOKENS):
             return None
         return MovingSlots(self.cache, self._held)
 
     def record_ahead(self, *, has_passed: bool) -> bool:
-        """Record the step of one slot before there is a prompt; return whether it is replayed.
+        """Record the step of one slot before the first prompt; return whether it is replayed.
 
-        With `has_passed` its recording was equal in an earlier process. The slots hold nothing,
-        before and after. Executors that plan are left alone: they learn from steps.
+        With `has_passed` an earlier process has already found its recording equal. The slots are
+        empty before and after. Executors that plan do not see the step, because they learn from
+        steps.
         """
         executor = self._model.executor
         if executor is not None and executor.needs_steps:
@@ -228,7 +232,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
 
     @contextmanager
     def on_trial(self, slots: Sequence[int]) -> Iterator[None]:
-        """Let slots forget, afterwards, the few tokens that they get inside."""
+        """Let slots forget afterwards the few tokens that they get inside."""
         lengths = {slot: self.cache.lengths[slot] for slot in slots}
         with torch.inference_mode():
             put_back = self.cache.states.save(slots)
@@ -286,7 +290,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
 
 
 def why_no_cpu_slots(model: PreTrainedModel, threads: CpuThreads) -> str | None:
-    """Step a few tokens both ways; return why `CpuSlotPool` does not serve a model, or None."""
+    """Run a few tokens both ways; return why `CpuSlotPool` cannot serve a model, or None."""
     if model.device.type != "cpu" or model.dtype not in VALUE_DTYPES:
         return f"the model is {model.dtype} on {model.device.type}"
     return why_other_logits(

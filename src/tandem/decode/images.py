@@ -1,8 +1,8 @@
-"""The images of prompts in sequence slots: what the model's tower makes of them, token by token.
+"""Images in sequence slots: the features that the model's vision tower makes, token by token.
 
-A processor writes a placeholder token for each feature of an image. In a slot such a token is a
-negative number made of the image's content, so that two prompts with other images do not share a
-beginning. The model's own code merges the features into the embeddings; here lies what it asks for.
+A processor writes a placeholder token for each feature of an image. A slot stores a negative number
+instead, made from the image's content, so that prompts with different images share no prefix. The
+model's own code merges the features into the embeddings; this module supplies what it asks for.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ class ImagePrompt:
     """What the processor made beside the ids, by the names of the model's arguments."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the inputs as a model takes them."""
+        """Return the tensors in the form that the model takes."""
         return {name: torch.from_numpy(value) for name, value in self.inputs.items()}
 
 
@@ -57,27 +57,27 @@ class _Shown:
 
 
 class SlotImages:
-    """Which images the slots of a pool hold."""
+    """The images in the slots of a pool."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Hold none, for slots of a model."""
+        """Hold no images, for slots of a model."""
         self._model = model
         self._prompts: dict[int, ImagePrompt] = {}
         self._shown: dict[int, _Shown] = {}
 
     def show(self, slot: int, prompt: ImagePrompt | None) -> None:
-        """Say what a slot's next tokens are of, in place of what was said before."""
+        """Set the images of a slot's next tokens, in place of the former ones."""
         self._prompts.pop(slot, None)
         self._shown.pop(slot, None)
         if prompt is not None:
             self._prompts[slot] = prompt
 
     def ids(self, keys: Sequence[int]) -> list[int]:
-        """Return the model's token ids of what slots hold."""
+        """Return the model's token ids for keys of slots."""
         return [key if key >= 0 else int(self._model.config.image_token_id) for key in keys]
 
     def deltas(self, slots: Sequence[int]) -> list[int] | None:
-        """Return what slots' next positions have more than their lengths; None: nothing."""
+        """Return how much each slot's next position exceeds its length; None: not at all."""
         if not self._shown:
             return None
         return [self._shown[slot].delta if slot in self._shown else 0 for slot in slots]
@@ -148,7 +148,7 @@ def require_images(model: PreTrainedModel) -> None:
 
 
 def why_no_images(model: PreTrainedModel, *, is_padded: bool) -> str | None:
-    """Return why requests with images are refused, as a sentence; None: they are not."""
+    """Return why requests with images are refused, as a sentence; None: they are accepted."""
     try:
         require_images(model)
     except UnsupportedModelError as error:
@@ -158,7 +158,7 @@ def why_no_images(model: PreTrainedModel, *, is_padded: bool) -> str | None:
 
 
 def why_no_slot_images(model: PreTrainedModel) -> str | None:
-    """Return why sequence slots do not take a model's images; None: they do."""
+    """Return why sequence slots cannot hold a model's images; None: they can."""
     if model.device.type != "cpu":
         return "images are not read in sequence slots on a GPU"
     text = model.config.get_text_config()

@@ -31,7 +31,7 @@ from tandem.kv_cache.stand_ins import transformers_cache
 
 
 class ModelRunner:
-    """A model with a cache that it reads and writes while it is called here."""
+    """A model with the KV cache that it reads and writes while it is called through this object."""
 
     def __init__(
         self,
@@ -41,9 +41,10 @@ class ModelRunner:
         *,
         notes_hidden: bool = False,
     ) -> None:
-        """Raises `NotInSlotsError` for a model that keeps more than keys and values.
+        """Take a model and its cache; raises `NotInSlotsError` for a model that keeps more than
+        keys and values.
 
-        With `threads`, prompts are native. `notes_hidden` as of `hidden`.
+        With `threads`, prompts are native. `notes_hidden` is as for `hidden`.
         """
         self.hidden: Tensor | None = None
         """What the latest forward gave to the output head, (b, n_tokens, width), if that is noted.
@@ -70,9 +71,9 @@ class ModelRunner:
     def why_not_replayed(
         self, tolerances: Mapping[torch.dtype, float], *, has_replay: bool
     ) -> str | None:
-        """Return why decode steps must be the model's own code; None: they can be replayed.
+        """Return why decode steps must run the model's own code; None: they can be replayed.
 
-        `tolerances` are how far results may be off, by the dtypes that can be replayed.
+        `tolerances` has the permitted deviation for each dtype that can be replayed.
         """
         if not has_replay:
             return "replay is disabled (has_replay=False)"
@@ -124,7 +125,9 @@ class ModelRunner:
         return logits
 
     def room_for_hidden(self, num_tokens: int) -> Tensor | None:
-        """Return memory for `hidden` of so many tokens, (n_tokens, width), if that is noted."""
+        """Return memory for `hidden` of `num_tokens` tokens, (n_tokens, width); None if it is not
+        kept.
+        """
         if not self._notes_hidden:
             return None
         config = self.model.config
@@ -177,10 +180,10 @@ def executor_of(model: PreTrainedModel) -> Executor | None:
 
 
 def tolerance_of(model: PreTrainedModel, tolerances: Mapping[torch.dtype, float]) -> float | None:
-    """Return how far another way of a step may be off, relative to its logits' size.
+    """Return how far another implementation of a step may deviate, relative to its logits' size.
 
-    `tolerances` are by dtype; None: not of this one. What is packed rounds the values that it is
-    given, as bf16 does.
+    `tolerances` are by dtype; None: this dtype has none. Packed layers round their inputs, as bf16
+    does.
     """
     tolerance = tolerances.get(model.dtype)
     if tolerance is None or not _has_packed_weights(model):

@@ -1,4 +1,4 @@
-"""Tokens of a slot as plain bytes: taken out of the CPU's KV cache, and put into a slot again."""
+"""Copies the tokens of a slot in the CPU's KV cache out as plain bytes, and back in."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,18 +11,18 @@ from tandem.kv_cache.cpu_states import pieces_of
 
 
 class MovingSlots:
-    """Slots whose contents move; where they have `states`, these move by themselves."""
+    """Slots whose contents can be moved; their `states`, if any, are moved separately."""
 
     def __init__(self, cache: KvCache, held: list[list[int]]) -> None:
-        """Move what a cache keeps; `held` are the tokens of each slot."""
+        """Move contents of `cache`; `held` has the tokens of each slot."""
         self._cache, self._held = cache, held
         self.states = cache.states
 
     @torch.inference_mode()
     def take_out(self, slot: int, first: int, num_tokens: int) -> memoryview | None:
-        """Return a copy of all that a slot keeps of some tokens; None if a window has left them.
+        """Return a copy of everything that a slot keeps of some tokens, which fill whole blocks.
 
-        Or has left something before them that a prompt's tokens see. They fill whole blocks.
+        None if a window has dropped them, or something before them that their prompt needs.
         """
         is_whole = first + num_tokens <= self._cache.seen_whole(slot)
         if not is_whole or any(kept > first for _, kept in self._cache.layers_of(slot)):
@@ -31,9 +31,9 @@ class MovingSlots:
         return copied.numpy().data
 
     def cut(self, slot: int, length: int) -> bool:
-        """Let a slot forget what it holds beyond `length` tokens, so that others are put in.
+        """Let a slot forget what it holds beyond `length` tokens, so that others can be put in.
 
-        False: it has forgotten a part of what is before them.
+        False: part of what comes before has been dropped already.
         """
         is_cut = self._cache.cut(slot, length)
         if is_cut:
@@ -42,9 +42,9 @@ class MovingSlots:
 
     @torch.inference_mode()
     def put_in(self, slot: int, tokens: Sequence[int], data: memoryview) -> None:
-        """Append tokens to a slot, with what `take_out` has returned of the same ones.
+        """Append tokens to a slot, with the bytes that `take_out` returned for the same tokens.
 
-        Where slots have states, the slot is of no use before these are put in.
+        If slots have states, the slot cannot be used before these are put in too.
         """
         first, count = self._cache.lengths[slot], len(tokens)
         self._cache.begin([Segment(slot, first, count)])  # makes room

@@ -1,6 +1,6 @@
-"""What Transformers' `generate` asks of a model around each forward, for a loop of our own.
+"""Does around each forward what Transformers' `generate` does, for a decode loop of our own.
 
-Knows tensors of one step; neither sampling nor text.
+Knows the tensors of one step; neither sampling nor text.
 """
 
 import inspect
@@ -40,7 +40,7 @@ class PaddedBatch:
     ) -> None:
         """Take the prompts as token ids, none empty; nothing is computed yet.
 
-        `inputs` are what else the model's `generate` takes, the pixels of images for instance.
+        `inputs` are further inputs of the model's `generate`, such as the pixels of images.
         """
         self._model = model
         width = max(map(len, prompts))
@@ -87,12 +87,16 @@ class PaddedBatch:
 
 
 class PaddedSlotPool(SlotPool):
-    """Slots that begin together, on the model's own caches: for models that nothing else steps."""
+    """Slots that start together, on the model's own caches: for models that no other pool
+    serves.
+    """
 
     why_no_drafts = "steps run padded, on Transformers' own caches"
 
     def __init__(self, model: PreTrainedModel, num_slots: int, pad_id: int) -> None:
-        """Serve `num_slots` prompts at a time; `pad_id` stands before the shorter ones."""
+        """Serve `num_slots` prompts at a time; shorter ones are padded on the left with
+        `pad_id`.
+        """
         self.num_slots = num_slots
         self._model, self._pad_id = model, pad_id
         self._padded: PaddedBatch | None = None
@@ -100,7 +104,7 @@ class PaddedSlotPool(SlotPool):
         self._tokens: dict[int, int] = {}  # by slot: the last one, in the order of the batch
 
     def show(self, slot: int, images: ImagePrompt | None) -> None:
-        """Say which images a slot's next prompt has."""
+        """Set the images of a slot's next prompt."""
         if images is not None and self.num_slots > 1:
             raise ConfigError(
                 f"{self.num_slots} prompts are padded together, of which one has images; "
@@ -120,7 +124,10 @@ class PaddedSlotPool(SlotPool):
 
     @torch.inference_mode()
     def prefill_with_logits(self, slot: int, tokens: Sequence[int]) -> Tensor:
-        """Run a whole prompt twice: what goes on from it keeps the last token's logits alone."""
+        """Run a whole prompt twice and return the logits after each token: (n_tokens, vocabulary).
+
+        The forward that later steps continue keeps only the last token's logits.
+        """
         ids = torch.tensor([list(tokens)], device=self._model.device)
         logits = self._model(input_ids=ids, use_cache=False, return_dict=True).logits[0]
         return torch.cat([logits[:-1], self.prefill({slot: tokens})])
@@ -128,7 +135,7 @@ class PaddedSlotPool(SlotPool):
     def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
         """Append one token to each of some slots; return (slots, vocabulary) in their order.
 
-        The others are stepped too, with the token that they had last.
+        The other slots are stepped too, with their last token.
         """
         assert self._padded is not None, "decode before prefill"
         self._tokens |= {slot: token for slot, (token,) in tokens.items()}

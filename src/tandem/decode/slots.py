@@ -1,7 +1,7 @@
-"""Sequence slots: each holds the keys and values of one sequence, which requests take and leave.
+"""Sequence slots: each holds one sequence's keys and values, and requests take and release them.
 
-`SlotPool` is what the scheduler drives. What a slot held stays until another request takes it, so
-that the next turn of a conversation finds its beginning there.
+`SlotPool` is what the scheduler drives. A slot keeps its contents until another request takes it,
+so that the next turn of a conversation finds its prefix there.
 """
 
 from abc import ABC, abstractmethod
@@ -30,24 +30,27 @@ EACH_TOKEN_SEEN = "what records or forces routing sees one token of each sequenc
 
 
 class SlotPool(ABC):
-    """What a scheduler needs of a model whose requests come and go; here slots hold nothing."""
+    """What the scheduler needs of a model. In this base class slots keep nothing between
+    requests.
+    """
 
     num_slots: int
     can_prefill_in_chunks = False
 
     @property
     def num_bytes(self) -> int | None:
-        """Bytes that the KV cache takes now; None where it is not ours to count."""
+        """Bytes that the KV cache takes now; None if it is not Tandem's."""
         return None
 
     @property
     def step(self) -> ReplayedStep | None:
-        """The decode step that was done last, or else that of all slots; None: never replayed."""
+        """The decode step that ran last, or else that of all slots; None: never replayed."""
         return None
 
     @property
     def moving(self) -> MovingSlots | None:
-        """What takes out of slots what they keep of tokens, and puts it in; not before a prompt.
+        """Moves the contents of slots out and in; None before the first prompt, or if they cannot
+        move.
 
         None: it stays where it is.
         """
@@ -56,7 +59,8 @@ class SlotPool(ABC):
     @property
     @abstractmethod
     def why_no_drafts(self) -> str | None:
-        """Why `verify` takes one token of a slot; None: it takes several, which may be taken back.
+        """Why `verify` takes one token per slot, as a sentence; None: it takes several and can undo
+        them.
 
         One sentence.
         """
@@ -66,25 +70,27 @@ class SlotPool(ABC):
         return ()
 
     def usable(self, slot: int, length: int) -> int:
-        """Return with how many of the first `length` tokens that it holds a slot can go on."""
+        """Return how many of the slot's first `length` tokens a request can continue from."""
         return 0
 
     def keep(self, slot: int, length: int) -> None:  # noqa: B027 - nothing is held
-        """Let a slot forget what it holds beyond `length` tokens, which are usable."""
+        """Let a slot forget what it holds beyond `length` tokens, which must be usable."""
 
     def copy(self, source: int, target: int, length: int) -> None:  # noqa: B027 - nothing is held
-        """Let `target` hold the first tokens that `source` holds, which are usable."""
+        """Copy the first `length` tokens of `source`, which must be usable, to `target`."""
 
     @abstractmethod
     def show(self, slot: int, images: ImagePrompt | None) -> None:
-        """Say which images the tokens that a slot gets next are of, before a prompt begins.
+        """Set the images of the slot's next tokens, before a prompt begins.
 
         The tokens are then the prompt's keys. Raises `UnsupportedModelError`.
         """
 
     @abstractmethod
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
-        """Append tokens to some slots; return the logits after each: (slots, vocabulary)."""
+        """Append tokens to some slots; return the logits after each slot's last: (slots,
+        vocabulary).
+        """
 
     @abstractmethod
     def prefill_with_logits(self, slot: int, tokens: Sequence[int]) -> Tensor:
@@ -103,12 +109,12 @@ class SlotPool(ABC):
 
 
 class CachedSlotPool(SlotPool, Generic[_Cache]):
-    """Keeps the books of slots on a KV cache of Tandem's. One call at a time."""
+    """Does the bookkeeping of slots on one of Tandem's KV caches. Not thread-safe."""
 
     can_prefill_in_chunks = True
 
     def __init__(self, runner: ModelRunner, cache: _Cache) -> None:
-        """Take a model's runner and its cache, which holds nothing."""
+        """Take a model's runner and its empty cache."""
         self.cache = cache
         self.num_slots = len(cache.lengths)
         self._model = runner
@@ -126,28 +132,28 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
     @property
     @abstractmethod
     def step(self) -> ReplayedStep:
-        """The decode step that was done last, or else that of all slots."""
+        """The decode step that ran last, or else that of all slots."""
 
     def held(self, slot: int) -> Sequence[int]:
         """Return the tokens whose keys and values a slot holds."""
         return self._held[slot]
 
     def usable(self, slot: int, length: int) -> int:
-        """Return with how many of the first `length` tokens that it holds a slot can go on."""
+        """Return how many of the slot's first `length` tokens a request can continue from."""
         return self.cache.usable(slot, length)
 
     def keep(self, slot: int, length: int) -> None:
-        """Let a slot forget what it holds beyond `length` tokens, which are usable."""
+        """Let a slot forget what it holds beyond `length` tokens, which must be usable."""
         self.cache.truncate(slot, length)
         del self._held[slot][length:]
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Let `target` hold the first tokens that `source` holds, and nothing else."""
+        """Let `target` hold only the first `length` tokens of `source`."""
         self.cache.copy_prefix(source, target, length)
         self._held[target] = self._held[source][:length]
 
     def show(self, slot: int, images: ImagePrompt | None) -> None:
-        """Say which images the tokens that a slot gets next are of, before a prompt begins."""
+        """Set the images of the slot's next tokens, before a prompt begins."""
         if images is not None:
             why = why_no_slot_images(self._model.model)
             if why is not None:
@@ -169,9 +175,9 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
         """Append tokens to a slot; return the logits after each, unchecked."""
 
     def pretend(self, depth: int, room: int) -> None:
-        """Let every slot hold `depth` invented tokens, with room for more; to time a step.
+        """Let every slot hold `depth` made-up tokens, with room for more, to time a step.
 
-        Needs a prompt before it, which makes the KV cache's layers.
+        Run a prompt first: it creates the KV cache's layers.
         """
         self.cache.reserve(depth + room)
         self.cache.pretend(depth)
@@ -214,6 +220,8 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
 
 
 def num_shared(held: Sequence[int], prompt: Sequence[int]) -> int:
-    """Count the tokens that both begin with, but for the prompt's last: its logits are needed."""
+    """Return the length of the common prefix, without the prompt's last token, whose logits are
+    needed.
+    """
     most = min(len(held), len(prompt) - 1)
     return next((i for i in range(most) if held[i] != prompt[i]), most)

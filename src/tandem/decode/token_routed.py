@@ -1,7 +1,7 @@
-"""Layers that are routed by their tokens alone: their experts are read and copied ahead.
+"""Layers that are routed by token id alone: their experts are read and copied ahead.
 
-DeepSeek-V4's first ones look a token's experts up in a table. They are known before anything of a
-step is computed, so all their reads from a disk begin with it, and the executor hears of them.
+DeepSeek-V4's first layers look a token's experts up in a table. They are known before the step
+computes anything, so all their disk reads start with the step, and the executor is told of them.
 """
 
 from collections import Counter
@@ -30,10 +30,10 @@ class _Table(NamedTuple):
 
 
 class TokenRouted:
-    """The tables of a model's layers that are routed by token."""
+    """The tables of a model's layers that are routed by token id."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Find them; a table on a GPU is copied."""
+        """Find the tables; those on a GPU are copied to the host."""
         runtime = runtime_of(model)
         self._native = None if runtime is None else runtime.store.slots
         self._tables: list[_Table] = []
@@ -45,7 +45,7 @@ class TokenRouted:
 
     @torch.inference_mode()
     def expect(self, token_ids: Sequence[int], executor: Executor | None) -> None:
-        """Say what the next forward's tokens want of these layers, and begin to read it."""
+        """Announce which experts of these layers the next forward needs, and start reading them."""
         copies = executor is not None and executor.cache is not None
         if not self._tables or (self._native is None and not copies):
             return

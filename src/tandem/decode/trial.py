@@ -1,4 +1,4 @@
-"""A trial of sequence slots: a few tokens there and on Transformers' own caches, compared."""
+"""Tries sequence slots: runs a few tokens there and on Transformers' own caches, and compares."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,9 +33,9 @@ NewPool = Callable[[int], CachedSlotPool[Any]]
 
 
 def why_other_logits(model: PreTrainedModel, new_pool: NewPool) -> str | None:
-    """Step a few tokens in slots and padded; return why slots do not serve a model, or None.
+    """Run a few tokens in slots and padded; return why slots cannot serve a model, or None.
 
-    `new_pool` returns so many slots. Raises the `TandemError` of a model that cannot be run at all.
+    `new_pool(n)` returns n slots. Raises the `TandemError` of a model that cannot run at all.
     """
     tolerance = tolerance_of(model, _TOLERANCES)
     if tolerance is None:

@@ -16,10 +16,12 @@ ROUTER = "block_sparse_moe.gate.weight"
 
 
 class ShardWriter:
-    """Collects tensors and writes a shard whenever enough have come; `finish` names them."""
+    """Collects tensors and writes a shard whenever it is full; `finish` gives the shards their
+    names.
+    """
 
     def __init__(self, directory: Path, shard_bytes: int) -> None:
-        """Write into an existing directory, in shards of about so many bytes."""
+        """Write into an existing directory, in shards of about `shard_bytes`."""
         self._directory = directory
         self._shard_bytes = shard_bytes
         self._pending: dict[str, torch.Tensor] = {}
@@ -28,7 +30,7 @@ class ShardWriter:
         self._shards: list[list[str]] = []
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one tensor; it is stored as bfloat16."""
+        """Add one tensor; it is stored as bfloat16."""
         # A copy: tensors of one shard must not share memory, and equal experts would.
         self._pending[name] = tensor.detach().to(torch.bfloat16, copy=True).contiguous()
         self._pending_bytes += self._pending[name].nbytes
@@ -78,7 +80,7 @@ def read_routers(directory: Path) -> list[torch.Tensor]:
 
 
 def mixtral_config(dense: PreTrainedConfig, recipe: Recipe) -> PreTrainedConfig:
-    """Return the Mixtral config of a dense Llama config with each FFN made into experts."""
+    """Return the Mixtral config for a dense Llama config whose FFNs become experts."""
     from transformers import MixtralConfig
 
     same = [
@@ -98,7 +100,7 @@ def mixtral_config(dense: PreTrainedConfig, recipe: Recipe) -> PreTrainedConfig:
 
 
 def generation_config(dense: PreTrainedConfig) -> GenerationConfig:
-    """Return the generation config that goes with a dense Llama config: its special tokens."""
+    """Return the generation config for a dense Llama config: its special tokens."""
     from transformers import GenerationConfig
 
     return GenerationConfig(

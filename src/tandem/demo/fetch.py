@@ -16,7 +16,7 @@ from tandem.demo.recipe import Progress
 
 
 class PinnedFile(NamedTuple):
-    """A file that is known by its content."""
+    """A file with a known checksum."""
 
     name: str
     num_bytes: int

@@ -11,7 +11,9 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Numbers of one recipe; a change of one, or of the code that reads it, raises `version`."""
+    """The numbers of one recipe; any change of one, or of the code that reads it, raises
+    `version`.
+    """
 
     version: int = 1
     seed: int = 0
@@ -35,4 +37,4 @@ RECIPE = Recipe()
 
 
 def ignore_progress(stage: str, done: int, total: int) -> None:
-    """Do nothing: for callers that do not watch."""
+    """No-op, for callers that do not watch progress."""

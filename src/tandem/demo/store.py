@@ -1,9 +1,9 @@
-"""Keeps the built demo models: there is a ready one or none, also after a kill or a race.
+"""Keeps the built demo models; a model is either complete or absent, even after a kill or a race.
 
-Order: a builder takes the lock, removes what killed builders left, builds into `.building-*`,
-syncs the files, writes the manifest, and renames the directory to its final name. Readers take no
-lock: a directory under its final name whose manifest and sizes fit is ready. Where the platform
-has no `flock` (Windows), leftovers stay and two builders both build; the later rename yields.
+A builder takes the lock, removes what killed builders left, builds into `.building-*`, syncs the
+files, writes the manifest, and renames the directory to its final name. Readers take no lock: a
+directory with its final name, whose manifest and sizes match, is ready. Where the platform has no
+`flock` (Windows), leftovers stay and two builders may both build; the later rename yields.
 """
 
 import contextlib
@@ -79,7 +79,8 @@ def ensure_built(
     build: Callable[[Path], None],
     progress: Progress = ignore_progress,
 ) -> Path:
-    """Return `models/kind`; unless it is ready for this recipe, `build` fills an empty directory.
+    """Return `models/kind`; if it is not ready for this recipe, `build` first fills an empty
+    directory.
 
     Raises `BuildError` if the files cannot be written; a failed build leaves nothing behind.
     """
@@ -114,9 +115,9 @@ def is_ready(directory: Path, *, kind: str, recipe: Recipe = RECIPE) -> bool:
 
 
 def is_demo_model(directory: Path) -> bool:
-    """Return whether a directory is a demo model with its checksums in its manifest.
+    """Return whether a directory is a demo model whose manifest has checksums.
 
-    A packed copy of one has the manifest too, and other files.
+    A packed copy of one has the manifest too, but other files.
     """
     return (directory / MANIFEST).is_file() and not (directory / INDEX_FILE).exists()
 

@@ -1,6 +1,6 @@
-"""Where experts are computed beside the CPU: devices by name, and what the options ask of each.
+"""The devices beside the CPU that compute experts, by name, and what the options ask of each.
 
-Loads no torch, so that `--help` is fast; a kind loads what it needs when it is asked.
+Loads no torch, so that `--help` is fast; each kind loads what it needs when it is used.
 """
 
 from tandem.core.registry import Registry
@@ -8,7 +8,7 @@ from tandem.experts.cache.sizing import DeviceMemory
 
 
 class DeviceKind:
-    """A device before any of it is loaded."""
+    """A kind of device, of which nothing is loaded yet."""
 
     help: str
     machine = ""
@@ -21,10 +21,10 @@ class DeviceKind:
     """Whether a decode step may be one graph; else all steps are planned."""
 
     def require(self) -> None:
-        """Raise `CapacityError` where there is no such device."""
+        """Raise `CapacityError` if the machine has no such device."""
 
     def memory(self) -> DeviceMemory:
-        """Return its memory now, the host's; raises as `require` does."""
+        """Return the device's free and total memory; raises as `require` does."""
         from tandem.experts.store.host_memory import available_bytes
 
         available = available_bytes()
@@ -36,7 +36,7 @@ DEVICES: Registry[DeviceKind] = Registry("device")
 
 @DEVICES.register("cpu")
 class Cpu(DeviceKind):
-    """No device: there is nothing but the CPU."""
+    """The CPU alone, without another device."""
 
     help = "every expert there"
 
@@ -50,7 +50,7 @@ class Cuda(DeviceKind):
     holds_dense_parts = has_graphs = True
 
     def require(self) -> None:
-        """Raise `CapacityError` where there is no GPU, no driver or no CUDA in torch."""
+        """Raise `CapacityError` if there is no GPU, no driver or no CUDA in torch."""
         from tandem.devices.cuda.checks import require_cuda
 
         require_cuda()
@@ -73,5 +73,5 @@ class Emulated(DeviceKind):
 
 
 def kind_of(device: str) -> DeviceKind:
-    """Return the kind of device of a name; `ConfigError` with the nearest names else."""
+    """Return the kind of device with this name; `ConfigError` names the nearest names."""
     return DEVICES.factory(device)()

@@ -22,14 +22,14 @@ class EmulatedDevice(Device):
     computes_beside = False
 
     def __init__(self, total_bytes: int, kernels: ExpertKernels) -> None:
-        """Own `total_bytes` of (host) memory; compute with `kernels`."""
+        """Own `total_bytes` of host memory as device memory; compute with `kernels`."""
         self.total_bytes = total_bytes
         self.used_bytes = 0
         self._kernels = kernels
         self.rows, self.host_rows = RowMemory(), RowMemory()
 
     def memory(self) -> DeviceMemory:
-        """Return what there is, and what is left of it."""
+        """Return total and free memory."""
         return DeviceMemory(self.total_bytes, self.total_bytes - self.used_bytes)
 
     def allocate(self, num_bytes: int) -> Tensor:
@@ -44,7 +44,7 @@ class EmulatedDevice(Device):
         return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
 
     def release(self, memory: Tensor) -> None:
-        """Give memory back."""
+        """Free memory."""
         self.used_bytes -= memory.nbytes
 
     def pin(self, memory: Tensor) -> bool:
@@ -52,11 +52,11 @@ class EmulatedDevice(Device):
         return True
 
     def download(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Return the tensors: the model's state lies where the host can read it."""
+        """Return the tensors themselves, as the host can read them."""
         return tensors
 
     def upload(self, source: Tensor, target: Tensor) -> None:
-        """Copy at once: no batch reads or writes the target."""
+        """Copy at once, as no batch reads or writes the target."""
         target.copy_(source)
 
     def prepare_sum(self, row_of: Tensor, weights: Tensor) -> SumRows:
@@ -64,7 +64,7 @@ class EmulatedDevice(Device):
         return self._kernels.prepare_sum(row_of, weights)
 
     def launch(self, batch: ExpertBatch, use: SlotUse) -> None:
-        """Compute a batch from its slots, now."""
+        """Compute a batch from its slots at once."""
         try:
             self._kernels.run(batch, use)
         finally:

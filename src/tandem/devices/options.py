@@ -1,4 +1,6 @@
-"""What a user says about offloading: names and sizes. Loads no torch, so that `--help` is fast."""
+"""The user's options about offloading: names and sizes. Loads no torch, so that `--help` is
+fast.
+"""
 
 import argparse
 import dataclasses
@@ -147,7 +149,7 @@ class OffloadOptions:
         return parse_bytes(self.expert_memory, name="expert_memory")
 
     def require_no_slots(self, model: str) -> None:
-        """Raise `ConfigError` if a model that is not packed is to come from the disk."""
+        """Raise `ConfigError` if an unpacked model is to run from the disk."""
         if self.expert_memory_bytes is not None:
             raise ConfigError(
                 f"expert_memory is {self.expert_memory!r}, and {model} is not packed: experts come "
@@ -155,7 +157,7 @@ class OffloadOptions:
             )
 
     def no_slots_for_plain(self) -> ConfigError:
-        """Return the refusal of slots for a model whose experts are fp32."""
+        """Return the error for slots of a model whose experts are fp32."""
         return ConfigError(
             f"expert_memory is {self.expert_memory!r}, and this model's experts are plain (fp32): "
             "they run from memory alone; leave it out, or pack the model with another expert_dtype "
@@ -163,9 +165,9 @@ class OffloadOptions:
         )
 
     def require_dense(self, model: str, *, is_on_gpu: bool) -> None:
-        """Raise `ConfigError` for what a model without experts cannot follow.
+        """Raise `ConfigError` for options that do not apply to a model without experts.
 
-        `is_on_gpu` tells whether its parts are to go to a GPU, whatever `device` is.
+        `is_on_gpu` says whether its parts are to go to a GPU, whatever `device` is.
         """
         kind = kind_of(self.device)
         if kind.machine and not kind.holds_dense_parts:
@@ -188,7 +190,7 @@ class OffloadOptions:
             )
 
     def require_slots_follow(self) -> None:
-        """Raise `ConfigError` for what experts on a disk cannot follow."""
+        """Raise `ConfigError` for options that experts on a disk do not support."""
         if self.eviction not in IN_HOST_SLOTS:
             raise ConfigError(
                 f"eviction is {self.eviction!r}, and experts on a disk are kept in memory by one "
@@ -218,7 +220,9 @@ class OffloadOptions:
         )
 
     def why_planned(self) -> str | None:
-        """Name the option that decode steps in one graph cannot follow; None: they follow all."""
+        """Return the name of an option that steps in one graph cannot follow; None: they follow
+        all.
+        """
         if not kind_of(self.device).has_graphs:
             return f"device {self.device}"
         if not self.decode_graph:
@@ -227,9 +231,9 @@ class OffloadOptions:
 
 
 def offload_options(flags: argparse.Namespace, also_of_cpu: Collection[str] = ()) -> OffloadOptions:
-    """Return the options of parsed flags; raises `ConfigError` also for flags that say nothing.
+    """Return the options from parsed flags; raises `ConfigError` also for flags without effect.
 
-    A command may know what to do with some of a device's options on the CPU, too.
+    `also_of_cpu` are options of a device that the command uses on the CPU too.
     """
     options = from_flags(OffloadOptions, flags)
     of_a_device = ("gpu_memory", *OffloadOptions.rare)

@@ -1,1 +1,1 @@
-"""How families of models write reasoning and calls of tools: prompts to write, answers to read."""
+"""How model families write reasoning and tool calls, for writing prompts and reading answers."""

@@ -1,4 +1,4 @@
-"""What the text of a call means: its name, and its arguments with their types."""
+"""Parses the text of a tool call: its name, and its arguments with their types."""
 
 import ast
 import json
@@ -15,7 +15,7 @@ _SPACE = re.compile(r"[\s,]*")
 
 
 class Argument(NamedTuple):
-    """One argument as it is written."""
+    """One argument as written."""
 
     key: str
     text: str
@@ -26,14 +26,14 @@ class Argument(NamedTuple):
 
 
 def tagged(text: str, tag: "re.Pattern[str]", first: int = 0) -> Iterator[Argument]:
-    """Yield the arguments that have ended, of a text with a tag for each, from a place on."""
+    """Yield the complete arguments in a text that has a tag for each, from position `first` on."""
     for match in tag.finditer(text, first):
         groups = match.groupdict()
         yield Argument(groups["key"], groups["value"], groups.get("type"), match.end())
 
 
 def nested(text: str, first: int = 0) -> Iterator[Argument]:
-    """Yield the outermost elements that have ended, of a text with tags within tags."""
+    """Yield the complete outermost elements in a text of nested tags, from position `first` on."""
     opened, depth = None, 0
     for match in _TAG.finditer(text, first):
         is_end, name = bool(match[1]), match[2]
@@ -47,7 +47,7 @@ def nested(text: str, first: int = 0) -> Iterator[Argument]:
 
 
 def value_of(argument: Argument, schema: Mapping[str, object]) -> object:
-    """Return an argument's value: of the type that its tag tells, or by the tool's schema."""
+    """Return an argument's value, with the type of its tag or of the tool's schema."""
     if argument.kind is not None:
         is_text = argument.kind in ("true", "string")
         return argument.text if is_text else json_value(argument.text)
@@ -71,7 +71,7 @@ def _nested_value(text: str, schema: object) -> object:
 
 
 def by_schema(text: str, schema: object) -> object:
-    """Return what a text means where a schema is expected: itself, unless it may be no string."""
+    """Return a text's value under a schema: the text itself, unless the schema excludes strings."""
     value = json_value(text)
     if not isinstance(schema, dict):
         return value
@@ -89,7 +89,7 @@ def by_schema(text: str, schema: object) -> object:
 
 
 def json_value(text: str) -> object:
-    """Return the value that a text writes; the text itself, if it is no JSON."""
+    """Parse a JSON value; returns the text itself if it is not JSON."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -102,7 +102,7 @@ def _refuse(constant: str) -> None:
 
 
 def type_names(schema: Mapping[str, object]) -> Iterator[str]:
-    """Yield the types that a schema names, in its alternatives too."""
+    """Yield the types that a schema names, including its alternatives."""
     named = schema.get("type")
     names = [named] if isinstance(named, str) else _list(named)
     yield from (name for name in names if isinstance(name, str))
@@ -125,9 +125,9 @@ def _type(value: object) -> str:
 
 
 def json_values(text: str) -> list[object]:
-    """Return the values of a text: JSON, or several one after the other; lists are their members.
+    """Return the JSON values in a text, one after the other; lists are replaced by their members.
 
-    Raises `ValueError` for what is none.
+    Raises `ValueError` if it is not JSON.
     """
     found: list[object] = []
     decoder, place = json.JSONDecoder(parse_constant=_refuse), 0
@@ -145,7 +145,7 @@ def _end_of_space(text: str, place: int) -> int:
 
 
 def python_calls(text: str) -> list[dict[str, object]]:
-    """Return calls as Python writes them, [f(a=1), g()]; raises `ValueError` for what is none."""
+    """Parse calls in Python's syntax, [f(a=1), g()]; raises `ValueError` if they are not."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, RecursionError, MemoryError) as error:

@@ -1,7 +1,9 @@
-"""Calls of tools while their text comes: arguments are given out as soon as they are certain.
+"""Parses tool calls while their text is generated; arguments are emitted as soon as they are
+certain.
 
-What was given out stays: a call of a known tool whose arguments have begun is a call, even if the
-model breaks its own format later, as with other servers. What has not begun may still be text.
+What was emitted stays: a call of a known tool whose arguments have begun remains a call even if the
+model then breaks its own format, as in other servers. Anything before that may still turn out as
+text.
 """
 
 import json
@@ -29,7 +31,7 @@ _BEGINNING = re.compile(r'\s*(\{\s*["}])')
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a tool, or its beginning."""
+    """A tool call, or its beginning."""
 
     name: str
     arguments: str
@@ -38,7 +40,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPart:
-    """A part of an answer: exactly one field is there."""
+    """A part of an answer; exactly one field is set."""
 
     content: str = ""
     reasoning: str = ""
@@ -48,12 +50,12 @@ class AnswerPart:
 
 
 class ComingCalls:
-    """The calls of one region of an answer."""
+    """The calls in one region of an answer."""
 
     def __init__(self, dialect: Dialect, name: str | None, schemas: Schemas) -> None:
-        """Begin a region; `name` stood in what opened it, if the dialect has it there.
+        """Begin a region; `name` comes from its opening mark in dialects that write it there.
 
-        `schemas` say what tools there are, and of what type their arguments are.
+        `schemas` has the known tools and the types of their arguments.
         """
         self._values, self._schemas = dialect.values, schemas
         self._tag = re.compile(dialect.tag, re.DOTALL)
@@ -67,15 +69,15 @@ class ComingCalls:
         )
 
     def feed(self, text: str) -> Iterator[AnswerPart]:
-        """Take the region's next text; yield what is certain of its calls."""
+        """Add the region's next text; yield the parts of calls that are now certain."""
         self._text += text
         if not self._is_held:
             yield from self._json() if self._values == "json" else self._tags()
 
     def finish(self, value: Any) -> list[AnswerPart]:
-        """Return the rest at the region's end, of which the parser has made `value`.
+        """Return the remaining parts at the region's end; `value` is the parser's result for it.
 
-        Raises `ValueError` and the like for a region that turns out to hold no call.
+        Raises `ValueError` and the like if the region holds no call.
         """
         if self._values in ("tagged", "nested"):
             return self._rest_of_tags(value)

@@ -1,4 +1,4 @@
-"""What a family of models writes around reasoning and calls, for Transformers' response parser."""
+"""How a model family writes reasoning and calls, as input of Transformers' response parser."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ _NAMED_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenCall:
-    """How a call is written, text by text, for a grammar."""
+    """The texts of which a call consists, for a grammar."""
 
     opening: str
     """From here on a text is a call."""
@@ -43,7 +43,7 @@ class WrittenCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """One family's way to write."""
+    """The writing conventions of one model family."""
 
     name: str
     marks: tuple[tuple[str, ...], ...]
@@ -78,13 +78,13 @@ class Dialect:
 
     @property
     def closing(self) -> str:
-        """What is written where reasoning is ended for the model."""
+        """The text that ends reasoning on the model's behalf."""
         if self.after_thought or self.end_think != END_THINK:
             return self.end_think + self.after_thought
         return f"\n{self.end_think}\n\n"
 
     def fields(self, *, has_tools: bool, thinks: bool) -> dict[str, object]:
-        """Return the fields of a response template for an answer."""
+        """Return the fields of a response template for this dialect."""
         found: dict[str, object] = {}
         if thinks:
             found["reasoning_content"] = self.thoughts or {
@@ -100,12 +100,12 @@ class Dialect:
 
 
 def marked_calls(open_pattern: str, close: str) -> Fields:
-    """Return a field of regions between two marks, which hold calls as text."""
+    """Return a template field for regions between two marks that hold calls as text."""
     return {"open_pattern": open_pattern, "close": close, "repeats": True, "content": "text"}
 
 
 def named_calls(open_pattern: str, close_pattern: str, **content: object) -> Fields:
-    """Return a field of calls whose name stands in what opens them, as a group `name`."""
+    """Return a template field for calls named in their opening mark, by a group `name`."""
     return {
         "open_pattern": open_pattern,
         "close_pattern": close_pattern,

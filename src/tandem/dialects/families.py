@@ -296,7 +296,7 @@ FAMILIES: Sequence[Dialect] = (
 
 
 def dialect_of(chat_template: str) -> Dialect:
-    """Return the family that a chat template is of; what no other knows is written as Hermes."""
+    """Return the family that a chat template belongs to; Hermes if it is unknown."""
     return next(
         (
             dialect

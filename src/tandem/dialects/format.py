@@ -1,8 +1,8 @@
-"""Conversations to prompts, and readers for what comes back.
+"""Writes conversations as prompts, and makes readers for the answers.
 
-The chat template writes the prompt and says which family's dialect the model has. A tokenizer that
-describes its own (`response_template`) is believed. A model whose template knows no tools reads of
-them in the system message, in Hermes' form.
+The chat template writes the prompt, and tells the model's dialect. A tokenizer that describes its
+own dialect (`response_template`) takes precedence. If the template knows no tools, the system
+message describes them in Hermes' form.
 """
 
 import json
@@ -41,7 +41,7 @@ _NO_PLACE = "the model has no chat template, so images have no place in its prom
 
 
 class TemplateError(ConfigError):
-    """A chat template cannot write a conversation; `reason` repeats nothing of it."""
+    """A chat template cannot write a conversation; `reason` repeats none of its text."""
 
     def __init__(self, message: str, reason: str) -> None:
         """Say why in `message`."""
@@ -51,7 +51,7 @@ class TemplateError(ConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
-    """A conversation as the model reads it."""
+    """A conversation written as a prompt."""
 
     text: str
     ids: list[int]
@@ -65,7 +65,7 @@ class ChatFormat:
     """How one model's conversations are written and read."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Look at what the tokenizer's chat template knows."""
+        """Find out what the tokenizer's chat template supports."""
         self._tokenizer = tokenizer
         template = tokenizer.chat_template
         self._text = template if isinstance(template, str) else json.dumps(template or "")
@@ -89,9 +89,9 @@ class ChatFormat:
     ) -> ChatPrompt:
         """Write a conversation; `options` are the chat template's own.
 
-        `must_not_think` closes the reasoning, for an answer whose first word is ruled. Raises
-        `TemplateError` for a conversation that the template cannot write, and `TextTooLongError`
-        for one of surely more than `most_tokens`.
+        `must_not_think` closes the reasoning, for an answer whose first token is constrained.
+        Raises `TemplateError` for a conversation that the template cannot write, and
+        `TextTooLongError` for one that surely exceeds `most_tokens`.
         """
         turns = [dict(message) for message in messages]
         if must_not_think:
@@ -140,7 +140,7 @@ class ChatFormat:
 
     @property
     def native(self) -> NativeForm | None:
-        """How the model writes calls, where a grammar can rule them in its own form."""
+        """How the model writes calls, if a grammar can constrain them in that form; else None."""
         dialect = self.dialect
         written = None if self._own_template is not None else dialect.written
         if written is None or any(text in self._text for text in written.unless):
@@ -158,9 +158,9 @@ class ChatFormat:
         *,
         is_ruled: bool = False,
     ) -> AnswerReader | None:
-        """Return what takes an answer apart; None where all of it is text.
+        """Return a reader that splits an answer into parts; None if all of it is text.
 
-        An answer that a grammar rules has our marks, whatever the tokenizer describes.
+        An answer under a grammar has Tandem's marks, whatever the tokenizer describes.
         """
         if self._own_template is not None and not is_ruled:
             return AnswerReader(self._own_template, prompt.text, "", _OWN, _schemas(tools))
@@ -177,7 +177,7 @@ class ChatFormat:
         )
 
     def keeps_special(self, *, has_tools: bool) -> bool:
-        """Tell whether a reader must see special tokens to find the parts."""
+        """Tell whether a reader needs special tokens to find the parts."""
         dialect = self.dialect
         has_reader = self.thinks or has_tools or dialect.beside is not None
         return self._own_template is not None or (

@@ -36,19 +36,21 @@ SPACE_RULE = 'space: (" " | "\\n")?\n'
 
 
 def json_grammar(schema: Mapping[str, object]) -> str:
-    """Return the grammar of a JSON schema's documents; `ConfigError` if it cannot be followed."""
+    """Return the grammar of documents that follow a JSON schema; `ConfigError` for an unsupported
+    one.
+    """
     return checked(
         llguidance.LLMatcher.grammar_from_json_schema(dict(schema), overrides=_COMPACT)  # type: ignore[arg-type]
     )
 
 
 def regex_grammar(pattern: str) -> str:
-    """Return the grammar of the texts that a regular expression matches as a whole."""
+    """Return the grammar of texts that a regular expression matches completely."""
     return checked(llguidance.LLMatcher.grammar_from_regex(pattern), "regular expression")
 
 
 def choice_grammar(texts: Sequence[str]) -> str:
-    """Return the grammar of one of some texts."""
+    """Return the grammar that allows exactly one of these texts."""
     # A terminal: alternatives of a rule are items that the parser holds, each of them.
     written = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
     lark = f"start: CHOICE\nCHOICE: {written}"
@@ -56,7 +58,7 @@ def choice_grammar(texts: Sequence[str]) -> str:
 
 
 def written_grammar(text: str) -> str:
-    """Return a grammar that a client wrote: in Lark's form, or in llama.cpp's GBNF."""
+    """Convert a client's grammar, in Lark's form or llama.cpp's GBNF, to llguidance's form."""
     try:
         lark = any_to_lark(text)
     except (GbnfToLarkError, ValueError, LookupError, RecursionError) as error:
@@ -65,10 +67,10 @@ def written_grammar(text: str) -> str:
 
 
 def closed_objects(schema: Mapping[str, object]) -> dict[str, object]:
-    """Return a schema whose objects have no properties but those that it names.
+    """Return a schema whose objects allow no properties except those that they name.
 
-    That is what OpenAI means by a strict schema. An object that says otherwise itself, or that is
-    put together of several schemas, stays as it is.
+    This is OpenAI's meaning of a strict schema. Objects that say otherwise, or that combine several
+    schemas, stay unchanged.
     """
     found: dict[str, object] = {}
     for name, value in schema.items():
@@ -89,7 +91,7 @@ def _closed(schema: object) -> object:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallForm:
-    """How a model's answers are marked; `special` are the marks that are tokens of their own."""
+    """The marks around calls in a model's answers; `special` are those that are single tokens."""
 
     opening: str
     closing: str
@@ -97,7 +99,7 @@ class CallForm:
     special: frozenset[str] = frozenset()
 
     def mark(self, text: str) -> str:
-        """Return a mark as grammars write it."""
+        """Return a mark in grammar syntax."""
         return text if text in self.special else json.dumps(text)
 
 
@@ -108,9 +110,9 @@ Tools = Sequence[tuple[str, Mapping[str, object]]]
 def call_grammar(
     tools: Tools, form: CallForm, *, or_json: Mapping[str, object] | None = None
 ) -> str:
-    """Return the grammar of one call of one of some tools, or of a document of `or_json`.
+    """Return the grammar of one call of one of these tools, or of a document of `or_json`.
 
-    A line may end after the mark that opens a call and before the one that closes it.
+    A newline is allowed after the mark that opens a call and before the one that closes it.
     """
     calls = " | ".join(call_object(name, schema) for name, schema in tools)
     marks = form.mark(form.opening), form.mark(form.closing)
@@ -121,19 +123,21 @@ def call_grammar(
 
 
 def call_object(name: str, schema: Mapping[str, object]) -> str:
-    """Return the item of an object that calls a tool; `SPACE_RULE` belongs to it."""
+    """Return the grammar item of an object that calls a tool; the grammar must include
+    `SPACE_RULE`.
+    """
     words = ["{", '"name":', f"{json.dumps(name)},", '"arguments":']
     head = " space ".join(json.dumps(word) for word in words)
     return f'({head} space %json {ruled(schema)} space "}}")'
 
 
 def ruled(schema: Mapping[str, object]) -> str:
-    """Return a schema as grammars hold it."""
+    """Return a schema in the form that grammars embed."""
     return json.dumps({**schema, "x-guidance": _COMPACT})
 
 
 def checked(grammar: str, what: str = "schema") -> str:
-    """Return a grammar that can be followed; raises `ConfigError` for another."""
+    """Return the grammar if it is valid; raises `ConfigError` otherwise."""
     problem = llguidance.LLMatcher.validate_grammar(grammar, limits=LIMITS)
     if problem and not problem.startswith("WARNING"):
         raise ConfigError(complaint(problem, what))
@@ -141,5 +145,5 @@ def checked(grammar: str, what: str = "schema") -> str:
 
 
 def complaint(message: str, what: str = "grammar") -> str:
-    """Return the sentence for what llguidance says of a grammar that it cannot follow."""
+    """Return one sentence from llguidance's message about a grammar that it refuses."""
     return f"the {what} cannot be followed: {message.strip().partition(chr(10))[0]}"

@@ -1,7 +1,8 @@
-"""Grammars of free answers in a family's form: whatever opens a call goes on as one of a tool.
+"""Grammars of free answers in a family's own form: whatever opens a call must continue as a tool
+call.
 
-Text and reasoning are free. Which arguments a call must have is not ruled where each has a tag of
-its own, in any order; their names and the form of their values are.
+Text and reasoning are free. In forms that tag each argument, in any order, required arguments are
+not enforced; the names of arguments and the form of their values are.
 """
 
 import json
@@ -29,7 +30,7 @@ _ANY = r"(.|\n)*"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeForm:
-    """How one model writes calls; `ids` are the marks that are tokens of their own."""
+    """How one model writes calls; `ids` are the marks that are single tokens."""
 
     written: WrittenCall
     think: str
@@ -37,7 +38,7 @@ class NativeForm:
     ids: Mapping[str, int]
 
     def item(self, text: str) -> str:
-        """Return a text as grammars write it; its line breaks may be left out."""
+        """Return a text in grammar syntax; its line breaks are optional."""
         special = "|".join(map(re.escape, sorted(self.ids, key=len, reverse=True)))
         parts = re.split(f"({special}|\n)" if special else "(\n)", text)
         return " ".join(self._part(part) for part in parts if part)
@@ -49,20 +50,20 @@ class NativeForm:
 
     @property
     def own_ids(self) -> list[int]:
-        """The tokens that calls are written with."""
+        """The token ids that mark calls."""
         written = self.written
         texts = (written.opening, written.after_name, written.closing, *written.around)
         text = " ".join((*texts, *(written.argument or ())))
         return sorted(number for mark, number in self.ids.items() if mark in text)
 
     def up_to(self, mark: str) -> str:
-        """Return an item for any text that ends with the first mark."""
+        """Return a grammar item for any text that ends with the first occurrence of the mark."""
         if mark in self.ids:
             return f"{self._before(mark)}? <[{self.ids[mark]}]>"
         return f"up_to_{_number(mark)}"
 
     def rule_up_to(self, mark: str) -> str:
-        """Return the rule of that item."""
+        """Return the rule behind that item."""
         if mark in self.ids:
             return ""
         return f"up_to_{_number(mark)}[lazy]: {self._before(mark)} {json.dumps(mark)}\n"
@@ -74,10 +75,11 @@ class NativeForm:
 def native_grammar(
     tools: Tools, form: NativeForm, *, is_thinking: bool, can_think: bool, has_one_call: bool
 ) -> str:
-    """Return the grammar of any text in which whatever opens a call goes on as one of some tools.
+    """Return the grammar of any text in which whatever opens a call continues as a call of these
+    tools.
 
-    The reasoning has begun (`is_thinking`) or may come first (`can_think`). After a call that must
-    be the only one nothing follows. Raises `ConfigError` where it cannot be written.
+    The reasoning has begun (`is_thinking`) or may come first (`can_think`). With `has_one_call`
+    nothing follows a call. Raises `ConfigError` if no such grammar can be written.
     """
     written = form.written
     marks = [written.opening, *([form.end_think] if is_thinking or can_think else [])]

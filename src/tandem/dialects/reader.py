@@ -1,4 +1,4 @@
-"""Takes what a model wrote apart into reasoning, text and calls of tools, however it is cut."""
+"""Splits an answer into reasoning, text and tool calls, in whatever pieces it arrives."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,9 @@ _BROKEN = (ValueError, KeyError, TypeError, RecursionError)
 
 
 class AnswerReader:
-    """Takes one answer apart as it comes. Spaces at a part's beginning are the format's."""
+    """Splits one answer while it is generated. Spaces at the start of a part belong to the
+    format.
+    """
 
     def __init__(
         self,
@@ -24,9 +26,9 @@ class AnswerReader:
         dialect: Dialect,
         schemas: Schemas | None = None,
     ) -> None:
-        """Read by a response template; `begun` is what the prompt has opened already.
+        """Read with a response template; `begun` is what the prompt has opened already.
 
-        `dialect` says how calls are written, and `schemas` what tools there are.
+        `dialect` says how calls are written, and `schemas` which tools there are.
         """
         self._template, self._prefix, self._begun = dict(template), prefix, begun
         self._dialect, self._schemas = dialect, schemas or {}
@@ -44,7 +46,7 @@ class AnswerReader:
         return parser
 
     def feed(self, text: str) -> list[AnswerPart]:
-        """Take the next text; return the parts that are certain."""
+        """Add the next text; return the parts that are now certain."""
         if self._is_broken:
             return [AnswerPart(content=text)] if text else []
         found: list[AnswerPart] = []
@@ -56,7 +58,7 @@ class AnswerReader:
         return found
 
     def finish(self) -> list[AnswerPart]:
-        """Return what was held back."""
+        """Return the remaining parts at the answer's end."""
         if self._is_broken:
             return []
         found: list[AnswerPart] = []

@@ -1,4 +1,4 @@
-"""Grammars of answers that may call tools, of tools as clients describe them."""
+"""Grammars of answers that may call tools, from tools as clients describe them."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -22,7 +22,7 @@ class DescribedTool(NamedTuple):
 def calls_or_json(
     tools: Sequence[DescribedTool], form: CallForm, schema: Mapping[str, object]
 ) -> str:
-    """Return the grammar of one call, or of a document of a schema."""
+    """Return the grammar of one call, or of a document that follows `schema`."""
     return call_grammar(_followed(tools), form, or_json=schema)
 
 
@@ -34,7 +34,7 @@ def free_calls(
     can_think: bool,
     has_one_call: bool,
 ) -> str | None:
-    """Return the grammar of any text in which calls are ruled; None where they cannot be."""
+    """Return the grammar of free text with constrained calls; None if it cannot be written."""
     rules = _followed(tools)
     try:
         return native_grammar(

@@ -1,4 +1,4 @@
-"""Turns of a conversation as one model's chat template reads them."""
+"""Converts the turns of a conversation to the form that one model's chat template takes."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ _KIMI_EFFORTS = {"minimal": "low", "low": "low", "medium": "high", "high": "high
 
 
 def as_template_reads(turns: Sequence[Turn], template: str) -> list[Turn]:
-    """Return turns with the names and ids that a chat template asks for."""
+    """Return turns with the names and ids that a chat template expects."""
     found = [dict(turn) for turn in turns]
     if "length 9" in template:  # Mistral's
         found = [_with_ids(turn, {}) for turn in found]
@@ -33,7 +33,7 @@ def as_template_reads(turns: Sequence[Turn], template: str) -> list[Turn]:
 
 
 def options_of(options: Mapping[str, object], template: str) -> Mapping[str, object]:
-    """Return a template's options with the values that it knows."""
+    """Return a template's options with values that it knows."""
     if "thinking_mode" in template and "enable_thinking" in options:  # MiniMax M3's
         mode = "enabled" if options["enable_thinking"] else "disabled"
         return {"thinking_mode": mode, **options}
@@ -50,7 +50,7 @@ def options_of(options: Mapping[str, object], template: str) -> Mapping[str, obj
 
 
 def as_text(turn: Turn) -> Turn:
-    """Return a turn whose calls have their arguments as JSON text."""
+    """Return a turn whose call arguments are JSON text."""
     if not turn.get("tool_calls"):
         return turn
     calls = []

@@ -1,1 +1,3 @@
-"""The engine process: holds the model, steps its requests, and speaks to the server by a pipe."""
+"""The engine process: holds the model, steps its requests, and talks to the server through a
+pipe.
+"""

@@ -1,4 +1,4 @@
-"""Answers that follow a grammar, token by token, by llguidance."""
+"""Constrains answers to a grammar, token by token, with llguidance."""
 
 import time
 from collections.abc import Sequence
@@ -22,19 +22,19 @@ class Grammars:
     """Makes constraints for one tokenizer, whose tables are built in the background."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, end_ids: Sequence[int]) -> None:
-        """Begin to build the tables for a vocabulary as wide as the model's scores."""
+        """Start building the tables for a vocabulary as wide as the model's scores."""
         self._vocabulary = vocabulary
         builder = ThreadPoolExecutor(1)
         self._tables = builder.submit(lambda: Tables.of(tokenizer, vocabulary, end_ids).build())
         builder.shutdown(wait=False)
 
     def constraint(self, grammar: str) -> "GrammarConstraint":
-        """Return a fresh constraint; raises `ConfigError` where the tokenizer has no tables."""
+        """Return a new constraint; raises `ConfigError` if the tokenizer has no tables."""
         return GrammarConstraint(self._tables.result(), grammar, self._vocabulary)
 
 
 class GrammarConstraint:
-    """One answer on its way through a grammar; see `generate.constraints`."""
+    """The state of one answer in a grammar; see `generate.constraints`."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class GrammarConstraint:
         *,
         slow_mask_seconds: float = SLOW_MASK_SECONDS,
     ) -> None:
-        """Stand at the grammar's beginning."""
+        """Begin at the grammar's start."""
         self._slow_mask_seconds, self._seconds_left = slow_mask_seconds, MOST_SLOW_SECONDS
         self._matcher = new_matcher(tokenizer, grammar)
         self._end_id = tokenizer.eos_token
@@ -53,9 +53,9 @@ class GrammarConstraint:
         self._expanded_bits = self._expanded = torch.zeros(0, dtype=torch.int32, device="cpu")
 
     def restrict(self, scores: Tensor) -> Tensor:
-        """Return scores (1, vocabulary) with -inf for what the grammar forbids.
+        """Return scores (1, vocabulary) with -inf for tokens that the grammar forbids.
 
-        Raises `ConfigError` where the grammar grows too complex to be followed any further.
+        Raises `ConfigError` if the grammar becomes too complex to follow.
         """
         bits = self._bits
         if not self._matcher.is_error():
@@ -72,7 +72,7 @@ class GrammarConstraint:
         return scores.masked_fill(self._expanded, float("-inf"))
 
     def accept(self, token: int) -> bool:
-        """Take the token that came; tell whether the grammar is at its end."""
+        """Advance by one token; return whether the grammar is complete."""
         if not self._matcher.consume_token(token):
             self._require_no_error()
         return self._matcher.is_stopped()

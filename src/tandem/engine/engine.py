@@ -1,8 +1,8 @@
-"""The engine process: loads the model, steps the batch, says what came of it.
+"""The engine process: loads the model, steps the batch, reports the results.
 
-Runs in a process of its own, so that HTTP and the decode loop do not share an interpreter lock, and
-so that neither takes the other with it. Between two steps it reads what the HTTP side asks; a
-cancelled request's row is free before the next step.
+A process of its own, so that HTTP and the decode loop share no interpreter lock and a crash of one
+leaves the other alive. Between two steps it reads messages of the HTTP side; a cancelled request
+frees its slot before the next step.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ _WARM_UP_TOKENS = 8
 
 
 def run_engine(load: ModelLoader, settings: EngineSettings, connection: Connection) -> None:
-    """Run as the engine process until `Stop` comes or the HTTP process is gone."""
+    """Run as the engine process until `Stop` arrives or the HTTP process ends."""
     try:
         with capacity_errors():
             engine = Engine(load, settings, connection)
@@ -85,7 +85,7 @@ class Engine:
     """The model with its batch, and the pipe to the HTTP side."""
 
     def __init__(self, load: ModelLoader, settings: EngineSettings, connection: Connection) -> None:
-        """Load the model and say that it is there."""
+        """Load the model and report that it is ready."""
         model, tokenizer = load()
         runtime = require_runtime(model)
         if runtime.options.dense_dtype == "auto":
@@ -147,7 +147,7 @@ class Engine:
         )
 
     def run(self) -> None:
-        """Step as long as there is work, else wait for messages; returns after `Stop`."""
+        """Step while there is work, else wait for messages; returns after `Stop`."""
         prefixes = self._scheduler.prefixes
         while not self._is_stopped:
             if not self._scheduler.has_work:

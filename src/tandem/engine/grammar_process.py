@@ -1,8 +1,8 @@
-"""The grammar process: writes grammars and builds their matchers where it may be killed.
+"""The grammar process: writes grammars and builds their matchers, where it may be killed.
 
-A helper (`tandem.engine.helper`): a `Tables` comes first, and each job is a `Build`, for which this
-process forks. It has one thread and no torch, so that a fork is safe, and the tokenizer's tables
-are built once. A fork is ended where it uses too much processor time, or nobody waits for it.
+A helper (`tandem.engine.helper`): it first receives `Tables`, and for each `Build` it forks. It has
+one thread and no torch, so that forking is safe, and builds the tokenizer's tables once. A fork is
+killed if it uses too much processor time or nobody waits for it.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _NICENESS = 10
 
 
 class Tables(NamedTuple):
-    """What the tokenizer's tables are built of."""
+    """The inputs from which a tokenizer's tables are built."""
 
     tokenizer: str | None
     """As the tokenizers library writes it; None: it has none of its kind."""
@@ -39,7 +39,7 @@ class Tables(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocabulary: int, end_ids: Sequence[int]) -> "Tables":
-        """Return those of a tokenizer, for a vocabulary as wide as the model's scores."""
+        """Return the inputs for a tokenizer and a vocabulary as wide as the model's scores."""
         backend = copy.copy(getattr(tokenizer, "backend_tokenizer", None))
         if backend is None:
             return cls(None, vocabulary, tuple(end_ids))
@@ -48,7 +48,9 @@ class Tables(NamedTuple):
         return cls(backend.to_str(), vocabulary, tuple(end_ids))
 
     def build(self) -> llguidance.LLTokenizer:
-        """Build them, which may take a second; raises `ConfigError` where there are none."""
+        """Build the tables, which may take a second; raises `ConfigError` for an unsupported
+        tokenizer.
+        """
         why = "it has no fast tokenizer"
         if not self.end_ids:
             why = "the tokenizer has no end-of-sequence token"
@@ -76,7 +78,7 @@ class Writer(NamedTuple):
 
 
 class Build(NamedTuple):
-    """Write a grammar and build its matcher."""
+    """A job: write a grammar and build its matcher."""
 
     writer: bytes
     """A pickled `GrammarJob`."""
@@ -94,7 +96,7 @@ def main() -> None:
 
 
 def new_matcher(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
-    """Return what follows a grammar from its beginning; it may be in error, and never raises."""
+    """Return a matcher at the grammar's start; it never raises, but may be in an error state."""
     return llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
 
 

@@ -1,10 +1,10 @@
-"""What helper processes share: their messages, and forks that the kernel ends at a limit.
+"""What helper processes share: their messages, and forks that the kernel kills at a limit.
 
-A helper does for the HTTP side, which starts it, what may take long or for ever. Its stdin is a
-socket. Order: one message comes first, then one descriptor for each job: a socket with the job as a
-message. The helper or a fork of it takes the job, says `STARTED`, works, answers with a
-message and closes the socket. An answer that is not whole is none. The helper ends when its stdin
-does, thus with the server, however that ends.
+The HTTP side starts a helper for work that may take long or for ever. Its stdin is a socket. First
+comes one message, then one descriptor per job: a socket with the job as a message. The helper or
+its fork takes the job, sends `STARTED`, works, sends one message as the answer and closes the
+socket. An incomplete answer counts as none. The helper ends when its stdin does, and so with the
+server, however that ends.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Limits(NamedTuple):
-    """What a fork may take."""
+    """The resources that a fork may use."""
 
     processor_seconds: float
     wall_seconds: float
@@ -32,38 +32,38 @@ class Limits(NamedTuple):
 
 
 class Job(Protocol):
-    """What a fork does."""
+    """The work of a fork."""
 
     @property
     def limits(self) -> Limits:
-        """What it may take."""
+        """The resources that it may use."""
 
 
 def framed(message: object) -> bytes:
-    """Return a message as it goes through a socket."""
+    """Return a message framed for a socket."""
     data = pickle.dumps(message)
     return _LENGTH.pack(len(data)) + data
 
 
 def is_whole(data: bytes | bytearray) -> bool:
-    """Tell whether some bytes are a message, rather than the beginning of one."""
+    """Tell whether the bytes are a complete message."""
     size = _LENGTH.size
     return len(data) >= size and len(data) >= size + _LENGTH.unpack_from(data)[0]
 
 
 def unframed(data: bytes | bytearray) -> Any:
-    """Return the message that some bytes are."""
+    """Return the message in these bytes."""
     return pickle.loads(memoryview(data)[_LENGTH.size :])
 
 
 def read(connection: socket.socket) -> Any:
-    """Return the next message; `EOFError` at the end."""
+    """Return the next message; raises `EOFError` at the end."""
     (length,) = _LENGTH.unpack(_read_bytes(connection, _LENGTH.size))
     return pickle.loads(_read_bytes(connection, length))
 
 
 def jobs(control: socket.socket) -> Iterator[tuple[bytes, socket.socket]]:
-    """Yield each job's kind, one byte, and its socket, until `control` ends."""
+    """Yield the kind (one byte) and the socket of each job, until `control` ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets forks that have ended
     while True:
         kind, descriptors, _, _ = socket.recv_fds(control, 1, 1)
@@ -74,7 +74,7 @@ def jobs(control: socket.socket) -> Iterator[tuple[bytes, socket.socket]]:
 
 
 def answer(connection: socket.socket, work: Callable[[Any], object]) -> None:
-    """Do a job here."""
+    """Do a job in this process and send its answer."""
     with contextlib.suppress(OSError, EOFError):  # its client has gone
         job = read(connection)
         connection.sendall(STARTED)
@@ -84,7 +84,9 @@ def answer(connection: socket.socket, work: Callable[[Any], object]) -> None:
 def answer_in_fork(
     control: socket.socket, connection: socket.socket, work: Callable[[Any], object]
 ) -> None:
-    """Let a fork do a job within its limits; this process has one thread, else none is safe."""
+    """Do a job in a fork within its limits. This process must have one thread, else forking is
+    unsafe.
+    """
     if os.fork():
         return
     try:

@@ -1,6 +1,6 @@
-"""Live snapshots for the page: where experts live, which are used, how busy CPU, GPU and link are.
+"""Live snapshots for the page: where experts are, which are used, how busy CPU, GPU and link are.
 
-A fold over the executor's events and the batcher's steps. It listens only while a page is open.
+Folds the executor's events and the batch's steps. Listens only while a page is open.
 """
 
 import base64
@@ -21,10 +21,10 @@ ON_HOST, ARRIVING, ON_DEVICE = 0, 1, 2
 
 
 class LiveSnapshots:
-    """What has happened since the last snapshot, and the state now."""
+    """The state now, and what has happened since the last snapshot."""
 
     def __init__(self, executor: Executor) -> None:
-        """Describe an executor's model; see `watch`."""
+        """Prepare snapshots of an executor's model; `watch` starts them."""
         self._executor = executor
         self._num_layers = len(executor.store)
         self._num_experts = max((x.arrivals.num_experts for x in executor.store), default=0)
@@ -41,7 +41,7 @@ class LiveSnapshots:
         self._since = time.perf_counter()
 
     def watch(self, is_on: bool) -> None:
-        """Begin or end to listen."""
+        """Start or stop listening."""
         if is_on == self._is_watched:
             return
         self._is_watched = is_on
@@ -70,7 +70,7 @@ class LiveSnapshots:
                     _count(self._by_host, first + expert, 1)
 
     def step_done(self, seconds: float, num_tokens: int) -> None:
-        """Note one step of the batch: how long it took and how many tokens it brought."""
+        """Record one step of the batch: its duration and the number of tokens that it gave."""
         if not self._is_watched:
             return
         self._tokens += num_tokens

@@ -1,8 +1,8 @@
-"""What the HTTP process and the engine process say to each other, pickled, over one pipe.
+"""The messages between the HTTP process and the engine process, pickled, over one pipe.
 
-Order: `Ready` comes first. After `Submit` come any number of `Progressed` that name the request, or
-one `Failed`. Nothing comes for it after its finish reason, its failure or its `Cancel`, except what
-was under way already: the receiver drops that.
+`Ready` comes first. After `Submit` come any number of `Progressed` that name the request, or one
+`Failed`. After a request's finish reason, failure or `Cancel` nothing more comes for it, except
+messages already sent, which the receiver drops.
 """
 
 from collections.abc import Callable
@@ -25,20 +25,20 @@ EXIT_DEVICE_LOST = 4
 
 
 class DraftSources(TypedDict, total=False):
-    """Arguments of `Generator` that say what drafts."""
+    """The arguments of `Generator` that choose a drafter."""
 
     draft: PreTrainedModel
     mtp_from: Path
 
 
 def no_drafting(tokenizer: Tokenizer) -> DraftSources:
-    """Draft with what the model itself has."""
+    """Return no draft model: the model drafts with what it has."""
     return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """How the engine process runs."""
+    """The settings of the engine process."""
 
     max_running: int
     part_tokens: int
@@ -55,7 +55,7 @@ class EngineSettings:
 
 
 class Submit(NamedTuple):
-    """Answer this."""
+    """Answer this request."""
 
     request: Request
     images: bytes | None = None
@@ -63,24 +63,24 @@ class Submit(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """Drop a request."""
+    """Drop this request."""
 
     request_id: int
 
 
 class Watch(NamedTuple):
-    """Send `Live` snapshots from now on, or no more."""
+    """Start or stop sending `Live` snapshots."""
 
     is_on: bool
 
 
 class Stop(NamedTuple):
-    """End the process."""
+    """End the engine process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What the HTTP side must know of the model."""
+    """What the HTTP side needs to know about the model."""
 
     model_type: str
     vocabulary: int
@@ -106,13 +106,13 @@ class Ready(NamedTuple):
 
 
 class Progressed(NamedTuple):
-    """What one step brought."""
+    """The token outputs of one step."""
 
     token_outputs: list[TokenOutput]
 
 
 class Failed(NamedTuple):
-    """These requests are lost; the sentence may be shown to their clients."""
+    """These requests have failed; the sentence may be shown to clients."""
 
     request_ids: list[int]
     message: str
@@ -121,12 +121,12 @@ class Failed(NamedTuple):
 
 
 class Alive(NamedTuple):
-    """A step goes on; comes about once a second while one takes longer."""
+    """A long step is still running; sent about once a second."""
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineStatistics:
-    """Sums since the engine process began; those with a help are counters of /metrics."""
+    """Totals since the engine process started; those with a help text are counters of /metrics."""
 
     batch: BatchCounts = field(default_factory=BatchCounts)
     drafting_steps: int = option(0, help="decode steps that verified drafted tokens")
@@ -158,12 +158,12 @@ class EngineStatistics:
 
 
 class Report(NamedTuple):
-    """The statistics now."""
+    """The current statistics."""
 
     statistics: EngineStatistics
 
 
 class Live(NamedTuple):
-    """What the page draws, as JSON text."""
+    """A snapshot for the page, as JSON text."""
 
     snapshot: str

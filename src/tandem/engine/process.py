@@ -1,8 +1,8 @@
-"""An engine process as seen from an event loop.
+"""The engine process as seen from an event loop.
 
-The loop itself reads: a thread would cost every token a change of threads. A thread writes, so that
-a full pipe never holds up HTTP. Order: what the loop sends is sent in its order, and nothing is
-handed on after `on_end`.
+The loop itself reads, because a thread would cost a thread switch per token. A thread writes, so
+that a full pipe never blocks HTTP. Messages are sent in order, and no message is delivered after
+`on_end`.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class EngineProcess:
-    """One life of the engine process."""
+    """One run of the engine process, from start to end."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class EngineProcess:
         on_message: Callable[[Any], None],
         on_end: Callable[["EngineProcess"], None],
     ) -> None:
-        """Start it; both callbacks run on the current event loop."""
+        """Start the process; both callbacks run on the current event loop."""
         context = multiprocessing.get_context("spawn")
         self._ours, theirs = context.Pipe()
         self._process = context.Process(
@@ -58,24 +58,24 @@ class EngineProcess:
 
     @property
     def pid(self) -> int | None:
-        """The number of the process."""
+        """The process id."""
         return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """How it ended: minus the signal's number, if one ended it."""
+        """The exit code: minus the signal's number if a signal ended it."""
         return self._process.exitcode
 
     def send(self, message: object) -> None:
-        """Send a message, or nothing if the process is gone."""
+        """Send a message; no-op if the process is gone."""
         self._outbox.put(message)
 
     def kill(self) -> None:
-        """End it at once, whatever it does; `on_end` follows."""
+        """Kill the process; `on_end` follows."""
         self._process.kill()
 
     async def stop(self, *, is_patient: bool) -> None:
-        """Ask it to end; after some seconds, or at once if it has nothing to end, make it."""
+        """Ask the process to end; kill it after some seconds, or at once unless `is_patient`."""
         self.send(Stop())
         if is_patient:
             with contextlib.suppress(TimeoutError):
@@ -120,9 +120,9 @@ class EngineProcess:
 
 
 def came(connection: Connection) -> Iterator[object]:
-    """Yield the message that has come and those behind it, without waiting for more.
+    """Yield the messages that have arrived, without waiting for more.
 
-    A busy loop looks here seldom: with one message a look, streams would fall behind the engine.
+    A busy loop gets here seldom: with one message per call, streams would fall behind the engine.
     """
     coming = select.poll()
     coming.register(connection.fileno(), select.POLLIN)

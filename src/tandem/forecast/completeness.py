@@ -1,4 +1,4 @@
-"""Whether a checkpoint lacks tensors of some layer or expert, found from names alone."""
+"""Finds from names alone whether a checkpoint lacks tensors of a layer or an expert."""
 
 import re
 from collections import Counter, defaultdict
@@ -17,7 +17,9 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")  # of a layer or an expert; not the 1
 
 
 def require_complete(checkpoint: AnyCheckpoint) -> None:
-    """Raise `ModelError` for a checkpoint that lacks tensors; packed ones were written whole."""
+    """Raise `ModelError` if tensors are missing; packed checkpoints are complete by
+    construction.
+    """
     if checkpoint.is_packed:
         return
     if isinstance(checkpoint, Checkpoint) and checkpoint.quantization is None:
@@ -29,9 +31,9 @@ def require_complete(checkpoint: AnyCheckpoint) -> None:
 
 
 def require_all_tensors(path: Path, model: nn.Module, names: Iterable[str]) -> None:
-    """Raise `ModelError` naming the first parameter that lacks its tensor, or an expert's.
+    """Raise `ModelError` naming the first parameter or expert without its tensor.
 
-    `model` may be without memory; `names` are those of an unquantised checkpoint.
+    `model` may be on the meta device; `names` are those of an unquantised checkpoint.
     """
     tensors = defaultdict(list)
     for name, parameter in target_names(model, names).items():

@@ -1,4 +1,4 @@
-"""How fast a model will be on the CPU of another machine: from its profile, by bytes."""
+"""Forecasts a model's speed on the CPU of another machine, from its profile."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from tandem.policy.cost import HardwareProfile, interpolate
 
 @dataclass(frozen=True, slots=True)
 class ProfileForecast(Forecast):
-    """What a profile's times add up to."""
+    """The speed that a profile's times add up to."""
 
     profile: str
     costs_of: str
@@ -19,7 +19,7 @@ class ProfileForecast(Forecast):
 
 
 def forecast_from_profile(sizes: ModelSizes, profile: HardwareProfile) -> ProfileForecast | str:
-    """Return the speed on a profile's CPU; else a sentence why not."""
+    """Return the speed on a profile's CPU; else a sentence that says why not."""
     if sizes.is_dense:
         return "not forecast: profiles have no times of a dense model"
     if profile.gpu != EMULATED:

@@ -1,4 +1,6 @@
-"""What the disk under packed models gives, for `tandem doctor`: rates, and what reads pass by."""
+"""Measures the disk under packed models for `tandem doctor`: rates, and whether reads bypass the
+cache.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +46,7 @@ def check_disk(checkpoint: Checkpoint) -> Finding | None:
 
 
 def disk_finding(costs: DiskCosts, files: Sequence[Path], reads: Reads) -> Finding:
-    """Say what was measured, and what is wrong with it."""
+    """Report the measured rates, and what is wrong with them."""
     rates = " / ".join(f"{rate / 1e9:.2f}" for rate in costs.bytes_per_second)
     depths = " / ".join(map(str, costs.depths))
     text = (

@@ -1,7 +1,7 @@
-"""How fast a model is whose experts do not all fit into memory: its slots on the virtual clock.
+"""Forecasts the speed of a model whose experts do not all fit in memory, on the virtual clock.
 
-As `tandem simulate --disk` has it, with `typical_routing`: the others are read from the disk while
-those in memory are computed. A prompt is taken to want each expert alike.
+As `tandem simulate --disk` does, with `typical_routing`: absent experts are read from the disk
+while those in memory are computed. A prompt is assumed to use all experts equally.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _SEQUENCES, _PROMPT_TOKENS, _DECODE_STEPS = 3, 256, 64
 
 @dataclass(frozen=True, slots=True)
 class SlotsOverDisk:
-    """What memory has slots for of a model's experts, the others being on the disk."""
+    """The host slots of a model whose other experts are on the disk."""
 
     share: float
     """Of each layer's experts."""
@@ -46,7 +46,7 @@ class DiskForecast:
 
 
 def slots_over_disk(sizes: ModelSizes, room_bytes: int, *, is_given: bool = False) -> SlotsOverDisk:
-    """Return the slots in `room_bytes` of memory; raises `CapacityError` for next to no room."""
+    """Return the slots that fit in `room_bytes`; raises `CapacityError` if hardly any do."""
     num_layers, num_experts = sizes.num_moe_layers, geometry_of(sizes).num_experts
     slot_bytes, counts = whole_pages(sizes.expert_image_bytes), [num_experts] * num_layers
     share = share_of(room_bytes, [slot_bytes] * num_layers, counts)
@@ -58,7 +58,7 @@ def slots_over_disk(sizes: ModelSizes, room_bytes: int, *, is_given: bool = Fals
 def forecast_from_disk(
     sizes: ModelSizes, in_memory: SpeedForecast, disk: DiskCosts, slots: SlotsOverDisk
 ) -> DiskForecast:
-    """Return the speed with such slots, from that with all experts in memory."""
+    """Return the speed with these slots, given the speed with all experts in memory."""
     costs, rate = costs_in_memory(sizes, in_memory), disk.most_bytes_per_second
     conditions = DiskConditions(
         costs=costs, bytes_per_second=rate, share=slots.share, prompt=_PROMPT_TOKENS
@@ -81,9 +81,9 @@ def forecast_from_disk(
 
 
 def costs_in_memory(sizes: ModelSizes, in_memory: SpeedForecast) -> ShapeCosts:
-    """Return what one token's expert takes, and the rest of a layer.
+    """Return the cost of one token's expert, and of the rest of a layer.
 
-    A step reads all of its weights once, at the memory's speed whatever they are.
+    A step reads all of its weights once, at memory speed.
     """
     geometry = geometry_of(sizes)
     num_uses = geometry.top_k * geometry.num_layers

@@ -27,7 +27,7 @@ _SMI_SECONDS = 20
 
 
 class Driver(NamedTuple):
-    """What nvidia-smi says of a GPU; None where it does not say."""
+    """What nvidia-smi reports of a GPU; None for unknown values."""
 
     version: str | None = None
     pcie_generation: int | None = None
@@ -42,7 +42,7 @@ def check_gpu(
     ask_driver: Callable[[], Driver] | None = None,
     try_signals: Callable[[CudaStreams], Signals | None] = find_signals,
 ) -> Iterator[Finding]:
-    """Yield what is found; the arguments stand for the GPU in tests."""
+    """Yield findings about the GPU; tests replace it through the arguments."""
     try:
         gpu = require_cuda(probe)
     except CapacityError as error:
@@ -60,7 +60,7 @@ def check_gpu(
 
 
 def parse_smi(line: str) -> Driver:
-    """Read nvidia-smi's line of `_SMI_FIELDS`; what is "[N/A]" there is None."""
+    """Parse nvidia-smi's line of `_SMI_FIELDS`; "[N/A]" becomes None."""
     fields = [field.strip() for field in line.split(",")]
     if len(fields) != len(Driver._fields):
         return Driver()
@@ -154,7 +154,7 @@ def _ask_about_first_gpu() -> Driver:
 
 
 def ask_nvidia_smi(uuid: str) -> Driver:
-    """Return what nvidia-smi says of a GPU; an empty answer where it cannot be asked."""
+    """Return nvidia-smi's values for a GPU; all None if it cannot be run."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return Driver()

@@ -1,7 +1,7 @@
-"""How fast a model will be with a GPU: its own planner on the simulator's virtual clock.
+"""Forecasts a model's speed with a GPU: its own planner on the simulator's virtual clock.
 
-Times come from a hardware profile, one that is named or one measured on two layers with random
-weights; routing is `typical_routing`. These forecasts have not been compared with a GPU yet.
+Times come from a named hardware profile, or from one measured on two layers with random weights;
+routing is `typical_routing`. These forecasts have not been compared with a GPU yet.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ _SYSTEM_BYTES = 4 << 30  # of a PC with its desktop, assumed
 
 @dataclass(frozen=True, slots=True)
 class GpuForecast(Forecast):
-    """What the virtual clock says of one conversation."""
+    """The virtual clock's result for one conversation."""
 
     profile: str
     costs_of: str
@@ -60,9 +60,9 @@ class GpuForecast(Forecast):
 
 
 def machine_for(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
-    """Return the machine that the options name, or this one, measured on two layers.
+    """Return the profile that the options name, or this machine's, measured on two layers.
 
-    Raises `CapacityError` for a GPU that is neither here nor named by a profile.
+    Raises `CapacityError` for a GPU that is neither here nor in a named profile.
     """
     if offload.profile is not None:
         profile = load_profile(offload.profile)
@@ -77,7 +77,9 @@ def machine_for(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
 
 
 def require_here(device: str) -> None:
-    """Raise `CapacityError` with the way to plan for a device elsewhere, if none is here."""
+    """Raise `CapacityError` if the device is not here; the message says how to plan for one
+    elsewhere.
+    """
     try:
         kind_of(device).require()
     except CapacityError as error:
@@ -88,9 +90,9 @@ def require_here(device: str) -> None:
 
 
 def host_bytes_elsewhere(offload: OffloadConfig) -> int | None:
-    """Return the free memory of the host that a profile names; None: this machine is meant.
+    """Return the free memory of the host that a profile names; None: this machine.
 
-    What its system and its desktop take is left out.
+    What its system and desktop take is subtracted.
     """
     is_elsewhere = offload.device == "cpu" or kind_of(offload.device).holds_dense_parts
     if offload.profile is None or not is_elsewhere:
@@ -109,7 +111,7 @@ def device_memory(offload: OffloadConfig) -> DeviceMemory:
 
 
 def measured_shape(sizes: ModelSizes) -> ModelShape:
-    """Return the shape of a model's first layers, of which some hold experts."""
+    """Return the shape of a model's first layers, enough that some hold experts."""
     return cut_shape(sizes, min(sizes.moe_layers) + _MEASURED_LAYERS)
 
 
@@ -142,7 +144,7 @@ def forecast_on_gpu(
     num_slots: int,
     path: StepPath,
 ) -> GpuForecast:
-    """Return the speed of a prompt and of the tokens after it, with so many expert slots."""
+    """Return the speed of a prompt and of later tokens with `num_slots` expert slots."""
     geometry = geometry_of(sizes)
     costs = costs_for(sizes, profile)
     trace = typical_routing(
@@ -191,15 +193,15 @@ def forecast_on_gpu(
 
 
 def geometry_of(sizes: ModelSizes) -> Geometry:
-    """Return the numbers that a planner decides by; of several sizes of layers, their mean."""
+    """Return the geometry for a planner; layers of several sizes are averaged."""
     num_experts = math.ceil(sizes.num_experts / sizes.num_moe_layers)
     return Geometry(sizes.num_moe_layers, num_experts, min(sizes.top_k, num_experts))
 
 
 def costs_for(sizes: ModelSizes, profile: HardwareProfile) -> ShapeCosts:
-    """Return a model's times: those of the profile's nearest shape, in proportion to bytes.
+    """Return a model's costs: those of the profile's nearest shape, scaled by bytes.
 
-    Without the host's work, which depends on no bytes.
+    Without the host's work, which does not depend on bytes.
     """
     geometry = geometry_of(sizes)
     near = shape_for(profile, str(sizes.config.model_type), geometry)
@@ -222,7 +224,7 @@ def costs_for(sizes: ModelSizes, profile: HardwareProfile) -> ShapeCosts:
 
 
 def shape_sizes(shape: ModelShape, offload: OffloadConfig) -> ModelSizes:
-    """Return the sizes of a released model, known by its shape alone, in bf16 where not packed."""
+    """Return the sizes of a released model from its shape alone; bf16 where not packed."""
     config = AutoConfig.for_model(shape.model_type, **shape.values)
     config.dtype = torch.bfloat16
     return config_sizes(config, offload)

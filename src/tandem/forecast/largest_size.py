@@ -1,6 +1,7 @@
-"""The largest size to pack a model in that is forecast to run as fast as is asked for.
+"""Finds the largest size to pack a model in that is forecast to reach a given speed.
 
-Sizes are those of all parts in one format: a recipe of as many bytes runs as fast and loses less.
+Sizes are those of one format for all parts: a mixed recipe of as many bytes runs as fast and loses
+less.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ _FORMATS = (
 
 @dataclass(frozen=True, slots=True)
 class SizeProposal:
-    """A size, or why there is none."""
+    """A size, or the reason why there is none."""
 
     asked_tokens_per_second: float
     num_bytes: int
@@ -32,12 +33,12 @@ class SizeProposal:
 
     @property
     def size(self) -> str:
-        """The size as `tandem pack --size` takes it."""
+        """The size in the form that `tandem pack --size` takes."""
         unit, name = (10**9, "GB") if self.num_bytes >= 10**9 else (10**6, "MB")
         return f"{self.num_bytes // (unit // 100) / 100:.2f}{name}"
 
     def sentence(self, model: str) -> str:
-        """Say what is proposed."""
+        """Return the proposal as a sentence."""
         if self.reason:
             return f"no size runs at {self.asked_tokens_per_second:g} tok/s: {self.reason}"
         return (
@@ -47,7 +48,7 @@ class SizeProposal:
         )
 
     def as_json(self) -> dict[str, object]:
-        """Return it for scripts."""
+        """Return the proposal as JSON."""
         return {
             "bytes": None if self.reason else self.num_bytes,
             "bits_per_weight": None if self.reason else self.bits_per_weight,
@@ -64,11 +65,10 @@ def largest_size(
     num_weights: int,
     tokens_per_second: float,
 ) -> SizeProposal:
-    """Return the largest size that fits and is forecast to be so fast.
+    """Return the largest size that fits and is forecast to reach the speed.
 
-    `num_weights` are the model's. `plan_with` plans it in a format, and raises `CapacityError`
-    where a GPU is too small for that; `with_speed` adds the forecast, of plans that fit alone,
-    since it may measure.
+    `num_weights` is the model's. `plan_with` plans it in a format, and raises `CapacityError` if a
+    GPU is too small; `with_speed` adds the forecast to plans that fit, as it may measure.
     """
     found = None
     for name in _FORMATS:

@@ -1,4 +1,6 @@
-"""What this machine has for Tandem, measured: good, slow or broken, each with its remedy."""
+"""Checks this machine for Tandem by measuring: each finding is good, slow or broken, with a
+remedy.
+"""
 
 import os
 import shutil
@@ -29,7 +31,7 @@ _SAMPLES = 5
 
 
 def check_machine(cache: Path, *, num_threads: int | None, isa: str) -> Iterator[Finding]:
-    """Yield what is found, in the order in which it matters; takes a second or two."""
+    """Yield the findings, the most important first; takes a second or two."""
     yield _processor(isa)
     yield _cores()
     yield _memory()
@@ -44,9 +46,9 @@ def check_machine(cache: Path, *, num_threads: int | None, isa: str) -> Iterator
 
 
 def check_model_files(checkpoint: AnyCheckpoint, *, has_progress: bool = False) -> Finding:
-    """Read a packed checkpoint's files against their checksums; count those of another.
+    """Verify a packed checkpoint's files; for other checkpoints check that no tensor is missing.
 
-    Raises `ModelError` for files that are damaged, and for tensors that are missing.
+    Raises `ModelError` for damaged files and missing tensors.
     """
     require_complete(checkpoint)
     if isinstance(checkpoint, GgufCheckpoint):

@@ -1,6 +1,6 @@
-"""What will happen when a model is loaded here: bytes, slots, speed, and what would help.
+"""Forecasts what loading a model here would do: bytes, slots, speed, and what would help.
 
-Arithmetic on sizes and on measured speeds; loads nothing.
+Arithmetic on sizes and measured speeds; loads nothing.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def contexts(self) -> list[int]:
-        """Contexts to tell the KV cache of, up to the model's own."""
+        """The context lengths for which the KV cache is reported, up to the model's own."""
         longest = self.sizes.longest_context
         if longest is None:
             return list(_CONTEXTS)
@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of the checkpoints of states at the context, wherever the states are."""
+        """Bytes of the checkpoints of states at the context, on whichever processor."""
         free = self.available_bytes - (self.load_bytes - self.process_bytes)
         return checkpoint_bytes(self.state_bytes, self.context_tokens, free)
 
@@ -89,7 +89,7 @@ class Plan:
     def expanded_bytes(self) -> int:
         """Bytes of the keys and values that a prompt's latents are expanded to, on the CPU.
 
-        As many layers stay expanded as the free memory allows, and one always is.
+        As many layers stay expanded as free memory allows, at least one.
         """
         each, tokens = self.sizes.kv.expanded, self.context_tokens
         all_bytes = self.sequences * sum(each) * tokens
@@ -124,7 +124,7 @@ class Plan:
 
     @property
     def load_bytes(self) -> int:
-        """Host memory once the model is loaded, before a prompt."""
+        """Host memory after loading, before a prompt."""
         here = self.process_bytes + self.experts_bytes
         sizes = self.sizes
         return here + (sizes.host_bytes if self.is_dense_on_gpu else sizes.total_dense_bytes)
@@ -140,24 +140,26 @@ class Plan:
 
     @property
     def is_dense_on_gpu(self) -> bool:
-        """Whether attention, KV cache and the rest are on the device; the emulated one has none."""
+        """Whether attention, KV cache and dense parts are on the device; never on the emulated
+        one.
+        """
         return kind_of(self.device).holds_dense_parts
 
     @property
     def needed_bytes(self) -> int:
-        """Host memory beyond what this program, which plans, has taken already."""
+        """Host memory needed beyond what this planning process has already taken."""
         return self.host_bytes - self.process_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether the free memory holds it."""
+        """Whether the free memory suffices."""
         return self.needed_bytes <= self.available_bytes
 
 
 def workspace_bytes(sizes: ModelSizes, num_tokens: int) -> int:
     """Return the host memory that a prompt's activations take at most.
 
-    Weights of its parts were fitted to seven shapes; `python -m benchmarks.plan` compares sums.
+    The weights of its terms were fitted to seven shapes; `python -m benchmarks.plan` compares sums.
     """
     config = sizes.config
     hidden, inner = int(config.hidden_size), _number(config, "intermediate_size")
@@ -204,10 +206,11 @@ def plan_slots(
     sequences: int = 1,
     others: Mapping[str, ModelSizes] = MappingProxyType({}),
 ) -> tuple[int, dict[str, int]]:
-    """Return how many slots the device has and what its memory goes to; raises `CapacityError`.
+    """Return the number of slots, and the use of the device's memory by part; raises
+    `CapacityError`.
 
-    A dense model's are none: all of it fits, or that is the error, which names what of `others`,
-    its sizes in other formats, would.
+    A dense model has no slots: all of it fits, or the error names which of `others`, its sizes in
+    other formats, would fit.
     """
     parts = {"dense": 0, "kv_cache": 0, "experts": 0, "workspace": 0}
     if device == "cpu":
@@ -234,7 +237,7 @@ def plan_slots(
 
 
 def advice(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
-    """Say what would make it fit or run faster; `others` are its sizes in other formats."""
+    """Return advice to make it fit or run faster; `others` are its sizes in other formats."""
     lines = []
     if not plan.fits:
         lines += _to_fit(plan, others)
@@ -312,7 +315,7 @@ def _decode_with(speed: SpeedForecast, before: ModelSizes, after: ModelSizes) ->
 
 
 def as_json(plan: Plan, lines: list[str]) -> dict[str, object]:
-    """Return the plan for scripts; units are in the names."""
+    """Return the plan as JSON; names end with their units."""
     speed = plan.speed
     known = None if isinstance(speed, str) else speed
     return {

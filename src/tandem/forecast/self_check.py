@@ -1,7 +1,7 @@
-"""Does this machine compute a model rightly? A few layers, the kernels and the reference.
+"""Compares the kernels with the reference on a few layers of a model, on this machine.
 
-Both read the same packed weights, so that what differs is the arithmetic alone: the kernels round
-activations to int8, and nothing else may differ.
+Both read the same packed weights, so only the arithmetic differs: the kernels round activations to
+int8.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ LEAST_TOP1 = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How near the kernels come to the reference."""
+    """How closely the kernels agree with the reference."""
 
     layers: int
     tokens: int
@@ -43,12 +43,14 @@ class Agreement:
 
     @property
     def is_good(self) -> bool:
-        """Whether the difference is that of rounded activations."""
+        """Whether the difference is explained by rounded activations."""
         return self.kl <= LARGEST_KL and self.top1 >= LEAST_TOP1
 
 
 def check_model(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> Agreement:
-    """Load the first layers of a checkpoint and compare; raises `TandemError`."""
+    """Load a checkpoint's first layers and compare kernels with the reference; raises
+    `TandemError`.
+    """
     model = load_checkpoint(checkpoint, offload, num_layers=CHECKED_LAYERS)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     random = torch.Generator().manual_seed(0)

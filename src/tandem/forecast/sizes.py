@@ -1,4 +1,4 @@
-"""What a checkpoint will take, by part, before anything is loaded: reads headers only."""
+"""The sizes of a checkpoint by part, from headers alone, before anything is loaded."""
 
 import dataclasses
 import re
@@ -57,7 +57,9 @@ _OF_FILES = ("expert_dtype", "expert_formats", "dense_formats", "packed_format")
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """A checkpoint's sizes under some options; bytes in host memory unless a name says else."""
+    """A checkpoint's sizes under some options, in bytes of host memory unless a name says
+    otherwise.
+    """
 
     config: PreTrainedConfig
     """The text model's Transformers config."""
@@ -104,7 +106,9 @@ class ModelSizes:
     def within(
         self, available_bytes: int, expert_memory_bytes: int | None, device_bytes: int | None
     ) -> "ModelSizes":
-        """Return what memory holds, by `short_memory`: all, or tables of rows stay on the disk."""
+        """Return the sizes after `short_memory` has decided which tables of rows stay on the
+        disk.
+        """
         short = short_memory(
             self.experts_bytes, self.total_dense_bytes, available_bytes,
             expert_memory_bytes=expert_memory_bytes, device_bytes=device_bytes,
@@ -121,12 +125,12 @@ class ModelSizes:
 
     @property
     def longest_context(self) -> int | None:
-        """The longest sequence that the model was made for, in tokens; None if it does not say."""
+        """The longest context that the model supports, in tokens; None if unknown."""
         longest: int | None = value_of(self.config.get_text_config(), "max_position_embeddings")
         return longest
 
     def context(self, asked: int | None) -> int:
-        """Return the context to plan for; raises `ConfigError` for one beyond the model's."""
+        """Return the context to plan for; raises `ConfigError` if it exceeds the model's."""
         longest = self.longest_context
         if asked is not None and longest is not None and asked > longest:
             raise ConfigError(
@@ -147,22 +151,22 @@ class ModelSizes:
 
     @property
     def layers_bytes(self) -> int:
-        """Bytes of all experts, which are most of a model; of a dense one, of its weights."""
+        """Bytes of all experts; for a dense model, of its weights."""
         return self.total_dense_bytes if self.is_dense else self.experts_bytes
 
     @property
     def layer_bytes(self) -> float:
-        """The share of these that one layer has."""
+        """Average bytes of one layer's experts."""
         return self.layers_bytes / (self.num_layers if self.is_dense else self.num_moe_layers)
 
     @property
     def top_k(self) -> int:
-        """Experts that a token is sent to in each layer."""
+        """The number of experts per token in each layer."""
         return experts_per_token(self.config)
 
     @property
     def has_plain_experts(self) -> bool:
-        """Whether experts are in no packed format (fp32): such run from memory alone."""
+        """Whether experts are fp32, in no packed format; such a model runs from memory only."""
         return any(name.startswith("float") for name in self.expert_formats)
 
     @property
@@ -172,12 +176,12 @@ class ModelSizes:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all."""
+        """Bytes of the whole model."""
         return self.experts_bytes + self.total_dense_bytes
 
 
 def model_sizes(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> ModelSizes:
-    """Add up what a checkpoint takes with these options; raises `TandemError` as loading does."""
+    """Return the sizes of a checkpoint with these options; raises `TandemError` as loading does."""
     if isinstance(checkpoint, GgufCheckpoint) or (
         checkpoint.quantization is not None and not checkpoint.is_packed
     ):
@@ -205,9 +209,9 @@ def config_sizes(
     *,
     kv_dtype: torch.dtype | None = None,
 ) -> ModelSizes:
-    """Add up what a model of a config takes with these options, of a source's codes if given.
+    """Return the sizes of a config's model with these options; `source` gives quantised weights.
 
-    `kv_dtype` is what keys and values are kept in; None: the model's dtype.
+    `kv_dtype` is the KV cache's dtype; None: the model's dtype.
     """
     model = empty_model(config)
     quantizer = OffloadQuantizer(offload, job=LoadJob(options=offload, source=source))

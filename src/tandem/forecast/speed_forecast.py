@@ -1,9 +1,9 @@
-"""How fast a model will be on this machine: measured on a few of its layers with random weights.
+"""Forecasts a model's speed on this machine, measured on a few layers with random weights.
 
-A layer costs the same whatever its weights are, so two models of few layers are timed and the time
-of the others follows: first + (layers - few) * difference. They are timed in alternation, and the
-median of the rounds counts: a forecast is of a usual minute, not of the machine's best one. Small
-models are built whole. What was measured is kept by processor, shape and format.
+A layer costs the same whatever its weights are, so two models of few layers are timed, and the
+whole follows: first + (layers - few) * difference. They are timed in alternation, and the median of
+the rounds counts: a forecast is for a usual minute, not for the machine's best. Small models are
+built whole. Measurements are kept by processor, shape and format.
 """
 
 import dataclasses
@@ -58,13 +58,13 @@ class Forecast:
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Tokens written per second."""
+        """Generated tokens per second."""
         return 1.0 / self.decode_seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpeedForecast(Forecast):
-    """The same of the CPU, and how many layers it was measured on.
+    """The forecast for the CPU, and how many layers it was measured on.
 
     "First" is what a user sees right after loading: nothing is prepared, and steps are recorded.
     """
@@ -76,7 +76,7 @@ class SpeedForecast(Forecast):
 
     @property
     def first_tokens_per_second(self) -> float:
-        """Tokens written per second, over the first `FIRST_TOKENS`."""
+        """Generated tokens per second, over the first `FIRST_TOKENS`."""
         return FIRST_TOKENS / self.first_tokens_seconds
 
 
@@ -88,7 +88,7 @@ def forecast_speed(
     refresh: bool = False,
     rounds: int = ROUNDS,
 ) -> SpeedForecast | str:
-    """Return the speed on the CPU, kept or measured in rounds; else a sentence why not."""
+    """Return the speed on the CPU, kept or measured in `rounds` rounds; else a sentence why not."""
     reason = why_not_measured(sizes)
     if reason:
         return reason
@@ -113,7 +113,7 @@ def extrapolate(few: tuple[int, float], more: tuple[int, float], layers: int) ->
 
 
 def why_not_measured(sizes: ModelSizes) -> str:
-    """Return why a few layers of a model cannot be timed here; empty if they can."""
+    """Return why this model's layers cannot be timed here; empty if they can."""
     if len(sizes.expert_formats) > 1:
         return "its layers are in several formats"
     if sizes.has_plain_experts:
@@ -126,7 +126,7 @@ def why_not_measured(sizes: ModelSizes) -> str:
 
 
 class Times(NamedTuple):
-    """What is measured of one model; names as in `SpeedForecast`."""
+    """The measured times of one model; names as in `SpeedForecast`."""
 
     prefill_seconds: float
     decode_seconds: float
@@ -212,7 +212,7 @@ def _build(sizes: ModelSizes, offload: OffloadConfig, num_layers: int) -> PreTra
 
 
 def time_model(model: PreTrainedModel) -> Times:
-    """Return what a prompt and decode steps take."""
+    """Return the times of a prompt and of decode steps."""
     work = Workload(prompt_tokens=PROMPT_TOKENS, new_tokens=DECODE_STEPS)
     measured = measure(model, Generator(model), work)
     return Times(

@@ -1,4 +1,4 @@
-"""What a sequence's states take beside keys and values: from a model without memory, run once."""
+"""Bytes of a sequence's states, from one run of the model on the meta device."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -25,7 +25,7 @@ _STATE_BYTES = 4  # slots keep states in fp32
 def state_bytes_of(model: PreTrainedModel) -> int:
     """Return the bytes of one sequence's states; `model` is on "meta", its experts are not run.
 
-    0 for a model without states, and for one that cannot be run without memory.
+    0 for a model without states, and for one that cannot run on "meta".
     """
     windows = [compression_of(part) for part in model.modules() if compresses(part)]
     if windows:
@@ -68,7 +68,7 @@ def _mixer_bytes(part: nn.Module) -> int:
 
 
 def checkpoint_bytes(state_bytes: int, num_tokens: int, available_bytes: int) -> int:
-    """Return what checkpoints of a conversation's states take at most.
+    """Return the most bytes that checkpoints of a conversation's states take.
 
     `available_bytes` are free when the model is loaded.
     """

@@ -1,6 +1,6 @@
-"""What WSL2, Linux inside Windows, does to Tandem: a table for `tandem doctor` and `tandem plan`.
+"""Checks for WSL2, Linux inside Windows: a table for `tandem doctor` and `tandem plan`.
 
-Never run on such a PC: the files that it would read are given to the tests.
+Never run on such a PC: tests supply the files that it would read.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ State = Literal["good", "slow", "broken"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at: a line of `tandem doctor`."""
+    """One checked item: a line of `tandem doctor`."""
 
     what: str
     state: State
@@ -75,7 +75,7 @@ _TABLE: tuple[tuple[Callable[[_Facts], bool], Finding], ...] = (
 
 
 def check_windows(*kinds: str, total_bytes: int = 0, root: Path = ROOT) -> Iterator[Finding]:
-    """Yield what the table says of these kinds; `total_bytes` is the memory that Linux sees."""
+    """Yield the findings about WSL2; `total_bytes` is the memory that Linux sees."""
     try:
         pages: str | None = (root / _HUGE_PAGES).read_text().strip()
     except OSError:
@@ -94,13 +94,13 @@ def check_windows(*kinds: str, total_bytes: int = 0, root: Path = ROOT) -> Itera
 
 
 def check_place(what: str, path: Path, root: Path = ROOT) -> Iterator[Finding]:
-    """Yield a finding if a folder lies on a drive of Windows, which WSL reads slowly."""
+    """Yield a finding if a folder is on a Windows drive, which WSL reads slowly."""
     if is_on_windows_drive(path, root):
         yield Finding("Windows drive", "slow", f"{what} {path}: {_SLOW_DRIVE}", _COPY)
 
 
 def plan_advice(model: Path, *, fits: bool, total_bytes: int, root: Path = ROOT) -> list[str]:
-    """Return what Windows has to do with a model's plan; empty on any other machine."""
+    """Return advice about Windows for a model's plan; empty on any other machine."""
     lines = [f"{model} lies on {_SLOW_DRIVE}: {_COPY}"] * is_on_windows_drive(model, root)
     if not fits and wsl_version(root) == 2:
         lines.append(memory_advice(total_bytes, root))

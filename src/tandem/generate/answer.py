@@ -1,4 +1,4 @@
-"""What comes of one prompt: text, tokens, why it ended and how long it took."""
+"""The result of one prompt: text, tokens, finish reason and durations."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -34,12 +34,12 @@ class Answer:
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """Prompt tokens that were computed over the time to the first token."""
+        """Computed prompt tokens per second until the first token."""
         return _rate(self.prompt_tokens - self.reused_tokens, self.time_to_first_token_seconds)
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Tokens after the first over the time that they took; 0 for a single token."""
+        """Tokens per second after the first token; 0 for a single token."""
         return _rate(len(self.token_ids) - 1, self.decode_seconds)
 
 

@@ -1,4 +1,4 @@
-"""Some prompts that are answered together: gathers what the scheduler's steps bring them."""
+"""Several prompts answered together: collects the scheduler's results."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ class _Answering:
 
 
 class Batch:
-    """Prompts of one call; `Generator.start` makes it. Their requests are numbered from 0."""
+    """The prompts of one call, made by `Generator.start`. Requests are numbered from 0."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Batch:
         requests: Sequence[Request],
         on_text: Callable[[int, str], None],
     ) -> None:
-        """Submit the requests to a scheduler that has no other work."""
+        """Submit the requests to a scheduler without other work."""
         self._scheduler = scheduler
         self._on_text = on_text
         self._answers = [
@@ -69,9 +69,9 @@ class Batch:
         return all(one.latest.finish_reason is not None for one in self._answers)
 
     def advance(self) -> None:
-        """Do one step: prompts first, then a token for each that has not ended.
+        """Run one step: prompts first, then one token for each unfinished answer.
 
-        Raises what the step failed with; the other prompts are then dropped too.
+        Raises the step's error; the other prompts are then dropped too.
         """
         try:
             token_outputs = self._scheduler.step()
@@ -85,14 +85,14 @@ class Batch:
             self._take(output)
 
     def interrupt(self) -> None:
-        """End every answer where it stands."""
+        """End every answer at its present length."""
         for number, one in enumerate(self._answers):
             if one.latest.finish_reason is None:
                 output = self._scheduler.interrupt(number)
                 self._take(output or TokenOutput(number, finish_reason="interrupted"))
 
     def answers(self) -> list[Answer]:
-        """Return the answers in the order of the prompts, once all have ended."""
+        """Return the answers in the order of the prompts, after all have ended."""
         return [one.answer(self._started) for one in self._answers]
 
     def _take(self, output: TokenOutput) -> None:

@@ -1,6 +1,6 @@
-"""What changes a token's scores before it is chosen: penalties, grammars, least lengths.
+"""Changes to a token's scores before sampling: penalties, grammars, least lengths.
 
-One object is one answer on its way.
+Each object belongs to one answer.
 """
 
 from collections import Counter
@@ -21,13 +21,13 @@ _LAST_RESORT = -1e9
 
 
 class Constraint(Protocol):
-    """Limits what may come next, a grammar for instance."""
+    """Limits the next token; a grammar for instance."""
 
     def restrict(self, scores: Tensor) -> Tensor:
-        """Return scores (1, vocabulary) as they are to be, with -inf for what may not come."""
+        """Return changed scores (1, vocabulary), with -inf for forbidden tokens."""
 
     def accept(self, token: int) -> bool:
-        """Take the token that came; tell whether nothing may follow it."""
+        """Record the sampled token; return whether the answer must end."""
 
 
 FollowGrammar = Callable[[str], Constraint]
@@ -35,7 +35,7 @@ FollowGrammar = Callable[[str], Constraint]
 
 
 def no_grammars(grammar: str) -> Constraint:
-    """Refuse a grammar, where nothing follows one."""
+    """Raise for any grammar, where grammars are not supported."""
     raise ConfigError("grammars are followed by `tandem serve` alone; leave the grammar out")
 
 
@@ -45,7 +45,7 @@ def constraints_of(
     tokenizer: Tokenizer | None,
     follow_grammar: FollowGrammar,
 ) -> Iterator[Constraint]:
-    """Yield what changes the scores of a request's answer, in its order; grammars see the rest."""
+    """Yield the constraints of a request's answer, in order; grammars see the others' scores."""
     options = request.options
     if options.min_tokens:
         yield NotYet(options.min_tokens, end_ids)
@@ -62,7 +62,7 @@ class PenalisedScores:
     """Penalties and biases of OpenAI's API, which forbid nothing; the prompt does not count."""
 
     def __init__(self, options: SamplingOptions) -> None:
-        """Begin an answer."""
+        """Start without counted tokens."""
         self._options = options
         self._counts: Counter[int] = Counter()
 
@@ -77,13 +77,13 @@ class PenalisedScores:
         return changed
 
     def accept(self, token: int) -> bool:
-        """Count the token that came."""
+        """Count the sampled token; never ends the answer."""
         self._counts[token] += 1
         return False
 
 
 class NotYet:
-    """Keeps an answer from ending too early."""
+    """Keeps an answer from ending before its least length."""
 
     def __init__(self, min_tokens: int, end_ids: frozenset[int]) -> None:
         """Begin an answer of at least `min_tokens` tokens."""
@@ -91,7 +91,7 @@ class NotYet:
         self._end_ids = sorted(end_ids)
 
     def restrict(self, scores: Tensor) -> Tensor:
-        """Return scores (1, vocabulary) in which nothing ends the answer, while it may not."""
+        """Return scores (1, vocabulary) with -inf for end tokens while the answer is too short."""
         if self._num_missing <= 0 or not self._end_ids:
             return scores
         changed = scores.float().clone()
@@ -99,6 +99,6 @@ class NotYet:
         return changed
 
     def accept(self, token: int) -> bool:
-        """Count the token that came."""
+        """Count the sampled token; never ends the answer."""
         self._num_missing -= 1
         return False

@@ -1,6 +1,6 @@
-"""Conversations: whole turns are dropped from the front until one fits a context, images taken out.
+"""Drops whole turns from a conversation's front until it fits a context, and takes images out.
 
-Knows roles and turns; how long a conversation is, and how long it may be, is the caller's.
+Knows roles and turns; the caller knows lengths and limits.
 """
 
 from bisect import bisect_left
@@ -15,11 +15,11 @@ _INSTRUCTION_ROLES = ("system", "developer")
 def trim_conversation(
     messages: Sequence[M], fits: Callable[[list[M]], bool]
 ) -> tuple[list[M], int]:
-    """Return the messages that are kept, and how many turns were dropped from the front.
+    """Return the kept messages, and how many turns were dropped from the front.
 
-    A turn is a user's messages and all that answers them, tool messages included. Leading system
-    and developer messages and the last turn are kept, even where they alone do not fit. `fits` is
-    taken to be monotonic: what fits still fits with fewer turns.
+    A turn is a user's messages and all replies to them, tool messages included. Leading system and
+    developer messages and the last turn are always kept, even if they alone do not fit. `fits` must
+    be monotonic: what fits still fits with fewer turns.
     """
     num_leading = _count_leading_instructions(messages)
     leading = list(messages[:num_leading])
@@ -39,7 +39,7 @@ def trim_conversation(
 def without_images(
     messages: Sequence[Mapping[str, object]],
 ) -> tuple[list[dict[str, object]], list[Any]]:
-    """Return a conversation as chat templates read it, that says where images are; and these."""
+    """Return a conversation with placeholders for its images, and the images."""
     turns, images = [], []
     for message in messages:
         turn = dict(message)

@@ -54,7 +54,9 @@ TextListener = Callable[[int, str], None]
 
 
 class Generator:
-    """Answers prompts with one model; keeps the last conversation, so that it can go on."""
+    """Answers prompts with one model; keeps the last conversation's keys and values to continue
+    it.
+    """
 
     def __init__(
         self,
@@ -145,7 +147,9 @@ class Generator:
     def answer(
         self, prompt: Prompt, options: SamplingOptions, on_text: Callable[[str], None]
     ) -> Answer:
-        """Answer a prompt; Ctrl-C (KeyboardInterrupt) ends the answer, which is then returned."""
+        """Answer a prompt; Ctrl-C (KeyboardInterrupt) ends the answer, which is then returned as it
+        is.
+        """
         batch = self.start([prompt], options, on_text=lambda _, piece: on_text(piece))
         try:
             while not batch.is_done:
@@ -157,7 +161,7 @@ class Generator:
     def stream(
         self, prompt: Prompt, options: SamplingOptions | None = None, **fields: object
     ) -> Iterator[str]:
-        """Yield the answer to one prompt in pieces, as they come."""
+        """Yield the answer to one prompt in pieces, while it is generated."""
         pieces: list[str] = []
         batch = self.start(
             [prompt], options, on_text=lambda _, piece: pieces.append(piece), **fields
@@ -175,10 +179,10 @@ class Generator:
         on_text: TextListener | None = None,
         **fields: object,
     ) -> Batch:
-        """Check the prompts and return their batch, of which nothing has been computed yet.
+        """Check the prompts and return their batch; nothing is computed yet.
 
-        As many prompts as last time go on with what those have left in the KV cache, as far as
-        they begin alike. A batch that has not ended is interrupted.
+        If there are as many prompts as last time, each continues from what its predecessor left in
+        the KV cache, as far as they have a common prefix. An unfinished batch is interrupted.
         """
         options = _merged(options, fields)
         if options.stop and self.tokenizer is None:
@@ -216,11 +220,11 @@ class Generator:
         pace: Pace | None = None,
         follow_grammar: FollowGrammar = no_grammars,
     ) -> Scheduler:
-        """Return a scheduler of its own for requests that come and go: `Scheduler.add`.
+        """Return a new scheduler, to which requests can be added at any time: `Scheduler.add`.
 
-        It runs one request at a time if the model must run padded. `kept` says where beginnings of
+        It runs one request at a time if the model must run padded. `kept` says where prefixes of
         prompts are kept on disk, `pace` how long streams may wait for prompts, `follow_grammar`
-        how requests' grammars are followed.
+        makes constraints from grammars.
         """
         self.prepare()
         num_slots = max_running if self.why_padded is None else 1
@@ -233,7 +237,9 @@ class Generator:
         )  # fmt: skip
 
     def prepare(self) -> None:
-        """Find how the model is stepped, if that is not known: tries a few tokens both ways."""
+        """Find out how the model is stepped, unless it is known, by running a few tokens both
+        ways.
+        """
         if self._has_tried_slots:
             return
         if self.model.device.type == "cuda":
@@ -245,10 +251,10 @@ class Generator:
         self._has_tried_slots = True
 
     def warm_up(self, notes: Path) -> None:
-        """Find how the model is stepped and record the step of one sequence, before its prompt.
+        """Find out how the model is stepped, and record the step of one sequence before its prompt.
 
-        So first tokens come as fast as later ones. What has passed its trial is noted in the
-        directory `notes`, and takes a fraction of the time at the next start.
+        Then first tokens come as fast as later ones. A passed trial is noted in the directory
+        `notes`, and takes a fraction of the time at the next start.
         """
         if self.model.device.type != "cpu" or self._adapters:
             return
@@ -262,9 +268,9 @@ class Generator:
             note.write()
 
     def slot_pool(self, num_slots: int, *, capacity: int = 0) -> SlotPool:
-        """Return slots for so many sequences, of the fastest kind that serves the model.
+        """Return slots for `num_slots` sequences, of the fastest kind that serves the model.
 
-        They have room for `capacity` tokens each at first.
+        Each has room for `capacity` tokens at first.
         """
         self.prepare()
         if self.why_padded is not None:
@@ -304,7 +310,7 @@ class Generator:
 
     @property
     def recorded_graph(self) -> RecordedGraph | None:
-        """The last decode step on the CPU as it is replayed; None: it is not."""
+        """The replayed graph of the last decode step on the CPU; None: it was not replayed."""
         step = None if self._latest_pool is None else self._latest_pool.step
         recording = None if step is None else step.recording
         return recording if isinstance(recording, RecordedGraph) else None

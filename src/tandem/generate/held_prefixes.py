@@ -1,7 +1,7 @@
-"""Beginnings of prompts that need not be computed: in sequence slots, and on disk behind them.
+"""Finds prefixes of prompts that need not be computed, in sequence slots and on disk.
 
-Slots hold what earlier requests left in them. With `PrefixFiles`, whole segments of it are written
-to disk between steps, and a prompt finds there what no slot holds any more, after a restart too.
+Slots hold what earlier requests left. With `PrefixFiles`, whole segments are written to disk
+between steps; a prompt finds there what no slot holds any more, even after a restart.
 """
 
 import time
@@ -27,10 +27,10 @@ class _Disk(NamedTuple):
 
 
 class HeldPrefixes:
-    """What the slots of a pool hold. One thread calls it."""
+    """The prefixes in the slots of a pool. Not thread-safe."""
 
     def __init__(self, pool: SlotPool, files: PrefixFiles | None = None) -> None:
-        """Look at a pool, whose slots nobody else changes but by requests."""
+        """Use a pool whose slots only requests change."""
         self._pool = pool
         moving = None if files is None else pool.moving
         self._disk = None if files is None or moving is None else _Disk(files, moving)
@@ -43,8 +43,8 @@ class HeldPrefixes:
     def take(self, request: Request, free: Sequence[int], oldest: int) -> tuple[int, int]:
         """Choose one of the free slots; return it and how much of the prompt it then holds.
 
-        A slot that would go on with what it holds is the best; else `oldest`, the one that was free
-        longest, with what any slot, a busy one included, holds of the prompt's beginning.
+        The best is a slot that can continue from its own contents; else `oldest`, free for longest,
+        which then gets a copy of the prompt's prefix from any slot, even a busy one.
         """
         slot, shared = self._take(request, free, oldest)
         self._num_written[slot] = 0
@@ -81,8 +81,8 @@ class HeldPrefixes:
     def catch_up(self, running: Running) -> int:
         """Copy what another slot has computed of a prompt since its request began.
 
-        So prompts that came at once and begin alike are computed once, chunk by chunk. Returns how
-        many tokens that gained.
+        Prompts that arrive together with a common prefix are thus computed once, chunk by chunk.
+        Returns the number of tokens gained.
         """
         pool = self._pool
         shared = self._num_usable(running.request)
@@ -96,7 +96,7 @@ class HeldPrefixes:
     # ---- disk ------------------------------------------------------------------------------------
 
     def find(self, running: Running) -> None:
-        """Note which segments of a prompt, beyond what its slot holds, are on disk."""
+        """Note which further segments of a prompt are on disk."""
         disk = self._disk
         if disk is None or running.request.has_prompt_logprobs:
             return
@@ -112,9 +112,10 @@ class HeldPrefixes:
         running.on_disk = [(number * SEGMENT_TOKENS, keys[number]) for number in range(first, end)]
 
     def read(self, running: Running, *, is_alone: bool) -> int:
-        """Read some of a prompt's segments from disk into its slot; return the tokens gained.
+        """Read some of a prompt's segments from disk into its slot; return the number of tokens
+        gained.
 
-        Alone a prompt is read at once, else a few segments in a step.
+        A prompt alone is read at once, else a few segments per step.
         """
         disk, before = self._disk, running.num_done
         if disk is None:
@@ -155,14 +156,14 @@ class HeldPrefixes:
 
     @property
     def has_unwritten(self) -> bool:
-        """Whether slots hold segments that `write_some` has not looked at."""
+        """Whether slots hold segments that `write_some` has not examined."""
         if self._disk is None:
             return False
         held = (len(self._pool.held(slot)) for slot in range(self._pool.num_slots))
         return any(n // SEGMENT_TOKENS > m for n, m in zip(held, self._num_written, strict=True))
 
     def close(self, seconds: float) -> None:
-        """Write what slots hold, for some seconds at most, and end the writing."""
+        """Write what slots hold, for at most `seconds`, and stop the writer."""
         if self._disk is None:
             return
         end = time.monotonic() + seconds
@@ -177,7 +178,7 @@ class HeldPrefixes:
         return 0 if self._disk is None else self._disk.files.num_bytes
 
     def write_some(self) -> bool:
-        """Hand one segment that is not on disk to be written; return whether there was one."""
+        """Hand one segment that is not on disk to the writer; return whether there was one."""
         disk = self._disk
         if disk is None or not disk.files.takes_more:
             return False

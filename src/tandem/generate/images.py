@@ -1,6 +1,6 @@
-"""Images in prompts: opened, checked, and written into the prompt by the model's processor.
+"""Images in prompts: opens and checks them; the model's processor writes them into the prompt.
 
-Knows pixels and tokens; what the model's tower makes of them is `tandem.decode.images`'s.
+Knows pixels and tokens; `tandem.decode.images` runs the model's vision tower.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ _NEEDS = 'pip install "tandem-moe[images]"'
 
 
 class Processor(Protocol):
-    """What of Transformers' processors is used here."""
+    """The part of Transformers' processors that is used here."""
 
     def apply_chat_template(self, conversation: object, **options: Any) -> Any:
         """Write a conversation as text, with a placeholder for each image."""
@@ -38,9 +38,9 @@ class Processor(Protocol):
 
 
 class JoinedProcessor:
-    """A tokenizer and an image processor, joined by the grid of patches of each image.
+    """A tokenizer and an image processor, combined by the patch grid of each image.
 
-    Stands in for the processors of Qwen's and GLM's models, which need torchvision for videos.
+    Replaces the processors of Qwen's and GLM's models, which need torchvision for videos.
     """
 
     def __init__(self, tokenizer: Tokenizer, image_processor: Any, image_token_id: int) -> None:
@@ -111,9 +111,9 @@ def require_pillow() -> None:
 
 
 def open_image(source: "str | Path | bytes | Image", name: str = "") -> "Image":
-    """Return an image as RGB; `name` is what a sentence calls it.
+    """Return an image as RGB; `name` is what error messages call it.
 
-    Raises `ConfigError` for what is no image, or has more than `MOST_PIXELS` pixels.
+    Raises `ConfigError` for a source that is no image, or has more than `MOST_PIXELS` pixels.
     """
     require_pillow()
     from PIL import Image, ImageOps
@@ -165,7 +165,7 @@ def _read(path: Path) -> bytes:
 def write_prompt(
     processor: Processor, text: str, images: "Sequence[Image]", image_token_id: int
 ) -> ImagePrompt:
-    """Let a processor write the tokens of a prompt's images; raises `ConfigError`."""
+    """Return the tokens that a processor writes for a prompt with images; raises `ConfigError`."""
     try:
         encoded = dict(processor(text=[text], images=list(images), return_tensors="np"))
     except Exception as error:  # a processor is a program that came with the model

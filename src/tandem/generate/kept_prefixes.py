@@ -1,4 +1,4 @@
-"""Where beginnings of prompts are kept on disk, and for which model. Loads no torch: see `open`."""
+"""Where prefixes of prompts are kept on disk, and for which model. Loads no torch: see `open`."""
 
 import logging
 from dataclasses import dataclass
@@ -16,17 +16,18 @@ _PROBE_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class KeptPrefixes:
-    """A directory, and how much it may hold."""
+    """A directory for prefixes, and its size limit."""
 
     directory: Path
     limit_bytes: int
 
     def open(self, model: "PreTrainedModel", pool: "SlotPool") -> "PrefixFiles | None":
-        """Return the files of a model as it is loaded now; None, and a line in the log: not kept.
+        """Return the prefix files of a model as it is loaded now; None, with a line in the log:
+        none are kept.
 
-        What tells the model from others are the keys and values of some tokens, bit by bit: they
-        change with its weights, its formats, the instruction set and Tandem's code. The pool holds
-        nothing, before and after.
+        The model is identified by the keys and values of some tokens, bit by bit: they change with
+        its weights, its formats, the instruction set and Tandem's code. The pool is empty before
+        and after.
         """
 
         from tandem.hf.identity import model_identity

@@ -1,4 +1,4 @@
-"""What a loop asks of a model that writes token by token: its context, its end, its adapters."""
+"""What a decode loop asks of a model that writes token by token: context, end, adapters."""
 
 from transformers import GenerationMixin
 
@@ -8,9 +8,9 @@ from tandem.foreign_types import PreTrainedModel
 
 
 def without_adapters_wrapper(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the Transformers model of a PEFT model: its adapters sit in that one's layers.
+    """Return the Transformers model inside a PEFT model: the adapters are in its layers.
 
-    Raises `UnsupportedModelError` for adapters that are something before the prompt instead.
+    Raises `UnsupportedModelError` for adapters that are a prefix of the prompt instead.
     """
     if not (hasattr(model, "get_base_model") and hasattr(model, "peft_config")):
         return model
@@ -24,7 +24,7 @@ def without_adapters_wrapper(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def adapter_state(model: PreTrainedModel) -> tuple[object, ...]:
-    """Return what of a model's adapters is in use; what was computed with another state is void."""
+    """Return the state of a model's adapters; results computed in another state are invalid."""
     if not hasattr(model, "peft_config"):
         return ()
     return tuple(
@@ -36,7 +36,7 @@ def adapter_state(model: PreTrainedModel) -> tuple[object, ...]:
 
 
 def require_next_token_model(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedModelError` unless a model writes one token after the other."""
+    """Raise `UnsupportedModelError` unless a model writes token by token."""
     name = type(model).__name__
     if not model.can_generate():
         raise UnsupportedModelError(f"{name} cannot generate text")
@@ -53,7 +53,7 @@ def require_next_token_model(model: PreTrainedModel) -> None:
 
 
 def context_tokens(model: PreTrainedModel) -> int | None:
-    """Return the longest sequence that a model was made for; None if it does not say."""
+    """Return the longest sequence that a model supports; None if unknown."""
     longest: int | None = value_of(model.config.get_text_config(), "max_position_embeddings")
     return longest
 

@@ -1,8 +1,9 @@
-"""How much of a prompt is computed between two tokens of others: so that streams keep flowing.
+"""Decides how much of a prompt is computed between two tokens of streams, so that these keep
+flowing.
 
-Knows nothing but the durations that the scheduler gives it. A gap between two tokens of a stream
-is a prefill chunk and a decode step. Chunks are made as long as the gap allows, by what the latest
-ones took; and after a chunk so many decode steps follow that streams keep their share of the time.
+Knows only the durations that the scheduler reports. A gap between two tokens of a stream is a
+prefill chunk and a decode step. Chunks are as long as the gap allows, judging by the latest ones;
+after a chunk follow as many decode steps as give streams their share of the time.
 """
 
 # How much the latest decode step counts in the usual duration: less if it was slow, as the first
@@ -17,10 +18,10 @@ _LEAST_SHARE = 0.25
 
 
 class Pace:
-    """Bounds prefill chunks beside streams."""
+    """Limits prefill chunks while streams run."""
 
     def __init__(self, max_gap_seconds: float, *, stream_share: float = 0.65) -> None:
-        """Let streams wait `max_gap_seconds` at most, and have `stream_share` of the time."""
+        """Let streams wait at most `max_gap_seconds`, and give them `stream_share` of the time."""
         self._max_gap_seconds = max_gap_seconds
         self._seconds_owed_per_second = stream_share / (1 - stream_share)
         self._decode_seconds = 0.0
@@ -40,7 +41,7 @@ class Pace:
         return int(self._num_tokens)
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
-        """Take what a chunk beside streams took; shorter ones, at a prompt's end, say less."""
+        """Record a chunk's duration beside streams; shorter ones, at a prompt's end, count less."""
         self._owed_seconds = seconds * self._seconds_owed_per_second
         if seconds <= 0 or num_tokens < 0.5 * self._num_tokens:
             return
@@ -50,7 +51,7 @@ class Pace:
         self._num_tokens = num_tokens * change
 
     def decoded(self, seconds: float) -> None:
-        """Take what a decode step took; a slow one counts as a usual one, or as half of it."""
+        """Record a decode step's duration; a slow one counts as a usual one, or as half of it."""
         usual = self._decode_seconds or seconds
         self._owed_seconds -= max(min(seconds, usual), seconds / 2)
         newest = _NEWEST_IF_SLOW if seconds > usual else _NEWEST

@@ -1,4 +1,4 @@
-"""From messages to token ids: the model's chat template where it has one."""
+"""Converts messages to token ids with the model's chat template, if it has one."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
@@ -27,9 +27,9 @@ def encode_messages(
     processor: Processor | None,
     messages: Sequence[Mapping[str, object]],
 ) -> list[int] | ImagePrompt:
-    """Return a conversation as the model reads it: its tokens, with its images if it has some.
+    """Return a conversation as token ids, with its images if it has any.
 
-    Raises `ConfigError`, and `UnsupportedModelError` for images that the model does not take.
+    Raises `ConfigError`, and `UnsupportedModelError` for images that the model cannot take.
     """
     turns, images = without_images(messages)
     if not images:
@@ -51,10 +51,10 @@ def encode_conversation(
     *,
     most_tokens: int | None = None,
 ) -> list[int]:
-    """Return the tokens that ask for the next assistant message.
+    """Return the token ids of a prompt for the next assistant message.
 
-    Without a chat template the messages are joined as plain text, so base models continue it.
-    Raises `ConfigError` for text of surely more than `most_tokens`.
+    Without a chat template the messages are joined as plain text, for base models to continue.
+    Raises `ConfigError` for text that surely exceeds `most_tokens`.
     """
     texts = [str(message["content"]) for message in messages]
     require_room(tokenizer, sum(map(len, texts)), most_tokens)
@@ -81,9 +81,9 @@ def _through_template(
 
 
 def room(model: PreTrainedModel, prompt: Sequence[int], number: int = 0) -> int:
-    """Check a prompt; return how many tokens the model's context has left for its answer.
+    """Check a prompt; return how many tokens the model's context leaves for its answer.
 
-    Raises `ConfigError`, which names the prompt by its number.
+    Raises `ConfigError`, which names the prompt by `number`.
     """
     if not prompt:
         raise ConfigError(f"prompt {number} is empty; give some text or at least one token")

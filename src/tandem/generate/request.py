@@ -1,4 +1,4 @@
-"""One prompt and how it is to be answered. Loads no torch: it goes by pipe as it is."""
+"""One prompt and its options. Loads no torch, because it travels through a pipe."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the APIs fill, the engine process takes and the scheduler runs."""
+    """A generation request: APIs fill it, the engine process takes it and the scheduler runs it."""
 
     request_id: int = 0
     """By which token outputs name it; given by who submits it."""
@@ -40,5 +40,5 @@ class Request:
 
     @property
     def keys(self) -> tuple[int, ...]:
-        """The prompt as slots hold it: what is equal of two prompts' keys is shared."""
+        """The prompt as slots store it; prompts with equal keys at the start share a prefix."""
         return self.prompt if self.images is None else self.images.keys

@@ -1,4 +1,4 @@
-"""A request in a sequence slot: its text, its end and its log-probabilities as its tokens come."""
+"""A request in a sequence slot: its text, end and log-probabilities, token by token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -59,14 +59,16 @@ class Running:
         return piece + self._rest() if self.finish_reason is not None else piece
 
     def interrupt(self) -> str:
-        """End where it stands; return the text that was held back."""
+        """End the answer at its present length; return the text that was held back."""
         self.finish_reason = "interrupted"
         return self._rest()
 
     def output(
         self, token: int | None, text: str, logprob: TokenLogprob | None = None
     ) -> TokenOutput:
-        """Return what a step has brought: a token (None: an end without one) and its text."""
+        """Return the output of a step: a token (None: the answer ended without one) and its
+        text.
+        """
         told, self.prompt_logprobs = self.prompt_logprobs, None
         return TokenOutput(
             request_id=self.request.request_id,
@@ -83,7 +85,9 @@ class Running:
         )
 
     def note_prompt(self, logits: Tensor, first: int) -> None:
-        """Note how likely prompt tokens were: those after each of logits (n_tokens, vocabulary)."""
+        """Record log-probabilities of prompt tokens, those after each of logits (n_tokens,
+        vocabulary).
+        """
         assert self.prompt_logprobs is not None
         prompt, num_top = self.request.prompt, self.request.num_top_logprobs or 0
         self.prompt_logprobs += [
@@ -103,7 +107,7 @@ class Running:
 
 
 def logprob_of(logits: Tensor, token: int, num_top: int) -> TokenLogprob:
-    """Return how likely a token was by logits (vocabulary,), and the likeliest in its place."""
+    """Return a token's log-probability under logits (vocabulary,), and the likeliest tokens."""
     logprobs = torch.log_softmax(logits.float(), -1)
     values, ids = logprobs.topk(num_top) if num_top else (logprobs[:0], logprobs[:0].long())
     top = tuple(zip((int(i) for i in ids.tolist()), values.tolist(), strict=True))

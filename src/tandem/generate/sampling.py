@@ -1,4 +1,4 @@
-"""How the next token is chosen: the options of an answer, and the rule that follows from them."""
+"""Sampling options of an answer, and the rule that follows from them."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -34,7 +34,7 @@ _LEAST_SHARE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class SamplingRule:
-    """What is done to the scores of the next token, in this order; None leaves a step out."""
+    """The operations on the next token's scores, in this order; None skips one."""
 
     repetition_penalty: float | None = None
     temperature: float = 0.0
@@ -46,7 +46,7 @@ class SamplingRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """Options of one answer; None leaves the model's own generation config in force."""
+    """Options of one answer; None leaves the value of the model's own generation config."""
 
     max_new_tokens: int = option(512, help="longest answer in tokens", metavar="N")
     temperature: float | None = option(
@@ -108,7 +108,7 @@ class SamplingOptions:
         require_range("min_tokens", self.min_tokens, 0, what="a number of tokens")
 
     def end_ids(self, of_model: frozenset[int]) -> frozenset[int]:
-        """Return the tokens that end the answer; `of_model` ends a sequence by itself."""
+        """Return the token ids that end the answer; `of_model` are those of the model."""
         return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else of_model)
 
     def is_sampled(self, model_samples: bool) -> bool:
@@ -120,7 +120,7 @@ class SamplingOptions:
         return model_samples and self.seed is None
 
     def rule(self, generation_config: GenerationConfig) -> SamplingRule:
-        """Return the rule: what is given here, else what the model's generation config says."""
+        """Return the sampling rule: these options, else those of the model's generation config."""
         penalty = self._given_or("repetition_penalty", generation_config)
         if not self.is_sampled(bool(generation_config.do_sample)):
             return SamplingRule(penalty)
@@ -140,7 +140,7 @@ class SamplingOptions:
 
 
 def not_followed(generation_config: GenerationConfig) -> list[str]:
-    """Name what a model's generation config asks for and Tandem's loop does not do."""
+    """Return the names of generation config options that Tandem's loop does not follow."""
     return [
         name
         for name, neutral in _NOT_FOLLOWED.items()

@@ -91,17 +91,17 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that have a slot."""
+        """How many requests have a slot."""
         return len(self._prefilling) + len(self._decoding)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a slot."""
+        """How many requests wait for a slot."""
         return len(self._waiting)
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        """Bytes that the KV cache takes now; None where Tandem does not hold it."""
+        """Bytes that the KV cache takes now; None if it is not Tandem's."""
         return self._pool.num_bytes
 
     @property
@@ -110,7 +110,7 @@ class Scheduler:
         return bool(self.num_running or self.num_waiting)
 
     def add(self, request: Request) -> None:
-        """Take a request; it joins with the next step, if a slot is free.
+        """Queue a request; it joins at the next step if a slot is free.
 
         Raises `ConfigError` for a prompt that the model cannot take.
         """
@@ -118,7 +118,7 @@ class Scheduler:
         self._waiting.add(request.request_id, request.priority, request)
 
     def cancel(self, request_id: int) -> bool:
-        """Drop a request, whose slot is free at once; return whether it was there."""
+        """Drop a request and free its slot at once; return whether it existed."""
         running = self._running(request_id)
         if running is not None:
             self._release(running)

@@ -1,10 +1,10 @@
-"""Stop strings in streamed text: nothing of one is ever given out, whole or in part."""
+"""Stop strings in streamed text: no part of one is ever emitted."""
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """Passes text on until a stop string begins; holds back what may still become one."""
+    """Emits text until a stop string begins; holds back what may become one."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         """Look for any of `strings`; without strings everything passes at once."""
@@ -19,7 +19,7 @@ class StopStrings:
         return self.met is not None
 
     def add(self, piece: str) -> str:
-        """Take the next piece of text; return what can be given out. After a stop: nothing."""
+        """Add the next piece of text; return what can be emitted: nothing after a stop."""
         if self.is_met or not self._strings:
             return "" if self.is_met else piece
         text = self._held + piece

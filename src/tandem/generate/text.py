@@ -1,4 +1,4 @@
-"""Text from tokens as they come: never half a multi-byte character, never text taken back."""
+"""Converts tokens to text as they come: never half a character, and never text taken back."""
 
 from tandem.foreign_types import Tokenizer
 
@@ -8,7 +8,7 @@ _MAX_HELD_TOKENS = 8
 
 
 class TextStream:
-    """Turns a growing list of token ids into pieces of text whose sum is the whole text."""
+    """Converts a growing list of token ids to pieces that add up to the whole text."""
 
     def __init__(self, tokenizer: Tokenizer, *, keeps_special: bool = False) -> None:
         """Decode with a Transformers tokenizer; special tokens are left out unless kept."""
@@ -19,7 +19,7 @@ class TextStream:
         self._context = 0  # start of the tokens that are decoded again, for their spacing
 
     def add(self, token_id: int) -> str:
-        """Take the next token; return the text that is now certain (often one word, maybe none)."""
+        """Add the next token; return the text that is now certain (often one word, maybe none)."""
         self._ids.append(token_id)
         before = self._decode(self._ids[self._context : self._done])
         text = self._decode(self._ids[self._context :])

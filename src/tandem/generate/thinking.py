@@ -1,6 +1,6 @@
-"""A bound on how long a model reasons: after so many tokens the reasoning is ended for it.
+"""Limits a model's reasoning: after so many tokens the reasoning is ended for it.
 
-Loads no torch: `ThinkingLimit` goes by pipe.
+Loads no torch, because `ThinkingLimit` travels through a pipe.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ _MARK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkingLimit:
-    """How many tokens of reasoning an answer may have, and how the model marks them."""
+    """The most tokens of reasoning of an answer, and the marks around them."""
 
     num_tokens: int
     begin: str
@@ -30,10 +30,10 @@ class ThinkingLimit:
 
 
 class BoundedThinking:
-    """One answer under a limit; a `Constraint` that forbids nothing before it is reached."""
+    """One answer under a limit; a `Constraint` that forbids nothing before the limit."""
 
     def __init__(self, limit: ThinkingLimit, tokenizer: Tokenizer) -> None:
-        """Begin an answer."""
+        """Start counting tokens."""
         self._limit = limit
         self._decode: Callable[[Sequence[int]], str] = tokenizer.decode
         self._closing, self._mark = (
@@ -46,9 +46,9 @@ class BoundedThinking:
         self._forced = self._closing if limit.has_begun and limit.num_tokens == 0 else []
 
     def restrict(self, scores: "Tensor") -> "Tensor":
-        """Return scores (1, vocabulary), with -inf for all but the token that must come.
+        """Return scores (1, vocabulary), with -inf for all tokens but the one that must come.
 
-        Where a grammar forbids that, the mark may come alone, or what the model likes.
+        If a grammar forbids it, the closing mark may come alone, or the model chooses.
         """
         if not self._forced:
             return scores
@@ -64,7 +64,7 @@ class BoundedThinking:
         return bool(scores[0, self._forced[0]] == float("-inf"))
 
     def accept(self, token: int) -> bool:
-        """Count the token that came."""
+        """Count the sampled token; never ends the answer."""
         if self._forced:
             is_on_its_way = token == self._forced[0]
             self._forced = self._forced[1:] if is_on_its_way else self._closing

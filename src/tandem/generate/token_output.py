@@ -1,4 +1,6 @@
-"""What a step brings requests, and what a batch has done. Loads no torch: it goes by pipe."""
+"""The outputs of a step, and a batch's counters. Loads no torch, because they travel through a
+pipe.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,7 +10,7 @@ from tandem.generate.answer import FinishReason
 
 
 class TokenLogprob(NamedTuple):
-    """How likely a token was, and the likeliest ones in its place, by the model's own logits."""
+    """A token's log-probability and the likeliest tokens, by the model's own logits."""
 
     token_id: int
     logprob: float
@@ -36,17 +38,17 @@ class TokenOutput(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """What some requests came to that a step could not serve."""
+    """The error of some requests that a step could not serve."""
 
     request_ids: tuple[int, ...]
     error: Exception
 
 
 class StepFailedError(Exception):
-    """A step failed for some requests, which are dropped; what it brought the others is here."""
+    """A step failed for some requests, which are dropped; the outputs of the others are here."""
 
     def __init__(self, failures: list[Failure], token_outputs: list[TokenOutput]) -> None:
-        """Carry both; each failure has requests of its own."""
+        """Carry failures and outputs; no request is in two failures."""
         super().__init__("; ".join(str(failure.error) for failure in failures))
         self.failures = failures
         self.token_outputs = token_outputs
@@ -54,7 +56,7 @@ class StepFailedError(Exception):
 
 @dataclass(slots=True)
 class BatchCounts:
-    """What a scheduler has done since it was made; the help is that of the server's metrics."""
+    """A scheduler's counters; the help texts are those of the server's metrics."""
 
     prompt_tokens: int = option(0, help="prompt tokens that were computed")
     reused_tokens: int = option(0, help="prompt tokens that the KV cache held already")

@@ -1,8 +1,8 @@
 """Notes that a model's decode steps have passed their trial, so that later starts try less.
 
-A note is an empty file. Its name is a hash of all that the trial's outcome depends on: the model's
+A note is an empty file. Its name is a hash of everything that the outcome depends on: the model's
 config and modules, the formats of its weights, the instruction set, the versions of torch and
-Transformers, and every file of Tandem as it is now. What has not passed is tried again.
+Transformers, and every file of Tandem. Without a note the trial runs again.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 class TrialNote:
-    """The note of one model as it is loaded now, in a directory of such notes."""
+    """The note of one model as it is loaded now, in a directory of notes."""
 
     def __init__(
         self, directory: Path, model: PreTrainedModel, threads: CpuThreads, kv_dtype: str
     ) -> None:
-        """Find its name; this reads no weights but a part of the embedding."""
+        """Compute the note's name; this reads no weights except a part of the embedding."""
         digest = hashlib.sha256()
         facts = (threads.isa, kv_dtype, str(model.dtype), torch.__version__)
         for fact in (*facts, transformers.__version__, *_parts(model), *_own_files()):
@@ -43,7 +43,7 @@ class TrialNote:
         return self._file.is_file()
 
     def write(self) -> None:
-        """Note that they have; where that cannot be written, they are tried again."""
+        """Write the note; errors are ignored, as the trial then just runs again."""
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._file.touch()

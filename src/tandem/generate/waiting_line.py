@@ -1,7 +1,7 @@
-"""Requests that wait for a sequence slot: those of lower priority numbers first, then by arrival.
+"""Requests that wait for a sequence slot, ordered by priority number, then by arrival.
 
-A heap whose dropped entries stay until they reach its top or are half of it, so that neither a
-request that comes nor thousands that leave at once take time for each one that waits.
+A heap whose dropped entries stay until they reach its top or are half of it, so that neither an
+arriving request nor thousands leaving at once take time for each waiting one.
 """
 
 import heapq
@@ -18,7 +18,7 @@ class WaitingLine(Generic[T]):
     """Requests in their order, each with its number."""
 
     def __init__(self) -> None:
-        """Begin with nobody waiting."""
+        """Start with an empty queue."""
         self._heap: list[tuple[int, int, int]] = []  # priority, arrival, number
         self._waiting: dict[int, tuple[int, T]] = {}  # arrival, request
         self._arrivals = itertools.count()
@@ -27,20 +27,20 @@ class WaitingLine(Generic[T]):
         return len(self._waiting)
 
     def add(self, number: int, priority: int, request: T) -> None:
-        """Let a request wait."""
+        """Add a request to the queue."""
         arrival = next(self._arrivals)
         heapq.heappush(self._heap, (priority, arrival, number))
         self._waiting[number] = arrival, request
 
     def pop(self) -> T:
-        """Return whose turn it is, which waits no longer; `IndexError` if none waits."""
+        """Remove and return the next request; `IndexError` if there is none."""
         while True:
             entry = heapq.heappop(self._heap)
             if self._is_waiting(entry):
                 return self._waiting.pop(entry[2])[1]
 
     def drop(self, numbers: Iterable[int]) -> int:
-        """Take requests out of the line, as far as they are in it; return how many were."""
+        """Remove requests from the queue if they are in it; return how many were."""
         num_dropped = sum(self._waiting.pop(number, None) is not None for number in numbers)
         if len(self._heap) > 2 * len(self._waiting) + _FEW:
             self._heap = [*filter(self._is_waiting, self._heap)]

@@ -1,1 +1,1 @@
-"""What things cost on one machine: profiles and their files."""
+"""The costs of operations on one machine: profiles and their files."""

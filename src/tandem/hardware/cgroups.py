@@ -1,4 +1,4 @@
-"""What Linux's control groups let a process take: functions of files, nothing else."""
+"""The limits of Linux's control groups for a process. Reads files, nothing else."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +23,7 @@ class _Group(NamedTuple):
 
 
 def processor_quota(root: Path) -> float | None:
-    """Return how many processors the process may use at once; None without a limit."""
+    """Return how many processors the process may use at once; None: no limit."""
     found = (
         _quota_of_version_1(group.directory) if group.is_version_1 else _quota(group.directory)
         for group in _groups(root, "cpu")
@@ -32,10 +32,10 @@ def processor_quota(root: Path) -> float | None:
 
 
 def memory_left(root: Path) -> int | None:
-    """Return the bytes that the process may still take; None without a limit.
+    """Return the bytes that the process may still allocate; None: no limit.
 
-    Pages of files are counted as free, as in the system's MemAvailable: a model's file that was
-    read before takes nothing away.
+    Pages of files count as free, as in the system's MemAvailable: a model's file that was read
+    before does not count.
     """
     found = (_memory_left(group) for group in _groups(root, "memory"))
     return min((left for left in found if left is not None), default=None)
@@ -89,13 +89,13 @@ def _memory_left(group: _Group) -> int | None:
 
 
 def read_number(path: Path) -> int | None:
-    """Return the number that a file holds; None if there is no such file, or something else."""
+    """Return the number in a file; None if there is no file, or no number in it."""
     text = read_text(path)
     return int(text) if text is not None and text.isdecimal() else None
 
 
 def read_text(path: Path) -> str | None:
-    """Return a file's text without white space around it; None if it cannot be read."""
+    """Return a file's stripped text; None if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -35,9 +35,9 @@ class _File(NamedTuple):
 def measure_disk(
     files: Sequence[Path], expert_bytes: int, *, seconds: float = _SECONDS
 ) -> DiskCosts | None:
-    """Measure reads of experts from files, for so many seconds at each depth.
+    """Measure reads of experts from files, for `seconds` at each queue depth.
 
-    None where no file is as large as a page. Raises `OSError`.
+    None if no file has at least a page. Raises `OSError`.
     """
     sizes = {file: file.stat().st_size // _PAGE_BYTES * _PAGE_BYTES for file in files}
     piece = min(-(-expert_bytes // _PAGE_BYTES) * _PAGE_BYTES, _MOST_PIECE_BYTES)

@@ -1,9 +1,9 @@
-"""How a file is read if reads past the system's page cache (O_DIRECT) are asked for.
+"""Finds out whether reads past the system's page cache (O_DIRECT) really bypass it.
 
-A file system may refuse them, or take them and buffer in silence. That is found by residency: pages
-are dropped from the cache, read, and looked for there (mincore). The system tells that of files
-that this process may write; of others it says that all is there, as of pages that another process
-holds. What it does not tell is taken to be direct.
+A file system may refuse them, or accept them and buffer silently. Residency tells: pages are
+dropped from the cache, read, and looked up there (mincore). The system tells residency only for
+files that this process may write; for others, as for pages that another process holds, it says that
+all is resident. Unknown cases count as direct.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ Reads = Literal["direct", "refused", "silently buffered"]
 
 
 def how_reads_go(file: Path) -> Reads:
-    """Read a piece or two of a file; "refused" also for one that is smaller than a page."""
+    """Read a piece or two of a file; "refused" also for a file smaller than a page."""
     if not hasattr(os, "O_DIRECT"):  # not Linux
         return "refused"
     try:

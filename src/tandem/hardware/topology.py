@@ -1,7 +1,7 @@
-"""Which processors the CPU threads run on: a function of Linux's files, nothing else.
+"""Chooses the processors for the CPU threads from Linux's files.
 
-A thread for each fast core. Two hyper-threads share a core's multipliers, and all threads of a
-product wait for the last one: on a slower core it keeps the fast ones waiting.
+One thread per fast core. Two hyper-threads share a core's multipliers, and all threads of a product
+wait for the last one: a thread on a slower core would keep the fast ones waiting.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,7 +18,7 @@ _CPUS = Path("sys/devices/system/cpu")
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The processors that a process may use; they are numbered as Linux does."""
+    """The processors that a process may use, by Linux's numbers."""
 
     usable: tuple[int, ...]
     cores: tuple[int, ...]
@@ -30,17 +30,19 @@ class Topology:
 
     @property
     def num_threads(self) -> int:
-        """How many threads compute, if nobody says: no more than a container's limit."""
+        """The default number of threads; no more than a container's limit."""
         fast = len(self.fast_cores)
         return fast if self.quota is None else max(1, min(fast, int(self.quota)))
 
     def places(self, num_threads: int) -> tuple[int, ...]:
-        """Return the processors for so many threads: the fewest kinds that have room for them."""
+        """Return the processors for `num_threads` threads, using as few kinds of cores as
+        possible.
+        """
         fitting = (p for p in (self.fast_cores, self.cores) if num_threads <= len(p))
         return next(fitting, self.usable)
 
     def describe(self) -> str:
-        """Say what there is, and how many threads are started for which reason."""
+        """Return a sentence about the cores, and how many threads are started and why."""
         text = f"{len(self.cores)} physical, {len(self.usable)} logical"
         threads = f"{self.num_threads} thread{'s' * (self.num_threads > 1)}"
         if self.quota is not None and self.quota < len(self.fast_cores):
@@ -51,14 +53,14 @@ class Topology:
 
 
 def read_topology(usable: Collection[int], root: Path = ROOT) -> Topology:
-    """Read the files below `root`; where there are none, each processor counts as a core."""
+    """Read the files below `root`; without them each processor counts as a core."""
     processors = tuple(sorted(usable))
     cores = _one_per_core(processors, root / _CPUS)
     return Topology(processors, cores, _fast(cores, root), processor_quota(root))
 
 
 def parse_processors(text: str) -> set[int]:
-    """Return the numbers of a list like "0-3,8"; raises `ValueError` for another text."""
+    """Parse a list like "0-3,8"; raises `ValueError` for other texts."""
     numbers: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")

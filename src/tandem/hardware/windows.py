@@ -1,4 +1,4 @@
-"""Linux inside Windows (WSL2), and systems that are not Linux: what their files say. Nothing else.
+"""Linux inside Windows (WSL2), and other systems, recognised from their files.
 
 Written from Microsoft's and NVIDIA's documents and users' reports; never run on such a PC.
 """
@@ -16,7 +16,7 @@ _GIB = 1 << 30
 
 
 def why_not_here(platform: str) -> str | None:
-    """Return one sentence for a `sys.platform` that is not Linux; None on Linux."""
+    """Return one sentence for a `sys.platform` other than Linux; None on Linux."""
     if platform == "linux":
         return None
     name = {"win32": "Windows", "darwin": "macOS"}.get(platform, platform)
@@ -39,7 +39,7 @@ def wsl_version(root: Path = ROOT) -> int | None:
 
 
 def is_on_windows_drive(path: Path, root: Path = ROOT) -> bool:
-    """Tell whether a path lies on a drive of Windows, such as /mnt/c: on its deepest mount."""
+    """Tell whether a path is on a Windows drive, such as /mnt/c, by its deepest mount."""
     try:
         mounts = (root / "proc/self/mounts").read_text()
     except OSError:
@@ -60,9 +60,9 @@ def is_on_windows_drive(path: Path, root: Path = ROOT) -> bool:
 
 
 def memory_setting(root: Path = ROOT) -> str | None:
-    """Return `memory` of the first user's .wslconfig that sets it; None if there is none.
+    """Return `memory` of the first user's .wslconfig that sets it; None if none does.
 
-    Linux does not know which user of Windows has started it, so each one's file is read.
+    Linux does not know which Windows user has started it, so every user's file is read.
     """
     for file in sorted((root / "mnt/c/Users").glob("*/.wslconfig")):
         parser = configparser.ConfigParser(interpolation=None, strict=False)
@@ -76,9 +76,9 @@ def memory_setting(root: Path = ROOT) -> str | None:
 
 
 def memory_advice(total_bytes: int, root: Path = ROOT) -> str:
-    """Return how WSL2 gets more of the PC's memory; `total_bytes` is what Linux sees.
+    """Return how to give WSL2 more of the PC's memory; `total_bytes` is what Linux sees.
 
-    Without a setting that is half of the PC's, of which all but Windows' share is proposed.
+    By default that is half of the PC's memory; proposed is all but Windows' share.
     """
     setting = memory_setting(root)
     if setting is not None:

@@ -1,4 +1,6 @@
-"""Tells the store of a model's experts before any is read, and whether memory holds them."""
+"""Announces a model's experts to the store before any is read, and checks that memory holds
+them.
+"""
 
 from collections.abc import Iterator
 
@@ -23,7 +25,7 @@ def announce(
     module: ModelPart,
     expert_dtype: torch.dtype | ExpertFormat | None,
 ) -> HostLayer:
-    """Make the layer of an experts module, without values, in a store; `None` keeps its dtype."""
+    """Add a layer without values to a store for an experts module; `None` keeps its dtype."""
     shapes = {p: tuple(t.shape) for p, t in module.named_parameters(recurse=False)}
     return store.add_layer(
         name,
@@ -36,7 +38,7 @@ def announce(
 
 
 def source_dtype_of(experts: dict[str, ModelPart], default: torch.dtype) -> torch.dtype:
-    """Return the dtype that experts modules were built in; a dense model has none."""
+    """Return the dtype that experts modules were built in; for a dense model `default`."""
     return next((module.down_proj.dtype for module in experts.values()), default)
 
 

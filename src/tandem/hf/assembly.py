@@ -1,6 +1,6 @@
-"""Wires a loaded model to what computes its experts: the one place where the parts meet.
+"""Connects a loaded model to what computes its experts; the only place where the parts meet.
 
-Store, device, clock, planner and kernels know nothing of each other's making; options choose them
+Store, device, clock, planner and kernels do not know how the others are made; options choose them
 here.
 """
 
@@ -47,9 +47,10 @@ def assemble(
     options: OffloadConfig,
     read_experts: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make a model's experts run as the options say, from now on; raises `TandemError`.
+    """Make a model's experts run as the options say from now on; raises `TandemError`.
 
-    `read_experts` brings them to where they are run from, once the dense parts have what they need.
+    `read_experts` is called once the dense parts have their memory, and brings the experts to where
+    they run from.
     """
     runtime.end_executor()
     runtime.choose(options)
@@ -94,14 +95,16 @@ def _on_gpu_alone(model: PreTrainedModel, runtime: Runtime) -> Executor:
 
 
 def profile_of(model: PreTrainedModel, *, refresh: bool = False) -> HardwareProfile:
-    """Return this machine's profile for a loaded model; measure it if there is none, or again."""
+    """Return this machine's profile for a loaded model; it is measured if missing, or on
+    `refresh`.
+    """
     runtime = require_experts(model)
     with runtime.using(runtime.executor):  # to measure binds the experts modules to others
         return measured_profile(observe(model, runtime), refresh=refresh)
 
 
 def keep_profile_of(model: PreTrainedModel, profile: HardwareProfile) -> None:
-    """Keep a profile in place of the one that `profile_of` has returned."""
+    """Replace the kept profile that `profile_of` returned."""
     runtime = require_runtime(model)
     with runtime.using(runtime.executor):
         save_profile(profile, profile_path(observe(model, runtime)))

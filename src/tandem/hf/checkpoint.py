@@ -31,7 +31,7 @@ _LONGEST_TYPE = 100  # characters
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A directory whose files are all there and whole."""
+    """A directory whose files are complete."""
 
     directory: Path
     config: JsonObject
@@ -41,27 +41,27 @@ class Checkpoint:
 
     @property
     def quantization(self) -> JsonObject | None:
-        """Return the `quantization_config`, wherever config.json keeps it."""
+        """The `quantization_config`, from wherever config.json keeps it."""
         return quantization_of(self.config)
 
     @property
     def is_packed(self) -> bool:
-        """Whether Tandem wrote it."""
+        """Whether Tandem wrote the checkpoint."""
         return (self.quantization or {}).get("quant_method") == QUANT_METHOD
 
     @property
     def path(self) -> Path:
-        """Where it lies."""
+        """The checkpoint's directory."""
         return self.directory
 
     @property
     def runs_code(self) -> bool:
-        """Whether the model's own code runs: it brings some, and the user lets it."""
+        """Whether the model's own code will run: it has some, and the user allows it."""
         return self.may_run_code and "auto_map" in self.config
 
     @property
     def held(self) -> HeldTensors:
-        """What the tensors say of the size of the model."""
+        """The bounds that the tensors set on the model's size."""
         entries = self.files.entries
         elements = sum(entry.most_elements for entry in entries.values())
         return HeldTensors(entries, len(entries), elements)
@@ -74,7 +74,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class GgufCheckpoint:
-    """A GGUF file (and its other parts), which has everything; checked when it is opened."""
+    """A GGUF file (and its other parts), which is a whole model; checked when it is opened."""
 
     path: Path
     is_packed: Literal[False] = False
@@ -89,18 +89,18 @@ AnyCheckpoint = Checkpoint | GgufCheckpoint
 
 
 def open_model(path: Path, *, may_run_code: bool = False) -> AnyCheckpoint:
-    """Return what a directory or a GGUF file holds; raises as `open_checkpoint` does."""
+    """Return the checkpoint in a directory or GGUF file; raises as `open_checkpoint` does."""
     return (
         GgufCheckpoint(path) if is_gguf(path) else open_checkpoint(path, may_run_code=may_run_code)
     )
 
 
 def open_checkpoint(directory: Path, *, may_run_code: bool = False) -> Checkpoint:
-    """Check a directory and return what is in it.
+    """Check a directory and return its checkpoint.
 
-    Raises `ModelError` naming the first file that is missing, truncated or damaged, and
-    `UnsupportedModelError` for a model type that Transformers does not know; `may_run_code` lets
-    one pass that brings its own code.
+    Raises `ModelError` naming the first missing, truncated or damaged file, and
+    `UnsupportedModelError` for a model type that Transformers does not know, unless `may_run_code`
+    allows its own code.
     """
     config = read_json(directory, CONFIG_FILE)
     _check_model_type(directory, config, may_run_code=may_run_code)
@@ -120,7 +120,7 @@ def open_checkpoint(directory: Path, *, may_run_code: bool = False) -> Checkpoin
 
 
 def quantization_of(config: JsonObject) -> JsonObject | None:
-    """Return the `quantization_config` of a config.json, or of its text part; None without one."""
+    """Return the `quantization_config` of a config.json or its text part; None if it has none."""
     for part in (config, config.get("text_config")):
         if isinstance(part, dict) and isinstance(part.get("quantization_config"), dict):
             found: JsonObject = part["quantization_config"]

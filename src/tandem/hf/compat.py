@@ -1,4 +1,4 @@
-"""Transformers' private parts, and all that differs between its versions (5.17 to today)."""
+"""Private parts of Transformers, and all differences between its versions (5.17 to today)."""
 
 import copy
 import functools
@@ -38,7 +38,7 @@ _REFERENCE_LOGGER = "transformers.integrations.hub_kernels"
 
 
 def untested_version(name: str) -> str | None:
-    """Return what to say of torch or Transformers where it is newer than any that was tested."""
+    """Return a warning if torch or Transformers is newer than all tested versions; else None."""
     found, newest = version(name), NEWEST_TESTED[name]
     if tuple(int(part) for part in found.split(".")[:2]) <= newest:
         return None
@@ -53,34 +53,36 @@ T = TypeVar("T")
 
 
 class QuantizerHooks:
-    """Quantizer methods whose name or signature changed; subclasses see one form of each."""
+    """Quantizer methods whose name or signature has changed; subclasses override one form of
+    each.
+    """
 
     def prepare_config(self, config: PreTrainedConfig) -> None:
-        """See the model's config before the checkpoint's files are looked up."""
+        """Prepare the model's config before the checkpoint's files are looked up."""
 
     def rewrite_conversions(self, conversions: list[object]) -> list[object]:
         """Change the model's weight conversions."""
         return conversions
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Since 5.2x: the hook that sees the config."""
+        """Call `prepare_config`: the hook since 5.2x that receives the config."""
         self.prepare_config(config)
         return config
 
     def update_tp_plan(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """5.17: the hook that sees the config."""
+        """Call `prepare_config`: the hook of 5.17 that receives the config."""
         self.prepare_config(config)
         return config
 
     def update_weight_conversions(
         self, weight_conversions: list[object], model: object = None
     ) -> list[object]:
-        """5.17 passes no model."""
+        """Call `rewrite_conversions`; 5.17 passes no model."""
         return self.rewrite_conversions(list(weight_conversions))
 
 
 def is_expert_merge(converter: object) -> bool:
-    """Tell whether a converter only stacks separate experts (and joins gate and up, stacked)."""
+    """Tell whether a converter only stacks separate experts (and joins gate and up)."""
     if not isinstance(converter, WeightConverter):
         return False
     merge, *rest = converter.operations
@@ -90,10 +92,10 @@ def is_expert_merge(converter: object) -> bool:
 
 
 def own_conversions(model: PreTrainedModel) -> list[WeightConverter | WeightRenaming]:
-    """Return the conversions of a model's weights that Transformers has not for its class.
+    """Return weight conversions of a model that Transformers lacks for its class.
 
-    Of experts that a checkpoint has one by one, where adapters know such; and those of the class
-    `BESIDE_TOWER`, whose text model this is, but for the beginnings of names.
+    Those of experts that a checkpoint stores one by one, for adapters that know such; and those of
+    the class `BESIDE_TOWER`, whose text model this is, apart from prefixes of names.
     """
     beside = getattr(model, "BESIDE_TOWER", None)
     known = [] if beside is None else get_checkpoint_conversion_mapping(beside) or []
@@ -113,9 +115,9 @@ def _separate_experts(model: PreTrainedModel) -> list[WeightConverter]:
 
 
 def target_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Return in which parameter each name of a checkpoint ends, by the model's conversions.
+    """Return the parameter that each checkpoint name ends up in, by the model's conversions.
 
-    Where several tensors become one parameter (the experts of a layer) all have its name.
+    If several tensors form one parameter (the experts of a layer), all map to its name.
     """
     conversions = [*get_model_conversion_mapping(model), *own_conversions(model)]
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
@@ -132,21 +134,21 @@ def target_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]
 
 
 def takes_logits_to_keep(model: PreTrainedModel) -> bool:
-    """Tell whether a forward can compute some tokens' logits alone.
+    """Tell whether a forward can compute the logits of some tokens only.
 
-    Stands in for `_supports_logits_to_keep` (5.17 to today), which only `generate`'s models have.
+    Replaces `_supports_logits_to_keep` (5.17 to today), which only `generate`'s models have.
     """
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """Return what a model's forward and its outputs call the cache: another name since 5.24."""
+    """Return the name of the cache in a model's arguments and outputs; it has changed in 5.24."""
     names = inspect.signature(model.forward).parameters
     return "cache" if "cache" in names else "past_key_values"
 
 
 def takes_cache(forward: Callable[..., T]) -> Callable[..., T]:
-    """Let a forward whose argument is `cache` be called by its name of before 5.24 as well."""
+    """Wrap a forward whose argument is `cache` so that its name before 5.24 works too."""
 
     @functools.wraps(forward)
     def renamed(*args: object, **kwargs: object) -> T:
@@ -163,12 +165,12 @@ def has_dynamic_cache(model: PreTrainedModel) -> bool:
 
 
 def is_empty_cache_layer(layer: object) -> bool:
-    """Tell whether a cache's layer is of a model's layer that keeps nothing (not in 5.17)."""
+    """Tell whether a cache's layer belongs to a model's layer that keeps nothing (not in 5.17)."""
     return type(layer).__name__ == "DummyLayer"
 
 
 def compresses_windows(layer: object) -> bool:
-    """Tell whether a cache's layer has a key for every so many tokens beside a sliding window.
+    """Tell whether a cache's layer has compressed keys beside a sliding window.
 
     DeepSeek-V4's, whose classes are in its own file (not in 5.17).
     """
@@ -176,7 +178,7 @@ def compresses_windows(layer: object) -> bool:
 
 
 def selects_by_head(layer: object) -> bool:
-    """Tell whether a cache's layer has index keys by which each KV head selects what it sees.
+    """Tell whether each KV head of a cache's layer selects its own positions by index keys.
 
     MiniMax-M3's, whose classes are in its own file (not in 5.17).
     """
@@ -184,7 +186,7 @@ def selects_by_head(layer: object) -> bool:
 
 
 def keeps_prompt(layer: object) -> bool:
-    """Tell whether a cache's layer keeps a prompt for good, and of what is decoded a window.
+    """Tell whether a cache's layer keeps a whole prompt, and a window of the decoded tokens.
 
     Unlimited-OCR's, whose class is in its own file (not in 5.17).
     """
@@ -192,9 +194,9 @@ def keeps_prompt(layer: object) -> bool:
 
 
 def layers_again(config: PreTrainedConfig, layers: list[T]) -> list[T]:
-    """Return what a forward passes again of its layers, in order; each pass has its own cache.
+    """Return the layers that a forward passes a second time, in order; each pass has its own cache.
 
-    Inkling 2's loop, whose code makes copies of its cache's layers for that (not in 5.17).
+    Inkling 2's loop, whose code copies its cache's layers for it (not in 5.17).
     """
     if not hasattr(config, "loop_num_passes"):
         return []
@@ -203,27 +205,30 @@ def layers_again(config: PreTrainedConfig, layers: list[T]) -> list[T]:
 
 
 def cache_layer_kinds(*names: str) -> tuple[type, ...]:
-    """Return the classes of a cache's layers of these names that there are (fewer in 5.17)."""
+    """Return those classes of cache layers with these names that exist (fewer in 5.17)."""
     return tuple(vars(cache_utils)[name] for name in names if name in vars(cache_utils))
 
 
 def own_cache_class(model: PreTrainedModel) -> type[DynamicCache] | None:
-    """Return the class of cache that a model's file has of its own, and asks for."""
+    """Return the cache class that a model's own file defines and requires; None: it has none."""
     own = vars(sys.modules[type(model).__module__]).values()
     kinds = (kind for kind in own if isinstance(kind, type) and issubclass(kind, DynamicCache))
     return next((kind for kind in kinds if kind.__module__ == type(model).__module__), None)
 
 
 def forget_positions(cache: object) -> None:
-    """Forget the positions that Qwen4's code notes on a cache, to begin the next with (5.17)."""
+    """Clear the positions that Qwen4's code stores on a cache, so that the next prompt starts at 0
+    (5.17).
+    """
     vars(cache).pop("position_ids", None)
 
 
 def first_position_ids(model: PreTrainedModel, ids: Tensor, kwargs: dict[str, object]) -> Tensor:
     """Return the positions that `generate` gives a prompt's tokens (5.17 to today).
 
-    Models with images note on themselves by how much a prompt's positions are off its length, which
-    their next forward without positions would add, whatever its prompt is: that note is taken back.
+    Models with images store on themselves the offset of a prompt's positions from its length. Their
+    next forward without positions would add it whatever its prompt is, so the stored value is
+    removed.
     """
     noting = vars(getattr(model, "model", model))
     before = noting.get("rope_deltas")
@@ -244,10 +249,11 @@ def next_step_kwargs(
 def config_to_step(
     config: PreTrainedConfig, attention: str, copies: dict[int, PreTrainedConfig]
 ) -> PreTrainedConfig:
-    """Return a config's copy with an attention function, for a forward that computes logits alone.
+    """Return a copy of a config with an attention function, for a forward that computes logits
+    alone.
 
-    Stands in for `set_attn_implementation`, which changes the config that all others look at (5.17
-    to today). `copies` holds those of a model by `id`, as configs lie in each other.
+    Replaces `set_attn_implementation`, which changes the config that everything else reads (5.17 to
+    today). `copies` has a model's copies by `id`, as configs contain each other.
     """
     if id(config) not in copies:
         own = copies[id(config)] = copy.copy(config)
@@ -261,18 +267,17 @@ def config_to_step(
 
 
 def use_experts(config: PreTrainedConfig, name: str) -> None:
-    """Choose the experts function of the modules that look at a config.
+    """Set the experts function of the modules that read a config.
 
-    Stands in for `set_experts_implementation`, which models have and configs have not (5.17 to
-    today).
+    Replaces `set_experts_implementation`, which models have and configs lack (5.17 to today).
     """
     config._experts_implementation = name
 
 
 def choose_no_implementation(config: PreTrainedConfig) -> None:
-    """Leave to Transformers which functions compute attention and experts, whatever a config says.
+    """Let Transformers choose the attention and experts functions, whatever a config says.
 
-    Setting one sets it in the configs inside, too. 5.17 to today; no public name.
+    Setting one also sets it in nested configs. 5.17 to today; no public name.
     """
     if config._attn_implementation not in (None, "eager", "sdpa"):
         config._attn_implementation = None
@@ -280,24 +285,24 @@ def choose_no_implementation(config: PreTrainedConfig) -> None:
 
 
 def gating(module: ModelPart) -> Callable[[Tensor], Tensor]:
-    """Return an experts module's method between its projections, which has no public name.
+    """Return the method that an experts module applies between its projections.
 
-    5.17 to today.
+    It has no public name (5.17 to today).
     """
     gate: Callable[[Tensor], Tensor] = module._apply_gate
     return gate
 
 
 def dispensable_weights(model: PreTrainedModel) -> Collection[str]:
-    """Return patterns of weights that a checkpoint may lack, which only loading reads otherwise.
+    """Return name patterns of weights that a checkpoint may lack.
 
-    5.17 to today.
+    Only Transformers' loader reads them otherwise (5.17 to today).
     """
     return model._keys_to_ignore_on_load_missing or ()
 
 
 def ignore_in_files(model: PreTrainedModel, names: Iterable[str]) -> None:
-    """Let Transformers leave these weights in a checkpoint's files without a warning.
+    """Let Transformers ignore these weights in a checkpoint's files without a warning.
 
     5.17 to today; no public name.
     """
@@ -306,7 +311,8 @@ def ignore_in_files(model: PreTrainedModel, names: Iterable[str]) -> None:
 
 
 def parts_in_fp32(model: PreTrainedModel) -> Collection[str]:
-    """Return words in the names of what `from_pretrained` keeps in fp32, whatever the dtype.
+    """Return words in the names of weights that `from_pretrained` keeps in fp32, whatever the
+    dtype.
 
     5.17 to today; no public name.
     """
@@ -315,10 +321,10 @@ def parts_in_fp32(model: PreTrainedModel) -> Collection[str]:
 
 @contextmanager
 def reference_warnings_held() -> Iterator[list[logging.LogRecord]]:
-    """Hold back that Transformers runs reference implementations; yield the list of what it says.
+    """Hold back Transformers' warnings about reference implementations; yield the list of them.
 
-    For trials of what Tandem computes itself later. Transformers says each once a process (since
-    5.2x), so what turns out to hold is for the caller to repeat.
+    For trials of what Tandem computes itself later. Transformers gives each warning once per
+    process (since 5.2x), so the caller must repeat those that turn out to hold.
     """
     logger = logging.getLogger(_REFERENCE_LOGGER)
     held: list[logging.LogRecord] = []
@@ -337,19 +343,21 @@ def reference_warnings_held() -> Iterator[list[logging.LogRecord]]:
 
 
 def repeat_warnings(held: Iterable[logging.LogRecord]) -> None:
-    """Say what was held back."""
+    """Log the warnings that were held back."""
     for record in held:
         logging.getLogger(record.name).handle(record)
 
 
 def image_tower(model: PreTrainedModel) -> ModelPart | None:
-    """Return the part of a model that turns images into features and merges them; None: none."""
+    """Return the part of a model that makes features of images and merges them; None: it has
+    none.
+    """
     inner: ModelPart | None = getattr(model, "model", None)
     return inner if hasattr(inner, "get_image_features") else None
 
 
 def image_features(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> ImageFeatures:
-    """Run the tower on what a processor made of images; return what the model's forward takes."""
+    """Run the vision tower on a processor's outputs; return what the model's forward takes."""
     tower = image_tower(model)
     assert tower is not None  # else no processor has made anything of images
     names = inspect.signature(tower.get_image_features).parameters
@@ -363,7 +371,8 @@ def image_positions(
 ) -> Tensor:
     """Return the positions (kinds, n_tokens) that `generate` gives a prompt with images.
 
-    Where there are several kinds (time, height, width) the text's own come before them: left out.
+    If there are several kinds (time, height, width), the text's own, which come first, are left
+    out.
     """
     tokens = torch.tensor([list(ids)], device="cpu")
     kwargs: dict[str, object] = {**inputs, "attention_mask": torch.ones_like(tokens)}
@@ -375,7 +384,7 @@ def image_positions(
 def model_of(
     kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Return a model of a class; today this alone makes one in a dtype."""
+    """Return a model of a class in a dtype."""
     return kind._from_config(config, dtype=dtype)
 
 
@@ -383,7 +392,7 @@ def model_of(
 def given_features(
     model: PreTrainedModel, features: ImageFeatures | None
 ) -> Iterator[dict[str, Tensor]]:
-    """Let a copy of a model take features in place of its tower's; yield its arguments for that.
+    """Give a copy of a model features in place of its tower's; yields the arguments for that.
 
     5.23 has an argument for them, 5.17 has none.
     """

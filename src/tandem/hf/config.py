@@ -1,4 +1,4 @@
-"""`OffloadConfig`: what a user says about offloading, as Transformers' `quantization_config`."""
+"""`OffloadConfig`: the user's options about offloading, as Transformers' `quantization_config`."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -46,14 +46,14 @@ DEFAULT_DENSE_FORMAT = "int8-g32"
 
 
 def plain_name(dtype: str | torch.dtype) -> str:
-    """Return a dtype's name as Tandem writes it: "bfloat16" for torch's, "int4" for "INT4"."""
+    """Return a dtype's name in Tandem's form: "bfloat16" for torch's, "int4" for "INT4"."""
     return str(dtype).removeprefix("torch.").lower()
 
 
 def parse_expert_dtype(name: str | torch.dtype) -> torch.dtype | ExpertFormat | None:
-    """Return a torch dtype for "bf16" and the like, a packed format for "int4" and the like.
+    """Return a torch dtype for "bf16" and the like, or a packed format for "int4" and the like.
 
-    "q4_k+q6_k" is one format for the first projection and one for the second. None for "auto": the
+    "q4_k+q6_k" has one format for the first projection and one for the second. None for "auto": the
     dtype in which the experts are loaded.
     """
     name = plain_name(name)
@@ -83,9 +83,9 @@ def parse_dense_dtype(name: str) -> WeightFormat | None:
 def stored_format(
     expert_dtype: torch.dtype | ExpertFormat | None, source_dtype: torch.dtype
 ) -> torch.dtype | ExpertFormat:
-    """Return what experts are kept in: packed wherever the kernels have a format for the dtype.
+    """Return the dtype or format of the experts in memory: packed if a format holds the dtype.
 
-    fp32 stays as it is, for the torch reference.
+    fp32 stays unpacked, for the torch reference.
     """
     dtype = expert_dtype or source_dtype
     return _PACKED_DTYPES.get(dtype, dtype) if isinstance(dtype, torch.dtype) else dtype
@@ -104,7 +104,7 @@ def parse_dtype(name: str | torch.dtype, *, field: str) -> torch.dtype | None:
 
 @dataclass(kw_only=True, repr=False)
 class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[misc]
-    """Options of a model whose experts, if it has any, Tandem keeps in host memory.
+    """Options of a model whose experts, if any, Tandem keeps in host memory.
 
     Pass it as `quantization_config` to `from_pretrained`, or its fields to `tandem.load`.
     """
@@ -161,7 +161,7 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
 
     @property
     def cache_path(self) -> Path:
-        """Where what is learned about models and this machine is kept."""
+        """Where Tandem keeps what it learns about models and this machine."""
         return Path(self.cache_dir) if self.cache_dir else Path.home() / ".cache" / "tandem"
 
     @classmethod
@@ -175,7 +175,7 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
         return (config, {}) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, object]:
-        """Return the fields for config.json; those that say nothing new are left out."""
+        """Return the fields for config.json, without those that have default values."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name in (
             "cache_dir",

@@ -1,7 +1,8 @@
-"""Operations that Transformers runs while a checkpoint streams in: experts go to the host store.
+"""Operations that Transformers runs while a checkpoint streams in: they move experts to the host
+store.
 
-Each returns an empty placeholder for the parameter, so that the module never holds its experts.
-An operation's own errors are kept and raised after loading: Transformers would turn them into a
+Each returns an empty placeholder for the parameter, so that the module never holds its experts. An
+operation keeps its own errors, which are raised after loading: Transformers would turn them into a
 printed traceback.
 """
 
@@ -28,10 +29,12 @@ def placeholder(like: Loaded) -> Tensor:
 
 
 class StoreFused(ConversionOps):  # type: ignore[misc]
-    """Move fused expert tensors (num_experts, ...) into the host store; pass the rest through."""
+    """Move fused expert tensors (num_experts, ...) into the host store; other tensors pass
+    through.
+    """
 
     def __init__(self, writer: StoreWriter) -> None:
-        """Write to the layers that a writer knows."""
+        """Write to the layers that `writer` finds."""
         self.writer = writer
 
     def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
@@ -62,7 +65,7 @@ class StoreFused(ConversionOps):  # type: ignore[misc]
 
     @property
     def reverse_op(self) -> ConversionOps:
-        """Refuse: the placeholders hold nothing that could be saved."""
+        """Refuse: placeholders hold nothing to save."""
         raise ModelError(
             "a model with offloaded experts is saved with tandem.save(model, directory)"
         )
@@ -100,10 +103,12 @@ class StoreExpertwise(StoreFused):
 
 
 class StoreStacked(StoreExpertwise):
-    """Move experts into the host store of which each tensor has the rows of all."""
+    """Move stacked experts into the host store: each tensor has the rows of all experts."""
 
     def __init__(self, writer: StoreWriter, *, are_transposed: bool) -> None:
-        """Write to the layers that a writer knows; rows may be the columns of a matrix."""
+        """Write to the layers that `writer` finds; `are_transposed`: rows are the columns of a
+        matrix.
+        """
         super().__init__(writer)
         self.are_transposed = are_transposed
 
@@ -129,7 +134,7 @@ class StoreStacked(StoreExpertwise):
 def adapter_conversions(
     model: PreTrainedModel, writer: StoreWriter
 ) -> list[WeightConverter | WeightRenaming]:
-    """Return what reads a checkpoint's names and layouts that a model's adapters alone know."""
+    """Return conversions for names and layouts that only a model's adapters know."""
     found = own_conversions(model)
     for rows in stacked_rows(model):
         operations = [StoreStacked(writer, are_transposed=rows.are_transposed)]
@@ -148,7 +153,7 @@ class StorePacked(StoreFused):
         full_layer_name: str = "",
         **kwargs: object,
     ) -> dict[str, Tensor]:
-        """Adopt {packed name: [tensor]}; returns placeholders for the parameters in it."""
+        """Adopt {packed name: [tensor]}; returns placeholders for the parameters."""
         assert target_patterns is not None
         found = self.writer.find(full_layer_name)
         assert found is not None, f"{full_layer_name} is no parameter of an experts module"
@@ -166,7 +171,7 @@ class StorePacked(StoreFused):
 
 
 class ReadSource(ConversionOps):  # type: ignore[misc]
-    """Read weights of a quantised source, for the model's own operations that come after."""
+    """Read weights of a quantised source for the model's own operations that follow."""
 
     def convert(
         self, input_dict: dict[str, list[Loaded]], **kwargs: object
@@ -179,7 +184,7 @@ class ReadSource(ConversionOps):  # type: ignore[misc]
 
     @property
     def reverse_op(self) -> ConversionOps:
-        """Refuse: what was read is not quantised again."""
+        """Refuse: values that were read are not quantised again."""
         raise ModelError("a model from a quantised checkpoint is saved with tandem.save")
 
 

@@ -1,7 +1,7 @@
-"""Dense layers in packed formats: replaces a model's linear layers once they have been loaded.
+"""Packs a model's linear layers after they have been loaded.
 
-Attention projections, shared experts, dense feed-forward layers and the output head; not routers,
-whose few bytes decide everything, nor embeddings.
+Attention projections, shared experts, dense feed-forward layers and the output head; not
+embeddings, nor routers, whose few bytes decide everything.
 """
 
 import importlib.util
@@ -45,9 +45,9 @@ Place = Callable[[DenseWeight, torch.dtype, Tensor | None], nn.Module]
 def pack_dense_layers(model: PreTrainedModel, dense_dtype: str, threads: CpuThreads) -> int:
     """Replace a model's linear layers by packed ones, one by one; return the bytes of these.
 
-    Only the layers of a model on the CPU; towers for images and sound stay. "auto" leaves a model
-    whose experts (a dense model's linear layers) are not quantised as it was loaded. Layers that
-    are packed stay as they are.
+    Only layers on the CPU, and no towers for images and sound. "auto" changes nothing if the
+    model's experts (a dense model's linear layers) are not quantised. Packed layers stay as they
+    are.
     """
     fmt = format_on_cpu(model, dense_dtype)
     return 0 if fmt is None else _pack_here(model, lambda dtype: fmt, threads)
@@ -56,7 +56,7 @@ def pack_dense_layers(model: PreTrainedModel, dense_dtype: str, threads: CpuThre
 def pack_by_path(model: PreTrainedModel, formats: Mapping[str, str], threads: CpuThreads) -> None:
     """Pack, on the CPU, the linear layers and embeddings that a recipe names, each in its format.
 
-    Raises `ConfigError` for a path where there is none.
+    Raises `ConfigError` for a path without such a layer.
     """
     wanted = {path: fmt for path, name in formats.items() if (fmt := parse_dense_dtype(name))}
     packed = {path for path, m in model.named_modules() if isinstance(m, PackedModule)}
@@ -82,7 +82,9 @@ def _always(fmt: WeightFormat, dtype: torch.dtype) -> WeightFormat:
 
 
 def format_on_cpu(model: PreTrainedModel, dense_dtype: str) -> WeightFormat | None:
-    """Return in what format `pack_dense_layers` packs a model's linear layers; None: in none."""
+    """Return the format in which `pack_dense_layers` packs a model's linear layers; None: it does
+    not.
+    """
     fmt = parse_dense_dtype(dense_dtype)
     if fmt is None or model.device.type != "cpu":
         return None
@@ -90,7 +92,7 @@ def format_on_cpu(model: PreTrainedModel, dense_dtype: str) -> WeightFormat | No
 
 
 def is_quantised(model: PreTrainedModel) -> bool:
-    """Whether a model's experts are quantised; of a dense model, whether linear layers are."""
+    """Whether a model's experts are quantised; for a dense model, whether linear layers are."""
     runtime = runtime_of(model)
     if runtime is None or not len(runtime.store):
         kinds = (PackedLinear, DeviceLinear)
@@ -100,16 +102,16 @@ def is_quantised(model: PreTrainedModel) -> bool:
 
 
 def format_of(layer: PackedLinear | DeviceLinear) -> WeightFormat:
-    """Return the format of a packed layer's weight, wherever it lies."""
+    """Return the format of a packed layer's weight, on any device."""
     packed = layer.packed
     return packed.matrix.format if isinstance(packed, DenseWeight) else find_format(packed.format)
 
 
 def pack_as_loaded(model: PreTrainedModel, threads: CpuThreads) -> int:
-    """Pack the linear layers that are bf16 or fp16 as they are; return the bytes of these.
+    """Pack bf16 and fp16 linear layers without changing values; return the bytes of these.
 
     Torch multiplies batches of other sizes in another order; packed kernels compute a row alike in
-    any batch. Layers in fp32 stay: to pack them would round them.
+    any batch. fp32 layers stay, because packing would round them.
     """
     if model.device.type != "cpu":
         return 0
@@ -126,8 +128,8 @@ def pack_for_device(
 ) -> int:
     """Replace a model's linear layers by packed ones on a GPU; return the bytes of these.
 
-    They are packed on the host, one by one. Those at the paths `kept`, what is read by head,
-    routers, embeddings and towers for images stay. Raises `ConfigError` without Triton.
+    They are packed on the host, one by one. Layers at the paths `kept`, those read by head,
+    routers, embeddings and vision towers stay. Raises `ConfigError` without Triton.
     """
     layers = (at for at in packable_layers(model, on_device=True) if at[0] not in kept)
     return _replace(model, layers, lambda dtype: fmt, place)
@@ -163,9 +165,9 @@ def _replace(
 
 
 def untie(model: nn.Module, *kinds: type[nn.Module]) -> None:
-    """Let Transformers no longer tie the weights of layers that hold them in another form.
+    """Keep Transformers from tying the weights of layers that hold them in another form.
 
-    A head that is tied to the embeddings becomes a packed copy of them.
+    A head tied to the embeddings becomes a packed copy of them.
     """
     tied = tied_weights(model)
     kept = [key for key in tied if isinstance(model.get_submodule(key.rpartition(".")[0]), kinds)]
@@ -178,19 +180,21 @@ def untie(model: nn.Module, *kinds: type[nn.Module]) -> None:
 
 
 def give_fp32_logits(model: PreTrainedModel) -> None:
-    """Let a packed head on the CPU give fp32: bf16 logits are the most that steps in bf16 lose."""
+    """Let a packed head on the CPU return fp32, as bf16 logits are the largest loss of bf16
+    steps.
+    """
     head = model.get_output_embeddings()
     if isinstance(head, PackedLinear):
         head.gives_fp32 = True
 
 
 def packed_layers(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
-    """Yield (path, layer) of the linear layers that are packed."""
+    """Yield (path, layer) of the packed linear layers."""
     return ((path, m) for path, m in model.named_modules() if isinstance(m, PackedLinear))
 
 
 def share_threads(model: nn.Module, threads: CpuThreads) -> None:
-    """Let all packed layers compute with these threads from now on."""
+    """Let all packed layers use these threads from now on."""
     for module in model.modules():
         own = module.on_host if isinstance(module, HostEmbedding) else module
         if isinstance(own, PackedModule):
@@ -198,7 +202,7 @@ def share_threads(model: nn.Module, threads: CpuThreads) -> None:
 
 
 def has_quantised_experts(store: Iterable[HostLayer]) -> bool:
-    """Whether some of a store's layers are packed in eight bits or fewer."""
+    """Whether some layers of a store are packed in eight bits or fewer."""
     return any(isinstance(x, PackedLayer) and _has_few_bits(x.layout.format) for x in store)
 
 
@@ -207,7 +211,7 @@ def _has_few_bits(fmt: WeightFormat) -> bool:
 
 
 def is_tower(path: str) -> bool:
-    """Whether a module belongs to what reads images or sound."""
+    """Whether a module belongs to a tower for images or sound."""
     return any(word in path for word in ("vision", "visual", "audio"))
 
 
@@ -230,27 +234,27 @@ def packable_layers(model: nn.Module, *, on_device: bool = False) -> Iterator[Li
 
 
 def tied_weights(model: nn.Module) -> dict[str, str]:
-    """Return which other weight, by name, Transformers gives a model's weights that are tied."""
+    """Return, by name, the weight that Transformers ties each tied weight to."""
     return getattr(model, "all_tied_weights_keys", {})
 
 
 def has_kernels() -> bool:
-    """Whether a GPU can multiply with packed weights: Triton is installed."""
+    """Whether a GPU can multiply packed weights, which needs Triton."""
     return importlib.util.find_spec("triton") is not None
 
 
 def place_on(device: torch.device, threads: CpuThreads) -> Place:
-    """Return what makes packed layers beside a model's other dense parts."""
+    """Return what makes packed layers on the device of a model's dense parts."""
     return on_cpu(threads) if device.type == "cpu" else on_device(device)
 
 
 def on_cpu(threads: CpuThreads) -> Place:
-    """Return what makes layers that some threads multiply."""
+    """Return what makes packed layers that use these CPU threads."""
     return lambda weight, dtype, order: PackedLinear(weight, threads, dtype, order)
 
 
 def on_device(device: torch.device) -> Place:
-    """Return what brings weights to a GPU, which raises `ConfigError` without Triton."""
+    """Return what moves packed weights to a GPU; raises `ConfigError` without Triton."""
 
     def place(weight: DenseWeight, dtype: torch.dtype, order: Tensor | None) -> nn.Module:
         if not has_kernels():

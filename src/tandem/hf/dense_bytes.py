@@ -1,4 +1,4 @@
-"""How much memory the parts of a model take that are no experts, and whether there is as much."""
+"""The memory that a model takes apart from its experts, and whether it is available."""
 
 from collections.abc import Iterator, Mapping
 
@@ -15,9 +15,9 @@ from tandem.kernels.formats.weight_format import WeightFormat
 
 
 def dense_bytes_with(model: PreTrainedModel, formats: Mapping[str, WeightFormat | None]) -> int:
-    """Return what the parts of a model that are no experts take while it loads.
+    """Return the bytes that a model takes while it loads, apart from experts.
 
-    Weights with a format in `formats` are never there as numbers.
+    Weights with a format in `formats` never exist as plain numbers.
     """
     experts = {id(p) for m in model.modules() if is_experts_module(m) for p in m.parameters()}
     tied = tied_weights(model)
@@ -30,7 +30,7 @@ def dense_bytes_with(model: PreTrainedModel, formats: Mapping[str, WeightFormat 
 
 
 def packed_dense_bytes(model: PreTrainedModel, dense_dtype: str) -> int:
-    """Return the same once `pack_dense_layers` has packed what it packs."""
+    """Return the same after `pack_dense_layers`."""
     fmt = format_on_cpu(model, dense_dtype)  # None: as they are
     return dense_bytes_with(model, {f"{path}.weight": fmt for path, *_ in packable_layers(model)})
 
@@ -43,10 +43,11 @@ def short_memory(
     expert_memory_bytes: int | None,
     device_bytes: int | None,
 ) -> int | None:
-    """Return what is free of a memory that does not hold its part of a model; None: all fits.
+    """Return the bytes free in the memory that cannot hold its part of a model; None: everything
+    fits.
 
-    `expert_memory_bytes` is what experts take at most, if the options say so; `device_bytes` what
-    a GPU has free for the dense parts, if they go there.
+    `expert_memory_bytes` is the limit for experts, if the options set one; `device_bytes` is what a
+    GPU has free for the dense parts, if they go there.
     """
     if device_bytes is not None and dense_bytes > device_bytes:
         return device_bytes
@@ -63,9 +64,9 @@ def layer_formats(
     *,
     on_device: bool,
 ) -> dict[str, WeightFormat]:
-    """Return the formats of the linear layers that will be packed, by path.
+    """Return the formats, by path, of the linear layers that will be packed.
 
-    `codes` are those of a quantised checkpoint, by weight.
+    `codes` are the formats of a quantised checkpoint, by weight.
     """
     fmt, is_auto = parse_dense_dtype(offload.dense_dtype), offload.dense_dtype == "auto"
     # A dense model's codes are kept if it has some.
@@ -80,7 +81,7 @@ def layer_formats(
 
 
 def dense_parts(model: nn.Module, packed: Mapping[str, WeightFormat]) -> Iterator[tuple[str, int]]:
-    """Yield (name, bytes) of parameters and buffers; what is packed by its format."""
+    """Yield (name, bytes) of parameters and buffers, by format if packed."""
     experts = {id(p) for m in model.modules() if is_experts_module(m) for p in m.parameters()}
     in_fp32 = parts_in_fp32(model)
     seen: set[int] = set()
@@ -104,9 +105,9 @@ def dense_parts(model: nn.Module, packed: Mapping[str, WeightFormat]) -> Iterato
 
 
 def embedding_bytes(model: PreTrainedModel, packed: Mapping[str, WeightFormat]) -> tuple[int, bool]:
-    """Return what the embeddings take on the host, and whether a head has a copy of its own.
+    """Return the bytes of embeddings on the host, and whether a head has its own copy.
 
-    0 where a head that is tied to them is in the model's dtype: then they are on the GPU.
+    0 if a head tied to them is in the model's dtype, because they are then on the GPU.
     """
     embeddings = model.get_input_embeddings()
     path = next(path for path, module in model.named_modules() if module is embeddings)
@@ -120,6 +121,6 @@ def embedding_bytes(model: PreTrainedModel, packed: Mapping[str, WeightFormat]) 
 
 
 def device_bytes(model: PreTrainedModel, packed: Mapping[str, WeightFormat]) -> int:
-    """Return what a GPU takes of the dense parts: all but embeddings that stay on the host."""
+    """Return the bytes of dense parts on a GPU: all but embeddings that stay on the host."""
     on_host, is_head_apart = embedding_bytes(model, packed)
     return sum(size for _, size in dense_parts(model, packed)) - (0 if is_head_apart else on_host)

@@ -27,11 +27,12 @@ from tandem.kernels.grouped import cut_like
 def quantised_layers(
     model: PreTrainedModel, source: Source, targets: Mapping[str, str], *, are_apart: bool
 ) -> dict[str, WeightFormat | None]:
-    """Return the linear layers, by weight, that a source has quantised, and what holds their codes.
+    """Return the quantised linear layers of a source by weight, with the format that holds their
+    codes.
 
-    None: no format does. `targets` says in which parameter each of the source's names ends.
-    Embeddings are among them; where they `are_apart` from the layers, on the host beside a GPU,
-    those that read token ids alone.
+    None: no format does. `targets` maps the source's names to parameters. Embeddings are included;
+    if they `are_apart` from the layers, on the host beside a GPU, only those that read token ids
+    alone.
     """
     by_parameter: dict[str, list[StoredWeight]] = defaultdict(list)
     for name, weight in source.weights.items():
@@ -75,10 +76,12 @@ def _format_of(weights: list[StoredWeight], parameter: Tensor) -> WeightFormat |
 
 
 class DenseCodes:
-    """Takes the codes of linear layers while a checkpoint streams in, and then puts them in."""
+    """Collects the codes of linear layers while a checkpoint streams in, then replaces the
+    layers.
+    """
 
     def __init__(self) -> None:
-        """Expect none."""
+        """Expect no codes."""
         self._formats: dict[str, WeightFormat] = {}
         self._tied: dict[str, str] = {}
         self._matrices: dict[str, PackedMatrix] = {}
@@ -88,7 +91,7 @@ class DenseCodes:
     def expect(self, formats: Mapping[str, WeightFormat | None], tied: Mapping[str, str]) -> None:
         """Keep the codes of these layers, by weight, in these formats.
 
-        `tied` says which other weight some of them share, such as the embeddings.
+        `tied` maps a weight to the one that it shares, such as the embeddings.
         """
         self._formats = {name: fmt for name, fmt in formats.items() if fmt is not None}
         self._tied = {tied[name]: name for name in self._formats if name in tied}
@@ -96,8 +99,8 @@ class DenseCodes:
     def take(self, parameter: str, tensor: SourceTensor) -> Tensor:
         """Keep a weight's codes and return an empty placeholder, or return its values.
 
-        A head that is tied to embeddings has their codes, once in memory if the embeddings are read
-        from them too. Raises `ModelError` for what is damaged.
+        A head tied to embeddings has their codes; they are in memory once if the embeddings are
+        read from them too. Raises `ModelError` for damaged codes.
         """
         head = self._tied.get(parameter)
         if head is None:
@@ -137,7 +140,7 @@ class DenseCodes:
         return torch.empty(0, dtype=tensor.dtype, device="cpu")
 
     def put_in(self, model: PreTrainedModel, threads: CpuThreads, place: Place) -> None:
-        """Replace the layers whose codes were taken by packed ones, linear ones by `place`."""
+        """Replace the layers whose codes were kept by packed ones; `place` makes linear ones."""
         for parameter, matrix in self._matrices.items():
             path = parameter.removesuffix(".weight")
             module, (above, _, name) = model.get_submodule(path), path.rpartition(".")

@@ -1,7 +1,7 @@
-"""Packed linear layers and embeddings in packed checkpoints: one tensor of bytes for each.
+"""Packed linear layers and embeddings in packed checkpoints: one tensor of bytes each.
 
-It is as the kernels read it.
-Its name is none of Transformers' own, so that nothing but Tandem takes it for a weight.
+The bytes are in the kernels' layout. The tensor's name is none of Transformers' own, so that only
+Tandem reads it as a weight.
 """
 
 from collections import Counter
@@ -23,10 +23,10 @@ TENSOR_NAME = "tandem_dense"
 
 
 class StoredLinear(nn.Module):
-    """Stands in a model for a packed linear layer, or embeddings, while the checkpoint is read."""
+    """A placeholder for a packed linear layer or embedding while the checkpoint is read."""
 
     def __init__(self, linear: nn.Linear | nn.Embedding, fmt: WeightFormat) -> None:
-        """Expect the layer's bytes; `linear` is the one that the model was built with."""
+        """Expect the layer's bytes; `linear` is the layer that the model was built with."""
         super().__init__()
         rows, cols = linear.weight.shape
         self.shape = (rows, cols)
@@ -43,7 +43,7 @@ class StoredLinear(nn.Module):
         setattr(self, TENSOR_NAME, nn.Parameter(place, requires_grad=False))
 
     def packed(self, place: Place, threads: CpuThreads) -> nn.Module:
-        """Return the layer, with memory of its own, once the bytes are there.
+        """Return the packed layer, with its own memory, once the bytes have been read.
 
         Embeddings stay on the host, where `threads` read them.
         """
@@ -66,10 +66,10 @@ class StoredLinear(nn.Module):
 def expect_stored_layers(
     model: nn.Module, fmt: WeightFormat, others: Mapping[str, str], tensors: Collection[str]
 ) -> None:
-    """Put a `StoredLinear` where the files hold a packed layer, by the names of their tensors.
+    """Put a `StoredLinear` where the files hold a packed layer, by their tensors' names.
 
-    `others` names the formats of those, by path, that are not packed in `fmt`. Without names, where
-    each layer is that `pack_dense_layers` packs now; another Tandem may have packed others.
+    `others` names, by path, the formats of layers not packed in `fmt`. Without names, placeholders
+    go where `pack_dense_layers` packs now; another version may have packed other layers.
     """
     end = f".{TENSOR_NAME}"
     held = {name.removesuffix(end) for name in tensors if name.endswith(end)}
@@ -92,7 +92,7 @@ def take_stored_layers(model: nn.Module, place: Place, threads: CpuThreads) -> N
 
 
 def stored_tensors(model: nn.Module) -> dict[str, list[Tensor]]:
-    """Return the tensors of all packed layers for a file, in parts as they lie in memory."""
+    """Return the tensors of all packed layers for a file, in parts as they are in memory."""
     return {
         f"{path}.{TENSOR_NAME}": [
             part.view(torch.uint8) for part in _parts(stored.matrix, stored.bias)
@@ -132,14 +132,14 @@ def _packed_anywhere(model: nn.Module) -> Iterator[tuple[str, _AnyPacked]]:
 
 
 def packed_formats(model: nn.Module) -> dict[str, str]:
-    """Return the formats of a model's packed layers and embeddings by path, as files have them."""
+    """Return the formats of a model's packed layers and embeddings by path, as stored in files."""
     return {path: _stored_format(layer).name for path, layer in _packed_anywhere(model)}
 
 
 def dense_formats_of(model: nn.Module) -> tuple[str, dict[str, str]]:
-    """Name the format of most of a model's packed layers, and those of the others by path.
+    """Return the format of most of a model's packed layers, and those of the others by path.
 
-    The first is "none" if no layer is packed, and so are those of layers that are not.
+    The first is "none" if no layer is packed; layers that are not packed have "none" too.
     """
     names = packed_formats(model)
     if not names:

@@ -1,8 +1,8 @@
-"""Where dense parts go: on one device, to which they move once a checkpoint has been read.
+"""Moves the dense parts to their device once a checkpoint has been read.
 
-Transformers gets no device map: it would bring fused experts to the device before they are packed,
-and asks for Accelerate. Embeddings stay on the host beside a GPU: of their hundreds of megabytes a
-step reads a row a token.
+Transformers gets no device map: it would move fused experts to the device before they are packed,
+and asks for Accelerate. Embeddings stay on the host beside a GPU: a step reads one row per token of
+their hundreds of megabytes.
 """
 
 import torch
@@ -22,10 +22,10 @@ _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def dense_device(config: OffloadConfig, device_map: object) -> torch.device:
-    """Return where the dense parts go: what the user says, else the GPU if the options name it.
+    """Return the device of the dense parts: the user's choice, else the GPU if the options name it.
 
-    Raises `ConfigError` for a map to several devices or to none, and `CapacityError` for a GPU that
-    is not there.
+    Raises `ConfigError` for a map to several devices or to none, and `CapacityError` for a missing
+    GPU.
     """
     places = _places(config, device_map)
     devices = {_find_device(place) for place in places}
@@ -52,7 +52,7 @@ def free_device_bytes(device: torch.device) -> int:
 
 
 def move_dense_parts(model: nn.Module, device: torch.device) -> None:
-    """Bring all parameters and buffers to a device, each once: those that are tied stay so."""
+    """Move all parameters and buffers to a device, each once, so that tied ones stay tied."""
     moved: dict[int, tuple[Tensor, Tensor]] = {}  # with what was moved, whose id stays its own
 
     def there(tensor: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def is_kept_on_host(model: PreTrainedModel, embeddings: nn.Module) -> bool:
 
 
 def keep_embeddings_on_host(model: PreTrainedModel, device: torch.device) -> None:
-    """Keep a model's embeddings on the host, from where each token's are brought to a device."""
+    """Keep a model's embeddings on the host; each token's row is copied to the device."""
     embeddings = model.get_input_embeddings()
     if is_kept_on_host(model, embeddings):
         copy_out_of_files(embeddings)

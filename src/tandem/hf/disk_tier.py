@@ -1,4 +1,4 @@
-"""Gives a packed model whose experts lie on the disk slots in memory for a part of them."""
+"""Gives a packed model, whose experts are on the disk, host slots for a part of them."""
 
 import warnings
 from collections.abc import Sequence
@@ -29,12 +29,13 @@ _MOST_KV_SHARE = 0.5
 
 
 def slots_over(model: PreTrainedModel, options: OffloadConfig, *, beside_bytes: int = 0) -> bool:
-    """Let a model's packed experts come from the disk into slots in memory; tells whether it could.
+    """Run a model's packed experts from the disk through host slots; returns whether that is
+    possible.
 
-    `beside_bytes` of the free memory are taken by other things soon. It cannot for a dense
-    model, where a layer is plain, or lies in no mapped file, nor with next to no memory. Raises
-    `TandemError` for that if the options give a memory for experts, and `ConfigError` for an
-    eviction that slots in memory cannot follow. `HostSlots.fill` reads experts into them.
+    `beside_bytes` of the free memory will soon be taken. It is impossible for a dense model, for a
+    layer that is plain or not in a mapped file, and with next to no memory. Raises `TandemError` in
+    these cases if the options set a memory for experts, and `ConfigError` for an eviction that host
+    slots do not support. `HostSlots.fill` reads experts into the slots.
     """
     runtime = require_runtime(model)
     layers = [layer for layer in runtime.store if isinstance(layer, PackedLayer)]
@@ -80,7 +81,7 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig, *, beside_bytes: 
 
 
 def fill_slots(model: PreTrainedModel) -> None:
-    """Begin to read experts into a model's slots, if it has any, while the disk is idle."""
+    """Start reading experts into a model's slots, if it has any, while the disk is idle."""
     if (slots := require_runtime(model).host_slots) is not None:
         slots.fill()
 
@@ -95,7 +96,7 @@ def _free_bytes(options: OffloadConfig, experts_bytes: int) -> int:
 
 
 def room_for_experts(free_bytes: int, kv_bytes: int) -> int:
-    """Return the memory for slots, where keys and values can grow to `kv_bytes`."""
+    """Return the memory for slots, given that keys and values can grow to `kv_bytes`."""
     reserved, of_keys = _reserved_bytes(free_bytes), min(kv_bytes, int(_MOST_KV_SHARE * free_bytes))
     return max(0, free_bytes - max(reserved, reserved // 2 + of_keys))
 

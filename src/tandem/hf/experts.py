@@ -1,7 +1,7 @@
-"""The experts function: what runs in place of the forward of every fused experts module.
+"""The experts function: replaces the forward of every fused experts module.
 
-Transformers looks it up by the name "tandem" in its experts interface. It knows the module (the
-model's own activation and norm) and hands the tokens to the executor of the module's layer.
+Transformers finds it by the name "tandem" in its experts interface. It knows the module (the
+model's own activation and norm) and passes the tokens to the executor of the module's layer.
 """
 
 import inspect
@@ -28,7 +28,7 @@ Bound = Sequence[tuple[nn.Module, int]]  # experts modules and their layers in t
 
 @dataclass(frozen=True, slots=True)
 class ExpertsBinding:
-    """Ties an experts module to its layer in the host store and to what executes it."""
+    """Connects an experts module to its layer in the host store and to its executor."""
 
     executor: Executor
     layer: int
@@ -45,7 +45,7 @@ def is_experts_module(module: nn.Module) -> bool:
 
 
 def num_spare_experts(module: ModelPart) -> int:
-    """Return for how many experts without weights a module's matrices have rows."""
+    """Return how many experts without weights a module's matrices have rows for."""
     return int(getattr(module, "num_spare_experts", 0))
 
 

@@ -1,4 +1,4 @@
-"""Which model this is: a key for what is kept about it across runs (heat, residuals, profiles)."""
+"""Identifies a model: a key for what is kept about it across runs (heat, residuals, profiles)."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""The importance that a load rounds by: the file that is named, or what was kept of the model."""
+"""The importance that a load uses for rounding: a named file, or the one kept for the model."""
 
 import dataclasses
 import hashlib
@@ -17,7 +17,7 @@ AUTO = "auto"
 
 
 def kept_importance(checkpoint: AnyCheckpoint, cache_path: Path) -> Path:
-    """Return where the importance of a checkpoint's model is kept, by its files."""
+    """Return the path where the importance of a checkpoint's model is kept."""
     files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in checkpoint.weight_files]
     parts = repr((str(checkpoint.path.resolve()), files))
     digest = hashlib.sha256(parts.encode()).hexdigest()[:16]
@@ -25,9 +25,9 @@ def kept_importance(checkpoint: AnyCheckpoint, cache_path: Path) -> Path:
 
 
 def importance_file(given: str | None, checkpoint: AnyCheckpoint, cache_path: Path) -> Path | None:
-    """Return the file that an option names, or for "auto" what was kept of a checkpoint's model.
+    """Return the file that an option names, or for "auto" the one kept for the checkpoint's model.
 
-    Raises `ConfigError` if there is none, or if the checkpoint's weights are rounded already.
+    Raises `ConfigError` if there is none, or if the checkpoint's weights are already quantised.
     """
     if given is None:
         return None
@@ -48,13 +48,15 @@ def importance_file(given: str | None, checkpoint: AnyCheckpoint, cache_path: Pa
 
 
 def with_importance_file(offload: OffloadConfig, checkpoint: AnyCheckpoint) -> OffloadConfig:
-    """Return options whose importance, if they have one, is a file; as `importance_file`."""
+    """Return options with importance resolved to a file; raises as `importance_file` does."""
     file = importance_file(offload.importance, checkpoint, offload.cache_path)
     return offload if file is None else dataclasses.replace(offload, importance=str(file))
 
 
 def given_importance(offload: OffloadConfig) -> Importance | None:
-    """Open the file that options name; raises `ConfigError` for "auto", and as it opens."""
+    """Open the importance file of the options; raises `ConfigError` for "auto", and as opening
+    does.
+    """
     if offload.importance is None:
         return None
     if offload.importance == AUTO:
@@ -65,9 +67,9 @@ def given_importance(offload: OffloadConfig) -> Importance | None:
 
 
 def weigh_by(importance: Importance, model: PreTrainedModel, runtime: Runtime) -> None:
-    """Let the weights of a model that is about to load be rounded by its importance.
+    """Use importance when the weights of a model that is about to load are rounded.
 
-    Raises `ConfigError` if it is of another model.
+    Raises `ConfigError` if it belongs to another model.
     """
     experts = [f"{layer.arrivals.name}.down_proj" for layer in runtime.store]
     linear = [f"{path}.weight" for path, *_ in packable_layers(model)]

@@ -1,4 +1,4 @@
-"""What keys and values take, from a config alone."""
+"""The size of keys and values, from a config alone."""
 
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ GRANULE_TOKENS = 256
 
 
 class KvSizes(NamedTuple):
-    """What keys and values take on the CPU, of which layers with a window keep the last ones."""
+    """Bytes of keys and values on the CPU, where layers with a window keep only the last tokens."""
 
     layers: tuple[tuple[str, int], ...]
     """Each layer's kind, and a token's bytes in it; one with compressed keys is there twice."""
@@ -36,17 +36,17 @@ class KvSizes(NamedTuple):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token in all layers, whatever they see."""
+        """Bytes per token in all layers, without windows."""
         return sum(num_bytes for _, num_bytes in self.layers)
 
     def bytes_of(self, num_tokens: int) -> int:
-        """Return what so many tokens of one sequence take at most."""
+        """Return the most bytes that `num_tokens` of one sequence take."""
         return self._bytes_of(num_tokens, min(num_tokens, ring_size(self.window)))
 
     def device_bytes_of(self, num_tokens: int) -> int:
-        """Return the same on a GPU, which keeps a window in a ring if there are compressed keys.
+        """Return the same on a GPU, which keeps windows in a ring if there are compressed keys.
 
-        Of other models it keeps all positions.
+        For other models it keeps all positions.
         """
         return self._bytes_of(
             num_tokens, ring_size(self.window) if self.has_compressed else num_tokens
@@ -57,7 +57,7 @@ class KvSizes(NamedTuple):
 
 
 def kv_sizes_of(config: PreTrainedConfig, dtype: torch.dtype, *, latents: int = 2) -> KvSizes:
-    """Return what keys and values in a dtype take, with so many copies of a latent."""
+    """Return the sizes of keys and values in a dtype, with `latents` copies of a latent."""
     window = int(value_of(config, "sliding_window") or 0)
     count = int(config.num_hidden_layers)
     kinds = value_of(config, "layer_types") or [_SLIDING if window else "full_attention"] * count
@@ -77,12 +77,12 @@ def kv_sizes_of(config: PreTrainedConfig, dtype: torch.dtype, *, latents: int = 
 
 
 def ring_size(window: int) -> int:
-    """Return the positions of a ring that a layer with a window keeps of a slot."""
+    """Return how many positions the ring of a layer with this window has per slot."""
     return whole_granules(window + MARGIN_TOKENS)
 
 
 def whole_granules(num_tokens: int) -> int:
-    """Return a number of tokens, rounded up to what slots' memory grows by."""
+    """Return a number of tokens, rounded up to the step by which slots grow."""
     return -(-num_tokens // GRANULE_TOKENS) * GRANULE_TOKENS
 
 

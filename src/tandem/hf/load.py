@@ -84,9 +84,9 @@ def load_checkpoint(
     num_layers: int | None = None,
     sink: LayerSink | None = None,
 ) -> PreTrainedModel:
-    """Load a checkpoint whose files have been checked; arguments as of `load`.
+    """Load a checkpoint whose files have been checked; arguments are as in `load`.
 
-    `num_layers` loads the first layers only, for checks; a `sink` takes the experts.
+    `num_layers` loads only the first layers, for checks; a `sink` takes the experts.
     """
     for why in filter(None, map(untested_version, NEWEST_TESTED)):
         warnings.warn(why, TandemWarning, stacklevel=3)
@@ -122,9 +122,9 @@ def load_checkpoint(
 
 
 def files_read_along(checkpoint: Checkpoint, num_layers: int | None = None) -> list[Path]:
-    """Return the files to read ahead: none if all do not fit into memory, or few are wanted.
+    """Return the files to read ahead: none if they do not all fit in memory, or few are needed.
 
-    The experts of a packed checkpoint come afterwards, into slots or into the page cache.
+    The experts of a packed checkpoint are read later, into slots or the page cache.
     """
     files = checkpoint.weight_files
     if checkpoint.is_packed:
@@ -191,11 +191,11 @@ def _from_source(
 def is_widened_on(
     offload: OffloadConfig, source: Source, dense_place: torch.device | None = None
 ) -> bool:
-    """Whether a GGUF file's model computes in fp32, as llama.cpp does, if nothing else is asked.
+    """Whether a GGUF file's model computes in fp32 by default, as llama.cpp does.
 
-    Its experts and linear layers are in few bits, so that little but values between layers grows:
-    16 bits of the file would be 32. In bf16 errors of the first token, whose values are the largest
-    by far, reach all others.
+    Its experts and linear layers have few bits, so little grows but the values between layers:
+    16-bit weights of the file would become 32-bit. In bf16, errors of the first token, whose values
+    are the largest by far, spread to all others.
     """
     is_on_gpu = dense_place is not None and dense_place.type != "cpu"
     if offload.dense_dtype == "none" or offload.device != "cpu" or is_on_gpu:
@@ -220,7 +220,7 @@ def _name_projectors(file: Path) -> None:
 def open_foreign(
     checkpoint: AnyCheckpoint, num_layers: int | None = None
 ) -> tuple[PreTrainedConfig, Source]:
-    """Return the config and the weights of a checkpoint that others have quantised.
+    """Return the config and the weights of a checkpoint quantised by others.
 
     The config is as if it were not quantised, cut to `num_layers`; raises `UnsupportedModelError`.
     """
@@ -242,7 +242,7 @@ def open_foreign(
 
 
 def class_of(config: PreTrainedConfig) -> Any:
-    """Return the class of a config's whole model: the one that it names, or the causal one."""
+    """Return the class of a config's whole model: the one it names, or the causal one."""
     named = _named_class(value_of(config, "architectures"))
     if named is not None:
         return named
@@ -254,7 +254,7 @@ def class_of(config: PreTrainedConfig) -> Any:
 
 
 def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a config's model without memory, as Tandem loads it; raises `ModelError`."""
+    """Build a config's model on the meta device as Tandem loads it; raises `ModelError`."""
     model = _as_transformers(config)
     put_on_interface(model)
     return model
@@ -275,7 +275,7 @@ def _as_transformers(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def keep_first_layers(config: PreTrainedConfig, num_layers: int) -> None:
-    """Cut a config's text model to its first layers, and its lists of one entry per layer."""
+    """Cut a config's text model to its first layers, with its per-layer lists."""
     text = config.get_text_config()
     name = _name_of_count(text)
     total = value_of(text, name)
@@ -296,10 +296,9 @@ def _name_of_count(text: PreTrainedConfig) -> str:
 
 
 def own_config(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """Return Transformers' config of a checkpoint; `ModelError` if its tensors hold less.
+    """Return Transformers' config of a checkpoint; `ModelError` if its tensors do not suffice.
 
-    What computes is not for a config to choose: Transformers would fetch from the hub what it names
-    and the machine has not.
+    Functions that the config names are ignored: Transformers would fetch missing ones from the hub.
     """
     config = transformers.AutoConfig.from_pretrained(
         checkpoint.directory,
@@ -332,7 +331,7 @@ def source_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 
 def require_packed_dtype(checkpoint: Checkpoint, offload: OffloadConfig) -> None:
-    """Raise `ConfigError` where options name other formats than packed files have."""
+    """Raise `ConfigError` if options name other formats than the packed files have."""
     packed = checkpoint.quantization or {}
     stored = packed.get("expert_dtype", "auto")
     wanted_experts = offload.parsed_expert_dtype

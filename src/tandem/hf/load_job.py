@@ -1,7 +1,7 @@
-"""One load, as it is under way: what it is of, and where what streams in goes.
+"""The state of one load: its options, and where incoming tensors go.
 
-Transformers makes the quantizer by itself, of the user's options alone, so a job that has more to
-say is the present one while `from_pretrained` runs.
+Transformers creates the quantizer from the user's options alone, so a job with more information is
+the current one while `from_pretrained` runs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,7 +29,7 @@ class StoreWriter:
     """Finds the host layer of a parameter name and keeps the first error of a load."""
 
     def __init__(self, sink: LayerSink | None) -> None:
-        """Hand complete layers to a sink, if there is one."""
+        """Pass complete layers to `sink`, if there is one."""
         self.layers: dict[str, HostLayer] = {}
         """By the names of the experts modules."""
         self.exact: set[str] = set()
@@ -51,20 +51,22 @@ class StoreWriter:
         return (layer, tensor_name) if layer and tensor_name in layer.arrivals.shapes else None
 
     def needs_nothing(self, layer: HostLayer) -> bool:
-        """Whether to leave a layer's tensors unread: an earlier run packed it, or all is lost."""
+        """Whether a layer's tensors can stay unread: an earlier run packed it, or the load has
+        failed.
+        """
         if self._sink is None:
             return False
         return self.error is not None or layer.arrivals.is_complete
 
     def note_stored(self, layer: HostLayer) -> None:
-        """Hand a layer that has become complete to the sink."""
+        """Pass a layer that has become complete to the sink."""
         if self._sink is not None and layer.arrivals.is_complete:
             self._sink.take(layer)
 
     def forgets(self, read: Iterable[Loaded]) -> bool:
-        """Whether pages of these tensors are to be dropped when they have been read; counts them.
+        """Whether to drop the pages of these tensors after reading; counts their bytes.
 
-        The others stay cached, and the next start does not read them from the disk.
+        The others stay cached, so that the next start need not read them from the disk.
         """
         is_wanted = self.bytes_to_forget > 0
         if is_wanted:
@@ -73,13 +75,13 @@ class StoreWriter:
         return is_wanted
 
     def keep_error(self, error: TandemError) -> None:
-        """Remember the first error; the load fails with it at its end."""
+        """Keep the first error; the load raises it at its end."""
         self.error = self.error or error
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class LoadJob:
-    """What one load is of and what it is for."""
+    """What one load reads, and for which purpose."""
 
     options: OffloadConfig
     source: Source | None = None
@@ -102,12 +104,12 @@ class LoadJob:
 
     @classmethod
     def present(cls, options: OffloadConfig) -> "LoadJob":
-        """Return the job that is under way; of a `from_pretrained` of the user's own, a new one."""
+        """Return the current job; for a user's own `from_pretrained`, a new one."""
         return _PRESENT.get() or cls(options=options)
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """Let the quantizer that `from_pretrained` makes inside do this job."""
+        """Make this the job of the quantizer that `from_pretrained` creates inside."""
         token = _PRESENT.set(self)
         try:
             yield

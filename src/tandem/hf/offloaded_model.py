@@ -1,7 +1,7 @@
-"""What Tandem adds to a model's class: it can be closed, counts its experts, refuses copies.
+"""What Tandem adds to a model's class: closing it, counting its experts, refusing copies.
 
-A loaded model's class is a subclass of its own one with the same name, as FSDP2 does it: `with`
-and `copy` look at the class.
+A loaded model's class is a subclass of its own with the same name, as in FSDP2, because `with` and
+`copy` look at the class.
 """
 
 import math
@@ -24,12 +24,12 @@ from tandem.kernels.dense import DenseWeight
 
 
 class OffloadedModel:
-    """Methods of every model that Tandem has loaded, before those of its Transformers class."""
+    """Methods of every model that Tandem has loaded; they come before those of its own class."""
 
     def close(self) -> None:
-        """Give the experts' memory back and end their threads; twice is no error.
+        """Free the experts' memory and end their threads. May be called twice.
 
-        The model cannot be run afterwards. Not needed after its last reference is gone.
+        The model cannot run afterwards. Not needed once its last reference is gone.
         """
         require_runtime(self).close()
         for table in tables_on_disk(self):  # type: ignore[arg-type]
@@ -47,7 +47,7 @@ class OffloadedModel:
         self.close()
 
     def to(self, *args: object, **kwargs: object) -> Self:
-        """Move or cast the dense parts as torch does; the experts stay where Tandem keeps them.
+        """Move or cast the dense parts as torch does; the experts stay where they are.
 
         Raises `ConfigError` for the meta device, where the dense parts would lose their values.
         """
@@ -65,7 +65,7 @@ class OffloadedModel:
         return self
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Count parameters as Transformers does, those that Tandem keeps included."""
+        """Count parameters as Transformers does, including those that Tandem keeps."""
         count = int(super().num_parameters(only_trainable, exclude_embeddings))  # type: ignore[misc]
         if only_trainable:
             return count
@@ -79,7 +79,9 @@ class OffloadedModel:
         return count
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
-        """Return the bytes that the model takes, packed weights and experts in host memory too."""
+        """Return the bytes that the model takes, including packed weights and experts in host
+        memory.
+        """
         num_bytes = int(super().get_memory_footprint(return_buffers))  # type: ignore[misc]
         packed = sum(weight.num_bytes for weight in self._packed_weights())
         runtime = require_runtime(self)

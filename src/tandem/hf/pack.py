@@ -1,9 +1,9 @@
-"""`tandem.pack`: a packed checkpoint straight from another one, layer by layer.
+"""`tandem.pack`: writes a packed checkpoint straight from another one, layer by layer.
 
-A layer goes to its file when it is complete, and its memory is given back, so that packing needs
-memory for the dense parts and a layer or two. Everything is written into a hidden directory beside
-the target, which is renamed at the end; one that was interrupted goes on where it stopped, if the
-source and the options are the same.
+A complete layer is written to its file and its memory freed, so that packing needs memory for the
+dense parts and a layer or two. Everything is written into a hidden directory beside the target,
+which is renamed at the end. An interrupted run continues where it stopped, if the source and the
+options are the same.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _NOT_COPIED = ("config.json", "quantize_config.json", "quant_config.json")
 
 @dataclass(slots=True)
 class Packed:
-    """What `pack` has done."""
+    """The result of `pack`."""
 
     directory: Path
     num_bytes: int
@@ -53,10 +53,10 @@ def pack(
 ) -> Packed:
     """Write a checkpoint (directory, GGUF file or hub id) as a packed one to a new directory.
 
-    `trust_remote_code` and `options` are those of `tandem.load`: `expert_dtype`, `dense_dtype`
-    and `importance` say what is packed, or a recipe's `expert_formats` and `dense_formats`. Raises
-    `ModelError` and `CapacityError`; a full disk leaves nothing behind, an interruption leaves what
-    the next call goes on with.
+    `trust_remote_code` and `options` are those of `tandem.load`: `expert_dtype`, `dense_dtype` and
+    `importance` say what is packed, or a recipe's `expert_formats` and `dense_formats`. Raises
+    `ModelError` and `CapacityError`. A full disk leaves nothing behind; an interrupted run leaves
+    what the next call continues from.
     """
     target = Path(directory)
     require_new(target)

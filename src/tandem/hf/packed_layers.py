@@ -1,4 +1,4 @@
-"""Packed linear layers and embeddings as modules that torch and Transformers know."""
+"""Packed linear layers and embeddings as modules for torch and Transformers."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 class UnpackedWeight(Tensor):
-    """A packed layer's weight as a tensor, which is unpacked for each operation that reads it.
+    """A packed layer's weight as a tensor, unpacked in each operation that reads it.
 
-    Code that asks for its dtype or shape costs nothing.
+    Reading its dtype or shape costs nothing.
     """
 
     layer: "PackedModule"
@@ -51,7 +51,7 @@ class UnpackedWeight(Tensor):
 
 
 def with_values(arguments: T) -> T:
-    """Return an operation's arguments, however deep in lists, with weights unpacked."""
+    """Return an operation's arguments with weights unpacked, also inside nested lists."""
     return mapped(lambda x: x.values() if isinstance(x, UnpackedWeight) else x, arguments)
 
 
@@ -67,11 +67,11 @@ class PackedModule(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The unpacked weight, for code that looks at it. Slow where its values are read."""
+        """The unpacked weight, for code that inspects it. Slow if its values are read."""
         return UnpackedWeight(self)
 
     def values(self) -> Tensor:
-        """Return the weight in fp32; slow: unpacks."""
+        """Return the weight in fp32. Slow: unpacks."""
         return self.packed.values()
 
     def _load_from_state_dict(self, *_: object) -> None:
@@ -107,7 +107,7 @@ class PackedLinear(PackedModule):
         self.groups: list[DenseWeight] = []  # of rows that have an input of their own each
 
     def cut(self, num_groups: int) -> None:
-        """Give each of so many groups of rows an input of its own, as `multiply_by_group` says."""
+        """Split the rows into groups, each with its own input; see `multiply_by_group`."""
         each = self.out_features // num_groups
         self.groups = [self.packed.rows_at(i * each, each) for i in range(num_groups)]
 
@@ -124,13 +124,13 @@ class PackedLinear(PackedModule):
         return opaque(DENSE, _multiply_one, self.threads, self.packed, x)
 
     def values(self) -> Tensor:
-        """Return the weight in fp32, columns in the order of the inputs; slow: unpacks."""
+        """Return the weight in fp32, columns in the order of the inputs. Slow: unpacks."""
         values = super().values()
         return values if self.input_order is None else values[:, self.input_order.argsort()]
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias, for code that looks at it."""
+        """The bias, for code that inspects it."""
         bias = self.packed.bias
         return None if bias is None else bias[: self.out_features].to(self.dtype)
 
@@ -142,7 +142,7 @@ class PackedLinear(PackedModule):
             destination[prefix + "bias"] = self.bias
 
     def extra_repr(self) -> str:
-        """Show the shape and the format; PEFT's error shows this."""
+        """Return the shape and the format; PEFT's error messages show this."""
         shape = f"{self.in_features}, {self.out_features}, {self.packed.matrix.format.name}"
         return f'{shape}; an adapter needs tandem.load(..., dense_dtype="none")'
 
@@ -151,7 +151,7 @@ class PackedEmbedding(PackedModule):
     """Embeddings whose rows are read from their packed form, token by token."""
 
     def __init__(self, weight: DenseWeight, threads: CpuThreads, replaced: nn.Embedding) -> None:
-        """Stand for embeddings that `is_packable_embedding`."""
+        """Replace embeddings for which `is_packable_embedding` is true."""
         super().__init__(weight, threads, replaced.weight.dtype)
         self.num_embeddings, self.embedding_dim = weight.out_features, weight.in_features
         self.padding_idx = replaced.padding_idx
@@ -169,12 +169,12 @@ class PackedEmbedding(PackedModule):
         return rows.to(self.dtype)
 
     def extra_repr(self) -> str:
-        """Show the shape and the format."""
+        """Return the shape and the format."""
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.packed.matrix.format.name}"
 
 
 def embedding_scale(module: nn.Embedding) -> Tensor | None:
-    """Return what embeddings that are packable multiply their rows with; None: nothing."""
+    """Return the factor of packable embeddings' rows; None: there is none."""
     scale = getattr(module, _SCALE, None)
     dtype = module.weight.dtype
     return None if scale is None else torch.tensor(scale, dtype=dtype, device="cpu")
@@ -191,7 +191,7 @@ def read_rows(
 
 
 def is_packable_embedding(module: nn.Module) -> bool:
-    """Whether a module looks rows up and does nothing more, or multiplies them with a number."""
+    """Whether a module only looks rows up, and perhaps multiplies them by a number."""
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:
         return False
     return type(module).forward is nn.Embedding.forward or hasattr(module, _SCALE)

@@ -1,8 +1,8 @@
-"""Brings a packed checkpoint into memory: dense parts, what is made of them, then the experts.
+"""Reads a packed checkpoint into memory: the dense parts, then their packing, then the experts.
 
-In this order, because packing linear layers takes memory, and leaves an unneeded file. Were the
-experts read first, they would be pushed out again where memory is short. `from_pretrained` by
-itself packs nothing more, and its pages are entered as they lie.
+In this order because packing linear layers takes memory, and afterwards their file is not needed.
+Experts read first would be evicted again if memory is short. `from_pretrained` alone packs nothing
+more, and maps the pages as they are.
 """
 
 import warnings
@@ -40,11 +40,11 @@ def read_packed(
     options: OffloadConfig,
     assemble: Callable[[Callable[[], None]], None],
 ) -> None:
-    """Read a checkpoint's files ahead if they fit into memory; `assemble` packs the dense parts.
+    """Read a checkpoint's files ahead if they fit in memory; `assemble` packs the dense parts.
 
-    It calls what it is given then, and lets the experts run afterwards. Where they do not fit, or
-    `expert_memory` is given, they stay on the disk, with slots in memory. Warns of what does not
-    fit. Files of tables that stay on the disk are left alone.
+    `assemble` then calls its argument and starts running experts. If the files do not fit, or
+    `expert_memory` is given, experts stay on the disk, with slots in memory; a warning says so.
+    Files of tables that stay on the disk are not read.
     """
     places = [table.place for table in tables_on_disk(model)]
     on_disk = {part.file for place in places for part in place.parts}
@@ -96,10 +96,11 @@ def _warn_of_mapped(checkpoint: Checkpoint, total: int, available: int) -> None:
 
 
 def verify_files(checkpoint: AnyCheckpoint, *, has_progress: bool | None = None) -> int:
-    """Read a packed checkpoint's files against their checksums; return how many were read.
+    """Verify a packed checkpoint's files against their checksums; return how many were read.
 
-    Raises `ModelError` naming the first damaged file and tensor; 0 for a checkpoint without
-    checksums. What takes longer than two seconds shows a bar (by default, where Transformers does).
+    Raises `ModelError` naming the first damaged file and tensor; returns 0 for a checkpoint without
+    checksums. A check of more than two seconds shows a bar (by default, if Transformers shows
+    bars).
     """
     if not checkpoint.is_packed:
         return 0
@@ -113,9 +114,10 @@ def verify_files(checkpoint: AnyCheckpoint, *, has_progress: bool | None = None)
 
 
 def map_packed(model: PreTrainedModel, options: OffloadConfig) -> None:
-    """Enter the pages of a model that `from_pretrained` has mapped, from the disk if they must.
+    """Map the pages of a model that `from_pretrained` has mapped, reading from the disk if
+    necessary.
 
-    Where they do not fit into memory, experts stay on the disk as in `read_packed`.
+    If they do not fit in memory, experts stay on the disk as in `read_packed`.
     """
     tensors = _mapped_tensors(model)
     total, available = sum(tensor.nbytes for tensor in tensors), available_bytes()
@@ -139,7 +141,7 @@ def _mapped_tensors(model: PreTrainedModel) -> list[Tensor]:
 
 
 def copy_dense_parts(model: PreTrainedModel) -> bool:
-    """Copy dense parts out of their file if some are packed; return whether that is so."""
+    """Copy the dense parts out of their file if some are packed; return whether some are."""
     if not any(packed_layers(model)):
         return False
     copy_out_of_files(model)

@@ -1,4 +1,4 @@
-"""The files of a packed checkpoint: of a whole model, or layer by layer while one is loaded."""
+"""Writes the files of a packed checkpoint, of a whole model or layer by layer during a load."""
 
 import copy
 import json
@@ -32,10 +32,10 @@ OnProgress = Callable[[int, int], None]
 
 
 class PackedWriter:
-    """Writes files of tensors into a directory, and in the end what makes a checkpoint of them."""
+    """Writes files of tensors into a directory, and at the end the checkpoint's other files."""
 
     def __init__(self, directory: Path) -> None:
-        """Write into `directory`, which is there."""
+        """Write into `directory`, which must exist."""
         self.directory = directory
         self.sums: dict[str, FileSums] = {}
         self._sizes: dict[str, dict[str, int]] = {}
@@ -52,7 +52,7 @@ class PackedWriter:
         self._write(name, tensors, experts if experts in tensors else None)
 
     def write_dense(self, model: PreTrainedModel) -> None:
-        """Write the file of what is no expert, and one for each table whose rows may be read."""
+        """Write the file of dense parts, and one file for each table whose rows may be read."""
         tables = stored_tables(model)
         self._write(DENSE_FILE, _dense_tensors(model, tables))
         for number, (name, parts) in enumerate(tables.items()):
@@ -63,7 +63,7 @@ class PackedWriter:
         self.note(name)
 
     def note(self, name: str) -> None:
-        """Note that a file is there."""
+        """Record that a file is written."""
         entries = read_header(self.directory / name)
         self._sizes[name] = {tensor: entry.num_bytes for tensor, entry in entries.items()}
 
@@ -76,23 +76,23 @@ class PackedWriter:
 
 
 class LayerSink(Protocol):
-    """What takes layers that a load has completed, in place of memory."""
+    """Takes layers that a load has completed, in place of memory."""
 
     def begin(self, expected_bytes: int, table_bytes: int) -> None:
-        """Hear how many bytes of experts come, and of tables of rows."""
+        """Receive the total bytes of experts and of tables of rows, before the first layer."""
 
     def resume(self, layer: HostLayer) -> None:
-        """Complete a layer, before any is read, that was taken earlier."""
+        """Complete a layer from an earlier run, before any of it is read."""
 
     def take(self, layer: HostLayer) -> None:
-        """Take a layer that is complete; its memory may be given back."""
+        """Take a complete layer; its memory may then be freed."""
 
 
 class FileSink:
-    """Takes complete layers into files; knows those that an earlier run has written."""
+    """Writes complete layers to files; knows those that an earlier run has written."""
 
     def __init__(self, directory: Path, identity: str, on_progress: OnProgress) -> None:
-        """Go on with what an earlier run noted; another source or other options start again."""
+        """Continue an earlier run; another source or other options start over."""
         self._files, self._identity, self._on_progress = (
             PackedWriter(directory), identity, on_progress,
         )  # fmt: skip
@@ -108,7 +108,7 @@ class FileSink:
             self._files.sums = {name: FileSums(*sums) for name, sums in noted["sums"].items()}
 
     def begin(self, expected_bytes: int, table_bytes: int) -> None:
-        """Hear how many bytes of experts come, and of tables of rows.
+        """Receive the total bytes of experts and of tables of rows, before the first layer.
 
         Raises `CapacityError` if the disk has no room.
         """
@@ -126,7 +126,7 @@ class FileSink:
             )
 
     def resume(self, layer: HostLayer) -> None:
-        """Map a layer's file if it is there and whole; the layer is complete then."""
+        """Map a layer's file if it is whole, which completes the layer."""
         name, files = experts_file(layer.layer), self._files
         if not self._has(name) or sha256_of(files.directory / name) != files.sums[name].sha256:
             files.sums.pop(name, None)
@@ -138,12 +138,12 @@ class FileSink:
         self._tell(layer)
 
     def take(self, layer: HostLayer) -> None:
-        """Write a layer beside what comes next, when the one before is written."""
+        """Write a layer in the background, after the one before is written."""
         self._wait()
         self._writing = self._pool.submit(self._write, layer)
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait for the writing to end."""
         self._pool.shutdown()
 
     def finish(self, model: PreTrainedModel) -> int:
@@ -239,7 +239,7 @@ def _packed_config(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def stored_name(layer: HostLayer) -> str:
-    """Name what a layer is kept in, as `expert_dtype` does."""
+    """Return the name of a layer's dtype or format, as `expert_dtype` has it."""
     if isinstance(layer, PackedLayer):
         return layer.layout.format_name
     return {plain_name(tensor.dtype) for tensor in layer.stored().values()}.pop()

@@ -1,7 +1,7 @@
-"""The quantizer: how `from_pretrained` hands a model's experts to Tandem.
+"""The quantizer, through which `from_pretrained` hands a model's experts to Tandem.
 
-Transformers calls it while it loads: before the weights (find the experts modules, announce their
-layers), for each expert tensor (move it into the host store) and after (bind modules to executor).
+Transformers calls it before the weights (find the experts modules, announce their layers), for each
+expert tensor (move it into the host store) and after them (bind modules to the executor).
 """
 
 import warnings
@@ -65,7 +65,7 @@ from tandem.kernels.formats.weight_format import ExpertFormat, WeightFormat
 
 
 class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
-    """Keeps a model's experts in host memory; everything else loads as Transformers does it."""
+    """Keeps a model's experts in host memory; everything else loads as Transformers loads it."""
 
     quantization_config: OffloadConfig
 
@@ -90,20 +90,20 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         """No-op: `update_device_map` refuses what Tandem cannot do."""
 
     def update_device_map(self, device_map: object) -> None:
-        """Note where the dense parts go in the end, and have all weights read on the host."""
+        """Remember the device of the dense parts, and let all weights be read on the host."""
         chosen = self._job.device
         self.runtime.device = chosen or dense_device(self.quantization_config, device_map)
 
     def prepare_config(self, config: PreTrainedConfig) -> None:
-        """Name the packed files, which Transformers alone cannot find by their usual name."""
+        """Set the packed files' names, which Transformers alone does not know."""
         if self.pre_quantized:
             config.transformers_weights = INDEX_FILE
 
     def announce_layers(self, model: PreTrainedModel) -> dict[str, ModelPart]:
-        """Find a model's experts modules and announce a layer in the store for each of its own.
+        """Find a model's experts modules, and announce a layer in the store for each.
 
-        Returns these modules by name, none of a dense model; raises `UnsupportedModelError` for
-        experts that are in other modules, and `ConfigError` for options that need some.
+        Returns the modules by name, none for a dense model. Raises `UnsupportedModelError` for
+        experts in other modules, and `ConfigError` for options that need experts.
         """
         put_on_interface(model)
         self._own_conversions = adapter_conversions(model, self._writer)
@@ -212,10 +212,10 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
     def dense_code_formats(
         self, model: PreTrainedModel, *, on_device: bool
     ) -> dict[str, WeightFormat | None]:
-        """Return in which formats linear layers keep the codes of the source, by weight.
+        """Return the formats, by weight, in which linear layers keep the source's codes.
 
-        None for those that it has quantised and that do not: no format holds them, or `dense_dtype`
-        is another than "auto".
+        None for quantised layers that cannot keep them: no format holds them, or `dense_dtype` is
+        not "auto".
         """
         source = self._job.source
         if source is None:
@@ -259,13 +259,13 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         return param_name in self._from_source or self._writer.find(param_name) is not None
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
-        """Count experts as nothing: the device's memory is for the dense parts."""
+        """Return 0 for experts: the device's memory is for the dense parts."""
         if self._writer.find(param_name) is not None:
             return 0.0
         return float(super().param_element_size(model, param_name, param))
 
     def get_new_dtype(self, converter: object, param: Tensor, dtype: torch.dtype) -> object:
-        """Leave packed experts in the dtype of the file; the dense parts follow the model's."""
+        """Leave packed experts in the file's dtype; dense parts follow the model's."""
         operations = converter.operations if isinstance(converter, WeightConverter) else ()
         if any(isinstance(op, StoreFused) for op in operations):
             return None
@@ -276,7 +276,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         return StoreFused(self._writer)
 
     def rewrite_conversions(self, conversions: list[object]) -> list[object]:
-        """Store experts one by one where they arrive one by one; read packed names as ours."""
+        """Store experts one by one if they arrive one by one; read packed names as ours."""
         if self.pre_quantized:
             # Longest first: Transformers 5.17 finds "down_proj" in "down_proj_bias" too.
             names = sorted(TENSOR_NAMES, key=len, reverse=True)
@@ -330,14 +330,14 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         return model
 
     def is_serializable(self, *args: object, **kwargs: object) -> bool:
-        """Refuse `save_pretrained`: it would write the empty placeholders."""
+        """Raise `ConfigError`: `save_pretrained` would write the empty placeholders."""
         raise ConfigError(
             "save_pretrained cannot write what Tandem keeps; use tandem.save(model, directory)"
         )
 
     @property
     def is_trainable(self) -> bool:
-        """Refuse: Transformers' Trainer asks, and would send users of ours to Transformers."""
+        """Refuse: Transformers' Trainer asks, and would refer our users to Transformers."""
         raise ConfigError(
             "a model that Tandem computes cannot be trained, nor can adapters on it: no gradients "
             "come through experts and packed layers; train the model as Transformers loads it, "

@@ -1,7 +1,7 @@
-"""Finds the linear layers of routers: of what stands beside experts and has a score for each.
+"""Finds the linear layers of routers: those beside experts with one score for each.
 
-By shapes, so that a model's weights need not be there; `tests/hf/test_architectures.py` compares it
-with what the weights of the chosen experts depend on.
+Works by shapes, so that a model's weights need not be loaded; `tests/hf/test_architectures.py`
+compares the result with what the weights of the chosen experts depend on.
 """
 
 from torch import nn
@@ -11,9 +11,10 @@ from tandem.hf.experts import is_experts_module, num_spare_experts
 
 
 def router_layers(model: nn.Module) -> set[nn.Module]:
-    """Return all linear layers of the routers of a model's experts.
+    """Return all linear layers of a model's routers.
 
-    A router is in the smallest block around its experts that has one, unless others are there, too.
+    A router is in the smallest block around its experts that contains one, unless other experts are
+    in that block too.
     """
     modules = dict(model.named_modules())
     experts = {path: module for path, module in modules.items() if is_experts_module(module)}

@@ -1,7 +1,7 @@
 """Tables of rows on the disk: embeddings of n-grams or by layer, of which a token reads few rows.
 
-Where memory does not hold all of a model, they are not loaded: each row is read where it lies in
-the checkpoint's files when a token asks for it, all rows of a call at once (`csrc/disk`).
+If memory cannot hold the whole model, they are not loaded. Each row is read from the checkpoint's
+files when a token needs it, all rows of a call at once (`csrc/disk`).
 """
 
 import re
@@ -37,13 +37,13 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class TablePlace:
-    """Where a table lies: parts in files, one after the other."""
+    """Where a table is: its parts in files, in order."""
 
     parts: tuple[TensorEntry, ...]
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the rows are stored in."""
+        """The dtype of the rows."""
         return _DTYPES[self.parts[0].dtype]
 
     @property
@@ -53,12 +53,12 @@ class TablePlace:
 
     @property
     def native(self) -> tuple[list[tuple[str, int, int]], int]:
-        """What `RowTables` takes: the parts, and the bytes of a row."""
+        """The arguments of `RowTables`: the parts, and the bytes of a row."""
         parts = [(str(part.file), part.first, part.shape[0]) for part in self.parts]
         return parts, self.parts[0].shape[1] * self.dtype.itemsize
 
     def tensors(self) -> list[Tensor]:
-        """Map the parts, to copy them; they cannot be written. Raises `ModelError`."""
+        """Map the parts read-only, for copying. Raises `ModelError`."""
         try:
             maps = [
                 np.memmap(part.file, np.uint8, "r", offset=part.first, shape=(part.num_bytes,))
@@ -82,7 +82,7 @@ class DiskEmbedding(nn.Module):
     def __init__(
         self, replaced: nn.Embedding, place: TablePlace, tables: _native.RowTables, number: int
     ) -> None:
-        """Stand for embeddings that are table `number` of these."""
+        """Replace embeddings by table `number` of `tables`."""
         super().__init__()
         self.num_embeddings, self.embedding_dim = replaced.num_embeddings, replaced.embedding_dim
         self.padding_idx = replaced.padding_idx
@@ -92,7 +92,7 @@ class DiskEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Shape and dtype, for code that looks at them; its values cannot be read."""
+        """A tensor with the weight's shape and dtype; its values cannot be read."""
         return StandIn((self.num_embeddings, self.embedding_dim), self.dtype)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class DiskEmbedding(nn.Module):
         return rows if self.scale is None else rows * self.scale
 
     def extra_repr(self) -> str:
-        """Show the shape and where the rows are."""
+        """Return the shape and where the rows are."""
         return f"{self.num_embeddings}, {self.embedding_dim}, on the disk"
 
 
@@ -120,14 +120,14 @@ def _read(
 def room_for_rows(
     tables: _native.RowTables, number: int, width: int, dtype: torch.dtype, ids: Tensor
 ) -> Tensor:
-    """Return memory for what a `DISK_ROWS` call returns, where `ids` are."""
+    """Return memory for the result of a `DISK_ROWS` call, on the device of `ids`."""
     return torch.empty((*ids.shape, width), dtype=dtype, device=ids.device)
 
 
 def row_tables(model: PreTrainedModel) -> dict[str, nn.Embedding]:
-    """Return the large embeddings of a model, by path, that are not those of its tokens.
+    """Return a model's large embeddings, by path, except those of its tokens.
 
-    Those that share their weight with others are none, nor those of towers.
+    Embeddings of towers, and those that share their weight, do not count.
     """
     tied = tied_weights(model)
     shared = {*tied, *tied.values()}
@@ -144,22 +144,22 @@ def row_tables(model: PreTrainedModel) -> dict[str, nn.Embedding]:
 
 
 def tables_on_disk(model: nn.Module) -> list[DiskEmbedding]:
-    """Return what reads a model's rows from the disk."""
+    """Return the modules of a model that read rows from the disk."""
     return [module for module in model.modules() if isinstance(module, DiskEmbedding)]
 
 
 def stored_tables(model: PreTrainedModel) -> dict[str, list[Tensor]]:
-    """Return the tables of a model by the names of their weights, each in parts of its rows."""
+    """Return a model's tables by the names of their weights, each in parts of its rows."""
     on_disk = {p: m.place for p, m in model.named_modules() if isinstance(m, DiskEmbedding)}
     found = {f"{path}.weight": [table.weight.detach()] for path, table in row_tables(model).items()}
     return found | {f"{path}.weight": place.tensors() for path, place in on_disk.items()}
 
 
 def leave_on_disk(model: PreTrainedModel, entries: Mapping[str, TensorEntry]) -> Collection[Path]:
-    """Put what reads rows from files in place of a model's tables, before weights are loaded.
+    """Replace a model's tables by modules that read rows from files, before weights are loaded.
 
-    A table stays whose tensors are not rows of one dtype in these files. Returns the files that
-    hold nothing else: loading need not open them.
+    A table stays if its tensors are not rows of one dtype in these files. Returns the files that
+    hold nothing else, which loading need not open.
     """
     places = _places(model, row_tables(model), entries)
     if not places:
@@ -181,7 +181,7 @@ def leave_on_disk(model: PreTrainedModel, entries: Mapping[str, TensorEntry]) ->
 
 
 def warn_of_tables(model: PreTrainedModel, free_bytes: int) -> None:
-    """Say which tables stay on the disk, if some do."""
+    """Warn about the tables that stay on the disk, if any."""
     tables = tables_on_disk(model)
     if not tables:
         return

@@ -1,6 +1,6 @@
-"""What a loaded model's experts run on: `runtime_of` finds it.
+"""What a loaded model's experts run on; `runtime_of` finds it.
 
-The quantizer makes it while Transformers loads the model, to which it then belongs.
+The quantizer makes it while Transformers loads the model, and it then belongs to the model.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,7 +43,7 @@ class _ClosedExecutor(Executor):
 
 @dataclass(eq=False)
 class Runtime:
-    """A model's experts, what computes them, and the options that chose it."""
+    """A model's experts, their executor, and the options that chose it."""
 
     options: OffloadConfig
     store: HostStore
@@ -85,7 +85,7 @@ class Runtime:
         self.options = options
 
     def share(self, threads: CpuThreads) -> None:
-        """Compute with another model's threads; all experts on the CPU."""
+        """Share another model's threads; all experts are then computed on the CPU."""
         self._threads = threads
         self.use(self.cpu_executor())
 
@@ -94,7 +94,7 @@ class Runtime:
         return CpuExecutor(self.store, self.threads)
 
     def end_executor(self) -> None:
-        """Close the present executor, and what it has asked about the next layer."""
+        """Close the present executor and its look-ahead."""
         self.executor.close()
         if self.look_ahead is not None:
             self.look_ahead.close()
@@ -102,7 +102,7 @@ class Runtime:
 
     @contextmanager
     def looking_ahead(self, ahead: LookAhead | None) -> Iterator[LookAhead | None]:
-        """Have what asks the routers, if anything does; an error inside ends that."""
+        """Install what asks the routers, if anything; an error inside removes it."""
         self.look_ahead = ahead
         try:
             yield ahead
@@ -113,13 +113,15 @@ class Runtime:
             raise
 
     def use(self, executor: Executor) -> None:
-        """Make the experts run through another executor, such as one around the present one."""
+        """Run the experts through another executor from now on, such as one around the present
+        one.
+        """
         self.executor = executor
         bind_all(self.bound, executor)
 
     @contextmanager
     def using(self, executor: Executor) -> Iterator[None]:
-        """Make the experts run through another executor, inside."""
+        """Run the experts through another executor inside."""
         before = self.executor
         self.use(executor)
         try:
@@ -138,7 +140,7 @@ class Runtime:
             self.host_slots.native.require_here()
 
     def close(self) -> None:
-        """Give the experts' memory back and end all threads; the model is not run afterwards."""
+        """Free the experts' memory and end all threads; the model cannot run afterwards."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -151,13 +153,13 @@ class Runtime:
 
 
 def runtime_of(model: nn.Module) -> Runtime | None:
-    """Return the runtime of a model that Tandem loaded; None for another."""
+    """Return the runtime of a model that Tandem loaded; None for other models."""
     runtime: Runtime | None = getattr(model, _ATTRIBUTE, None)
     return runtime
 
 
 def importance_of(model: nn.Module, path: str, weight: Tensor) -> Tensor | None:
-    """Return what each input of a linear layer counts, (in_features,); None: all alike."""
+    """Return the importance of a linear layer's inputs, (in_features,); None: all are equal."""
     runtime = runtime_of(model)
     if runtime is None or runtime.importance is None:
         return None
@@ -166,14 +168,14 @@ def importance_of(model: nn.Module, path: str, weight: Tensor) -> Tensor | None:
 
 
 def give_runtime(model: PreTrainedModel, runtime: Runtime) -> None:
-    """Let a model have a runtime."""
+    """Attach a runtime to a model."""
     vars(model)[_ATTRIBUTE] = runtime
 
 
 def require_experts(model: PreTrainedModel) -> Runtime:
     """Return the runtime of a model with experts; raises `UnsupportedModelError` for a dense one.
 
-    And as `require_runtime`.
+    Also raises as `require_runtime` does.
     """
     runtime = require_runtime(model)
     runtime.require_open()
@@ -186,7 +188,7 @@ def require_experts(model: PreTrainedModel) -> Runtime:
 
 
 def require_runtime(model: PreTrainedModel) -> Runtime:
-    """Return the runtime of a model that Tandem loaded; raises `ModelError` for another."""
+    """Return the runtime of a model that Tandem loaded; raises `ModelError` for other models."""
     runtime = runtime_of(model)
     if runtime is None:
         raise ModelError(

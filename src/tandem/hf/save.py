@@ -26,9 +26,9 @@ def save(
 ) -> Path:
     """Write a model loaded by Tandem, and its tokenizer, to a new directory.
 
-    The directory appears at once when everything is written, or not at all. `on_progress` gets the
-    bytes of tensors written so far, after each file; what it raises ends the writing. Raises
-    `ModelError`, also for packed files of the model's that are damaged.
+    The directory appears when everything is written, or not at all. `on_progress` gets the bytes of
+    tensors written so far, after each file; an exception from it cancels the writing. Raises
+    `ModelError`, also if packed files of the model are damaged.
     """
     target = Path(directory)
     runtime = runtime_of(model)

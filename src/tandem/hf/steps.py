@@ -1,4 +1,4 @@
-"""Tells the executor about every forward pass of a model before it begins."""
+"""Announces every forward pass of a model to the executor."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -20,7 +20,7 @@ SEQUENCES: ContextVar[Callable[[], Tensor] | None] = ContextVar("tandem_sequence
 def announce_steps(model: PreTrainedModel, runtime: Runtime) -> None:
     """Announce each forward pass to the executor: its token ids, and whether it is a prompt.
 
-    One that could not come to an end is refused before torch waits for threads of its own.
+    A pass that cannot complete is refused before torch waits for its own threads.
     """
 
     def announce(module: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:

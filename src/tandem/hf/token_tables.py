@@ -1,6 +1,6 @@
-"""Routers that look a token's experts up in a table: what they choose is known with the token.
+"""Routers that look a token's experts up in a table: their choice is known with the token.
 
-A loaded model and one without weights, whose speed is forecast, are asked alike.
+Works on loaded models and on ones on the meta device, for forecasts.
 """
 
 from torch import Tensor, nn
@@ -12,14 +12,14 @@ TABLE = "tid2eid"
 
 
 def is_by_token(router: nn.Module) -> bool:
-    """Tell whether a router has a table, so that no state decides what it chooses."""
+    """Tell whether a router chooses by a table of token ids alone."""
     return hasattr(router, TABLE)
 
 
 def tables_by_token(model: nn.Module, bound: Bound) -> list[tuple[int, Tensor]]:
-    """Return the layers that are routed by token, in their order, each with its table.
+    """Return the layers that are routed by token id, in order, each with its table.
 
-    `bound` are the model's experts modules, a router's being beside it.
+    `bound` are the model's experts modules; a router is beside its experts.
     """
     layers, found = dict(bound), list[tuple[int, Tensor]]()
     for block in model.modules():

@@ -1,4 +1,4 @@
-"""A dense model on a GPU: all of it lies there, or it is refused before anything is read."""
+"""Checks that a dense model fits on a GPU as a whole, before anything is read."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -29,8 +29,8 @@ def require_room(
 ) -> int:
     """Return the bytes that a GPU gives a dense model, which fits; raises `CapacityError`.
 
-    `parts` are those of a plan, with `dense` among them; `smaller` are other sizes of these by what
-    a user gives for it, largest first.
+    `parts` are those of a plan, with `dense` among them. `smaller` are other sizes of these, by the
+    option that gives them, the largest first.
     """
     names = {"dense": "weights", "kv_cache": "keys and values", "workspace": "activations"}
     others = sum(parts.values()) - parts["dense"]
@@ -47,10 +47,10 @@ def require_room_for(
     *,
     is_stored: bool,
 ) -> None:
-    """Raise `CapacityError` if a GPU does not hold a dense model, nothing of which is read yet.
+    """Raise `CapacityError` if a GPU cannot hold a dense model, of which nothing is read yet.
 
-    `codes` are the formats of a quantised checkpoint's layers, by weight; of packed files, whose
-    formats are what they are, `is_stored`.
+    `codes` are the formats of a quantised checkpoint's layers, by weight. `is_stored` says that
+    packed files fix the formats.
     """
     config = model.config.get_text_config()
     longest = value_of(config, "max_position_embeddings") or USUAL_CONTEXT
@@ -67,9 +67,9 @@ def require_room_for(
 
 
 def prompt_bytes(config: PreTrainedConfig, num_tokens: int, top_k: int) -> int:
-    """Return what a prompt's activations take at most: of (token, expert) pairs in fp32, and so on.
+    """Return the most bytes that a prompt's activations take: routed tokens in fp32, and so on.
 
-    A dense layer's are those of one expert.
+    A dense layer counts as one expert.
     """
     return min(MAX_STEP_TOKENS, num_tokens) * (top_k + 2) * int(config.hidden_size) * 4
 

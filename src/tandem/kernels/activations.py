@@ -1,7 +1,7 @@
-"""Which native activation a model's own activation is: found by trying it, not by its name.
+"""Finds the native form of a model's activation by trying it, not by its name.
 
-A model's activation is code that Tandem does not know. It is called on fixed random rows and its
-result compared with the native candidates; without a match the torch reference serves the model.
+The activation is code that Tandem does not know. It is called on fixed random rows, and its result
+compared with the native candidates. Without a match the torch reference computes the experts.
 """
 
 from collections.abc import Callable, Iterator
@@ -55,7 +55,7 @@ def find_native_activation(
 
 
 def apply_activation(activation: NativeActivation, rows: Tensor) -> Tensor:
-    """Compute a native activation in torch; gated rows are [gate; up]. The kernels' reference."""
+    """Compute a native activation in torch, the kernels' reference; gated rows are [gate; up]."""
     if activation.kind is ActivationKind.RELU2:
         return torch.relu(rows).square()
     gate, up = rows.chunk(2, dim=-1)
@@ -96,6 +96,6 @@ def _numbers(parameters: object, names: tuple[str, ...]) -> list[float]:
 
 
 def interleave(rows: Tensor) -> Tensor:
-    """Turn rows of [gate; up] into rows of gate and up in turn."""
+    """Convert rows of [gate; up] to rows of gate and up in turn."""
     gate, up = rows.chunk(2, dim=-1)
     return torch.stack([gate, up], dim=-1).flatten(-2)

@@ -1,7 +1,7 @@
 """Attention over a KV cache on the CPU, for the tokens of a step or of a prompt.
 
-A layer's keys and values lie as (slots, KV heads, blocks of 16 positions), each as the kernels
-read it (`csrc/kv_layout.hpp`); each slot has a length of its own. Checks what C++ takes on trust.
+A layer's keys and values are (slots, KV heads, blocks of 16 positions), in the kernels' layout
+(`csrc/kv_layout.hpp`); each slot has its own length. Validates what C++ takes on trust.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def require_kv_dtype(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionForm:
-    """What a model's attention is beyond a softmax of scaled products."""
+    """The form of a model's attention, beyond a softmax of scaled products."""
 
     num_heads: int
     num_kv_heads: int
@@ -57,17 +57,17 @@ class AttentionForm:
 
     @property
     def kept_window(self) -> int:
-        """The latest positions that a slot needs to keep; 0: all."""
+        """How many latest positions a slot must keep; 0: all."""
         return 0 if self.keeps_prompt else self.window
 
     def most_seen(self, length: int) -> int:
-        """Return how many positions the last token of so many sees, but for a prompt's."""
+        """Return how many positions the last of `length` tokens sees, except in prompts."""
         of_chunk = (length - 1) % self.chunk + 1 if self.chunk else length
         return min(of_chunk, self.window or length)
 
 
 class DistanceBias(NamedTuple):
-    """What is added to scores by distance: of each token and head a sum of profiles."""
+    """A bias added to scores by distance: for each token and head a weighted sum of profiles."""
 
     states: Tensor
     """(heads, n_tokens, dim): how much of each profile"""
@@ -75,7 +75,7 @@ class DistanceBias(NamedTuple):
     """(dim, extent): what a profile has for each distance from 0 on; nothing beyond"""
 
     def at(self, distances: Tensor) -> Tensor:
-        """Return what is added at distances (n_tokens, any): (heads, n_tokens, any) fp32."""
+        """Return the bias at distances (n_tokens, any): (heads, n_tokens, any) fp32."""
         extent = self.profiles.shape[1]
         by_distance = self.states.float() @ self.profiles.float()  # (heads, n_tokens, extent)
         places = distances.clamp(0, extent - 1).expand(len(by_distance), -1, -1)
@@ -84,7 +84,7 @@ class DistanceBias(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Tokens of one slot that follow each other, among the tokens of a step."""
+    """Consecutive tokens of one slot within a step."""
 
     slot: int
     first_position: int
@@ -147,28 +147,28 @@ class CachedAttention:
 
     @property
     def has_bias(self) -> bool:
-        """Whether tokens bring states of a `DistanceBias`."""
+        """Whether tokens have states of a `DistanceBias`."""
         return self._profiles is not None
 
     def compress(self, ratio: int) -> "CompressedKeys":
-        """See, beside own positions, a key for every `ratio` tokens; return what holds these."""
+        """Also attend to one key for every `ratio` tokens; return the memory of these keys."""
         self.compressed = CompressedKeys(self.native, self.kv_dtype, ratio)
         return self.compressed
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that keys and values take."""
+        """Bytes of keys and values."""
         return self.keys.nbytes + self.values.nbytes
 
     def bytes_of(self, num_tokens: int) -> int:
-        """Return the bytes of so many tokens of one slot, in whole blocks."""
+        """Return the bytes of `num_tokens` tokens in one slot, in whole blocks."""
         block_bytes = self.native.key_block_bytes + self.native.value_block_bytes
         return -(-num_tokens // BLOCK_TOKENS) * block_bytes * self.form.num_kv_heads
 
     def reserve(self, num_slots: int, capacity: int, used: int = 0) -> None:
-        """Make room for `num_slots` slots of `capacity` tokens, of which the first `used` are kept.
+        """Make room for `num_slots` slots of `capacity` tokens; the first `used` tokens are kept.
 
-        Raises `RuntimeError` where there is no memory.
+        Raises `RuntimeError` if memory is exhausted.
         """
         num_blocks = -(-capacity // CHUNK_TOKENS) * (CHUNK_TOKENS // BLOCK_TOKENS)
         used_blocks = -(-used // BLOCK_TOKENS)
@@ -183,7 +183,9 @@ class CachedAttention:
         self.native.set_cache(self.keys, self.values)
 
     def with_sinks(self, sinks: Tensor) -> "CachedAttention":
-        """Return attention to the same keys and values, which this one holds, with other sinks."""
+        """Return attention to the same keys and values, which this object owns, with other
+        sinks.
+        """
         other = CachedAttention(
             self.form, self.kv_dtype, sinks, self._prompt_lengths, is_joint=self._is_joint
         )
@@ -192,7 +194,7 @@ class CachedAttention:
         return other
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Let a slot begin with the first `length` tokens of another one, as far as it has them."""
+        """Copy the first `length` tokens of one slot to another, as far as they are kept."""
         blocks = -(-length // BLOCK_TOKENS)
         for tensor in (self.keys, self.values):
             tensor[target, :, :blocks] = tensor[source, :, :blocks]
@@ -247,7 +249,7 @@ class CachedAttention:
 
 
 class CompressedKeys:
-    """A layer's keys that stand for several tokens each, and are their values, too."""
+    """Keys of a layer that stand for several tokens each, and are their own values."""
 
     def __init__(self, layer: _native.AttentionLayer, kv_dtype: str, ratio: int) -> None:
         """Keep a key for every `ratio` tokens; no memory is taken yet."""
@@ -262,13 +264,15 @@ class CompressedKeys:
         return self.memory.nbytes
 
     def bytes_of(self, num_tokens: int) -> int:
-        """Return the bytes of so many tokens of one slot, whose last window may be unfinished."""
+        """Return the bytes of `num_tokens` tokens in one slot, whose last window may be
+        incomplete.
+        """
         return -(-num_tokens // self.ratio) * self._layer.joint_key_bytes
 
     def reserve(self, num_slots: int, capacity: int, used: int = 0) -> None:
-        """Make room for `num_slots` slots of `capacity` tokens, of which the first `used` are kept.
+        """Make room for `num_slots` slots of `capacity` tokens; the first `used` tokens are kept.
 
-        Raises `RuntimeError` where there is no memory.
+        Raises `RuntimeError` if memory is exhausted.
         """
         shape = (num_slots, -(-capacity // self.ratio), self._layer.joint_key_bytes)
         old, self.memory = self.memory, torch.empty(shape, dtype=torch.uint8, device="cpu")
@@ -277,11 +281,11 @@ class CompressedKeys:
         self._layer.set_compressed(self.memory, self.ratio)
 
     def of_tokens(self, slot: int, first: int, num_tokens: int) -> Tensor:
-        """Return the keys of some tokens of a slot, which are whole windows: (keys, bytes)."""
+        """Return the keys of some tokens of a slot, which must be whole windows: (keys, bytes)."""
         return self.memory[slot, first // self.ratio : (first + num_tokens) // self.ratio]
 
     def invent(self, num_tokens: int) -> None:
-        """Let all slots hold random keys for so many tokens."""
+        """Fill all slots with random keys for `num_tokens` tokens."""
         keys = self.memory[:, : num_tokens // self.ratio]
         if self._kv_dtype == "int8":
             keys.random_(256)

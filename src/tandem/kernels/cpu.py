@@ -1,4 +1,4 @@
-"""What this processor is: instruction sets, cores and caches, asked from the native part."""
+"""The processor's instruction sets, cores and caches, as detected by native code."""
 
 import os
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ class CpuInfo:
 
     @property
     def num_threads(self) -> int:
-        """How many threads compute, if nobody says."""
+        """The default number of threads."""
         return self.topology.num_threads
 
 
 def detect_cpu() -> CpuInfo:
-    """Ask the processor and the operating system; takes under a millisecond."""
+    """Detect the processor; takes under a millisecond."""
     features = _native.detect_cpu_features()
     return CpuInfo(
         model_name=_model_name(),

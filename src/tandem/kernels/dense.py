@@ -1,6 +1,6 @@
-"""Dense matrices in the packed formats: nn.Linear's product on the experts' kernels and threads.
+"""Dense matrices in packed formats: nn.Linear's product on the experts' kernels and threads.
 
-A row's result does not depend on the other rows of the call.
+A row's result does not depend on the other rows of a call.
 """
 
 from collections.abc import Sequence
@@ -20,20 +20,22 @@ VALUE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class CpuThreads:
-    """The threads that a model's experts, dense layers and attention share; callers take turns."""
+    """The threads that a model's experts, dense layers and attention share; one call runs at a
+    time.
+    """
 
     def __init__(self, *, num_threads: int | None = None, isa: str = "") -> None:
-        """Start `num_threads` - 1 threads on first use; None takes one for each fast core.
+        """Start `num_threads` - 1 threads on first use; None means one for each fast core.
 
-        `isa` names an instruction set, "" takes the best; raises `ConfigError` for one that this
-        processor does not have.
+        `isa` names an instruction set, "" takes the best. Raises `ConfigError` for one that this
+        processor lacks.
         """
         self.num_threads = num_threads or detect_cpu().num_threads
         self.isa = choose_isa(isa)
 
     @cached_property
     def engine(self) -> _native.ExpertEngine:
-        """The threads, which start here."""
+        """The threads, which start on first access."""
         return start_engine(num_threads=self.num_threads, isa=self.isa)
 
     @cached_property
@@ -43,7 +45,7 @@ class CpuThreads:
 
     @cached_property
     def attention(self) -> _native.AttentionEngine:
-        """Attends to keys and values that are cached."""
+        """Computes attention over cached keys and values."""
         return _native.AttentionEngine(self.engine)
 
     @cached_property
@@ -57,7 +59,7 @@ class CpuThreads:
         return _native.RecurrentEngine(self.engine)
 
     def program(self) -> _native.Program:
-        """Return an empty program: operations that are one call on these threads."""
+        """Return an empty program, which runs its operations as one call on these threads."""
         return _native.Program(
             self.engine, self.dense, self.attention, self.experts, self.recurrent
         )
@@ -65,7 +67,7 @@ class CpuThreads:
 
 @dataclass(frozen=True, slots=True)
 class DenseWeight:
-    """A packed (out_features, in_features) matrix with its bias, as the kernels take it."""
+    """A packed (out_features, in_features) matrix with its bias, in the form of the kernels."""
 
     matrix: PackedMatrix
     bias: Tensor | None
@@ -88,12 +90,12 @@ class DenseWeight:
 
     @property
     def out_features(self) -> int:
-        """Values of one result."""
+        """The number of outputs."""
         return self.matrix.rows
 
     @property
     def in_features(self) -> int:
-        """Values of one input."""
+        """The number of inputs."""
         return self.matrix.cols
 
     @property
@@ -103,7 +105,7 @@ class DenseWeight:
         return self.matrix.data.nbytes + (0 if scales is None else scales.nbytes)
 
     def rows_at(self, first: int, count: int) -> "DenseWeight":
-        """Return some rows in the same memory, from the first one of a block of 16 on."""
+        """Return `count` rows in the same memory; `first` must be a multiple of 16."""
         matrix = self.matrix
         num_blocks = -(-matrix.rows // ROWS_PER_BLOCK)
         begin, end = first // ROWS_PER_BLOCK, -(-(first + count) // ROWS_PER_BLOCK)
@@ -134,7 +136,7 @@ def pack_dense(
 ) -> DenseWeight:
     """Pack the weight and bias of a linear layer; raises `ModelError` with `name` for NaN.
 
-    `importance` (in_features,) weighs what is lost by input.
+    `importance` (in_features,) weighs the rounding errors by input.
     """
     packed = pack(weight.detach(), fmt, importance=importance, name=name)
     return DenseWeight(packed, padded_bias(bias, weight.shape[0]))
@@ -169,7 +171,7 @@ def multiply_groups(threads: CpuThreads, weights: Sequence[DenseWeight], x: Tens
 
 
 def padded_bias(bias: Tensor | None, rows: int) -> Tensor | None:
-    """Return a layer's bias as `DenseWeight` takes it."""
+    """Return a bias padded to `rows`, in the form of `DenseWeight`."""
     if bias is None:
         return None
     padded = torch.zeros(-(-rows // ROWS_PER_BLOCK) * ROWS_PER_BLOCK, device="cpu")
@@ -178,7 +180,7 @@ def padded_bias(bias: Tensor | None, rows: int) -> Tensor | None:
 
 
 def row_stride(x: Tensor) -> int | None:
-    """Return how many values apart the rows of the last dimension are; None if not evenly."""
+    """Return the distance between rows of the last dimension, in values; None if it varies."""
     if x.stride(-1) != 1:
         return None
     try:

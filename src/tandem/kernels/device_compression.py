@@ -12,7 +12,7 @@ from tandem.kernels.recurrent import Compression
 
 
 def ring_shape(operation: Compression) -> tuple[int, ...]:
-    """Return what is kept of a slot: tokens, values and gates, their width."""
+    """Return the shape of a slot's ring: tokens, values and gates, their width."""
     num_tokens, *rest = operation.state_shape
     return num_tokens + 1, *rest  # a padding token stands behind the drafted ones
 
@@ -22,7 +22,7 @@ def compress_prompt(
 ) -> Tensor:
     """Return the keys (n_tokens, dim) of a slot's tokens from position `first` on.
 
-    `ring` is the slot's. Those of tokens that end no window are zeros.
+    `ring` is the slot's. The keys of tokens that end no window are zeros.
     """
     ratio, span, kept, count = *_sizes(operation), len(ring), len(values)
     positions = torch.arange(first + 1 - span, first + count, device=values.device)
@@ -47,7 +47,7 @@ def compress_step(
     values: Tensor,
     gates: Tensor,
 ) -> Tensor:
-    """Return the keys (n_tokens, dim) of tokens that stand in slots at positions (n_tokens,)."""
+    """Return the keys (n_tokens, dim) of tokens at the given slots and positions (n_tokens,)."""
     ratio, span, kept = *_sizes(operation), rings.shape[1]
     rings[slots, positions % kept] = _with_bias(operation, positions, values, gates)
     at = positions[:, None] + torch.arange(1 - span, 1, device=values.device)

@@ -1,8 +1,8 @@
-"""Convolutions and recurrences on a device that computes in torch: the reference of its kernels.
+"""Convolutions and recurrences in torch on a device: the reference of its kernels.
 
-Tokens come in runs: of one slot, one after the other. All but the certain ones of a run may be
-taken back: its state stays before them, they are logged, and the slot's next run does as many of
-them again as were kept. Nothing here waits for the device, so that steps can be captured.
+Tokens come in runs of one slot, one after the other. All but the certain tokens of a run may be
+taken back: the state stays before them, they are logged, and the slot's next run repeats those that
+were kept. Nothing here waits for the device, so that steps can be captured.
 """
 
 from typing import NamedTuple, Protocol
@@ -25,7 +25,7 @@ _LEAST_SQUARE = 1e-6  # beside the sum that a query's or key's length is the roo
 
 
 class Run(NamedTuple):
-    """Tokens of one slot that follow each other in a call."""
+    """Consecutive tokens of one slot within a call."""
 
     slot: int
     first: int
@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
 
 class SlotTokens(NamedTuple):
-    """A call's tokens."""
+    """The tokens of a call."""
 
     runs: Tensor
     """(n_runs, 6) int64 on the device: each is a `Run`; the first one is not idle."""
@@ -52,7 +52,7 @@ class SlotTokens(NamedTuple):
 
 
 class StateMemory(NamedTuple):
-    """What an operation keeps, fp32."""
+    """The fp32 memory of an operation: states and logs."""
 
     states: Tensor
     """(slots, width - 1, channels), or (slots, heads, key_dim, value_dim)"""
@@ -61,9 +61,9 @@ class StateMemory(NamedTuple):
 
 
 class StateKernels(Protocol):
-    """Operations on states, which they change; numbers are fp32, too.
+    """Operations that change states; all numbers are fp32.
 
-    Weights lie (width, channels), factors (key_dim, value_dim) in memory, whatever their shape.
+    Weights are (width, channels) in memory, factors (key_dim, value_dim), whatever their shape.
     """
 
     loops_on_device: bool
@@ -72,12 +72,13 @@ class StateKernels(Protocol):
     def convolve(
         self, operation: Convolution, memory: StateMemory, tokens: SlotTokens, x: Tensor
     ) -> Tensor:
-        """Return what (n_tokens, channels) give."""
+        """Return the convolution of x (n_tokens, channels)."""
 
     def recur(
         self, operation: Recurrence, memory: StateMemory, tokens: SlotTokens, *inputs: Tensor
     ) -> Tensor:
-        """Return what tokens give, (n_tokens, heads, value_dim), as of `RecurrenceState.add`.
+        """Return the recurrence's outputs (n_tokens, heads, value_dim), as in
+        `RecurrenceState.add`.
 
         `inputs` are values, queries, keys and decays, perhaps rates.
         """
@@ -91,11 +92,11 @@ class StateKernels(Protocol):
         values: Tensor,
         gates: Tensor,
     ) -> Tensor:
-        """Return the keys (n_tokens, dim) of a step's tokens, as of `compress_step`."""
+        """Return the keys (n_tokens, dim) of a step's tokens, as in `compress_step`."""
 
 
 def logged_values(operation: StateOperation) -> int:
-    """Return how many values a drafted token's log has."""
+    """Return how many values the log of a drafted token has."""
     if isinstance(operation, Convolution):
         return len(operation.weight)
     if isinstance(operation, Compression):
@@ -104,14 +105,14 @@ def logged_values(operation: StateOperation) -> int:
 
 
 def logged_sizes(form: RecurrenceForm) -> tuple[int, int, int, int]:
-    """Return how many values of keys, values, decays and rates a token's log has, in this order."""
+    """Return how many values of keys, values, decays and rates a token's log has."""
     values = form.num_heads * form.value_dim
     each = {"head": 1, "key": form.key_dim, "pair": form.value_dim}[form.decay]
     return form.num_key_heads * form.key_dim, values, form.num_heads * each, form.num_heads
 
 
 class TorchStates:
-    """The same in torch."""
+    """The operations in torch."""
 
     loops_on_device = False
 

@@ -1,4 +1,4 @@
-"""Starts the native engine: the one place that chooses its threads and instruction set."""
+"""Starts the native engine: the only place that chooses its threads and instruction set."""
 
 import functools
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from tandem.kernels.cpu import usable_topology
 
 @functools.cache
 def best_isa() -> str:
-    """Return the fastest instruction set of this processor that the kernels are written for."""
+    """Return the fastest instruction set of this processor for which there are kernels."""
     return _native.available_isas()[0]
 
 
 def choose_isa(name: str) -> str:
-    """Return the instruction set of this name; "" takes the best.
+    """Return the instruction set with this name; "" takes the best.
 
-    Raises `ConfigError` for one that this processor does not have.
+    Raises `ConfigError` for one that this processor lacks.
     """
     available = _native.available_isas()
     if name and name not in available:
@@ -44,9 +44,10 @@ def as_prompt() -> Iterator[None]:
 
 
 def start_engine(*, num_threads: int, isa: str = "") -> _native.ExpertEngine:
-    """Start `num_threads` - 1 threads, on cores of their own if they fit; the caller is one more.
+    """Start `num_threads` - 1 threads, on cores of their own if possible; the caller is one more.
 
-    `isa` is what `choose_isa` takes, and raises. Raises `CapacityError` where so many do not start.
+    `isa` is as in `choose_isa`, and raises the same. Raises `CapacityError` if not all threads
+    start.
     """
     isa = choose_isa(isa)
     try:

@@ -1,6 +1,6 @@
-"""Linear layers of groups: each group of rows has an input of its own (DeepSeek-V4's output).
+"""Grouped linear layers: each group of rows has its own input (DeepSeek-V4's output).
 
-Packed, they are a matrix as any other layer's, whose groups are multiplied apart.
+The packed weight is one matrix as for any layer; its groups are multiplied separately.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ class _CanBeCut(Protocol):
 
 
 def num_groups_of(linear: object) -> int:
-    """Return how many groups a linear layer has; 1: its rows have one input."""
+    """Return how many groups a linear layer has; 1 for an ordinary one."""
     return int(vars(linear).get("n_groups", 1))
 
 
 def is_grouped(module: nn.Module) -> bool:
-    """Tell whether a module is such a layer, whose groups are whole blocks of rows."""
+    """Tell whether a module is a grouped linear layer whose groups are whole blocks of rows."""
     if not (isinstance(module, nn.Linear) and type(module).__name__.endswith("GroupedLinear")):
         return False
     num_groups = num_groups_of(module)
@@ -33,13 +33,13 @@ def is_grouped(module: nn.Module) -> bool:
 
 
 def cut_like(linear: object, packed: nn.Module) -> nn.Module:
-    """Return the packed form of a layer, cut into groups if that layer is."""
+    """Return the packed form of a layer, split into groups if the layer is grouped."""
     if (num_groups := num_groups_of(linear)) > 1:
         cast("_CanBeCut", packed).cut(num_groups)
     return packed
 
 
 def multiply_by_group(threads: CpuThreads, groups: Sequence[DenseWeight], x: Tensor) -> Tensor:
-    """Multiply (..., groups, in_features) on the CPU: (..., groups, outputs of a group)."""
+    """Multiply (..., groups, in_features) on the CPU; returns (..., groups, outputs of a group)."""
     out = opaque(GROUPS, multiply_groups, threads, groups, x.flatten(0, -3))
     return out.view(*x.shape[:-1], -1)

@@ -1,6 +1,6 @@
-"""Hyper-connections: layers read a sum of a token's residual streams, and write to all of them.
+"""Hyper-connections: layers read a weighted sum of a token's residual streams and write to all.
 
-Natively on the CPU; `csrc/hyper_connections.hpp` has the equations.
+Computed natively on the CPU; `csrc/hyper_connections.hpp` has the equations.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ MOST_STREAMS = 16  # C++ has it too
 
 
 class HyperConnection(NamedTuple):
-    """What a layer does with the streams, but for its tensors."""
+    """The parameters of a hyper-connection, without its tensors."""
 
     norm_eps: float
     eps: float
@@ -28,7 +28,7 @@ class HyperConnection(NamedTuple):
 
 
 class StreamKernels(Protocol):
-    """What mixes streams on one processor."""
+    """Mixes residual streams on one processor."""
 
     def mix_in(
         self,
@@ -38,10 +38,10 @@ class StreamKernels(Protocol):
         base: Tensor,
         scales: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return a layer's input, and weights of the way back; see the function `mix_in`."""
+        """Return a layer's input, and the weights for `mix_out`; see the function `mix_in`."""
 
     def mix_out(self, y: Tensor, weights: Tensor, streams: Tensor) -> Tensor:
-        """Return the streams behind a layer; see the function `mix_out`."""
+        """Return the streams after a layer; see the function `mix_out`."""
 
 
 def add_mix_in(
@@ -50,7 +50,7 @@ def add_mix_in(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
 ) -> None:
-    """Add a call to a program, for tensors as `mix_in` takes and returns them."""
+    """Add a call to a program, with tensors as `mix_in` takes and returns them."""
     program.add_mix_in(*connection, *inputs, *outputs)
 
 
@@ -62,10 +62,11 @@ def mix_in(
     base: Tensor,
     scales: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return a layer's input (.., dim) of streams (.., streams, dim), and weights of the way back.
+    """Return a layer's input (.., dim) from streams (.., streams, dim), and the weights for
+    `mix_out`.
 
-    These are fp32 (.., rows - streams): of the output, one for each stream, if the matrix (rows,
-    streams * dim) has rows for them; then of the mixture, from each stream to each.
+    The weights are fp32 (.., rows - streams): first of the output, one for each stream, if the
+    matrix (rows, streams * dim) has rows for them; then of the mixture, from each stream to each.
     """
     streams, matrix = streams.contiguous(), matrix.contiguous()
     *shape, num_streams, dim = streams.shape
@@ -78,7 +79,7 @@ def mix_in(
 
 
 def mix_out(threads: CpuThreads, y: Tensor, weights: Tensor, streams: Tensor) -> Tensor:
-    """Return the streams behind a layer whose output is y (.., dim); `weights` are of `mix_in`."""
+    """Return the streams after a layer with output y (.., dim); `weights` come from `mix_in`."""
     out = torch.empty(streams.shape, dtype=streams.dtype, device="cpu")
     program = threads.program()
     program.add_mix_out(y.contiguous(), weights, streams.contiguous(), out)

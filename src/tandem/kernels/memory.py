@@ -20,7 +20,7 @@ _rest = torch.empty(0, dtype=torch.uint8, device="cpu")  # of the newest chunk
 
 
 def allocate(num_bytes: int) -> Tensor:
-    """Return (num_bytes,) uint8, not initialised. A chunk goes when all that is in it has gone."""
+    """Return uninitialised (num_bytes,) uint8. A chunk is freed when all memory in it is free."""
     global _rest
     rounded = aligned(num_bytes)
     if rounded > _CHUNK_BYTES // 2:
@@ -33,7 +33,9 @@ def allocate(num_bytes: int) -> Tensor:
 
 
 def allocate_buffers(num_experts: int, num_bytes: int, *, has_huge_pages: bool = True) -> Tensor:
-    """Return zeroed buffers (num_experts, num_bytes) uint8, whose pages come when they are used."""
+    """Return zeroed buffers (num_experts, num_bytes) uint8, whose pages are allocated on first
+    use.
+    """
     size = num_experts * num_bytes
     with torch.inference_mode(False):
         memory = torch.from_numpy(np.zeros(size + SECTION_ALIGNMENT_BYTES, np.uint8))

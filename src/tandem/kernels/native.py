@@ -22,7 +22,7 @@ TOKEN_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class ActivationKind(IntEnum):
-    """The activations that the kernels know; the numbers of csrc/kernels.hpp."""
+    """The activations that the kernels know; numbers are those of csrc/kernels.hpp."""
 
     SWIGLU = 0
     GELU_TANH_GATE = 1
@@ -47,7 +47,7 @@ class NativeActivation:
 
     @property
     def is_gated(self) -> bool:
-        """Tell whether the first projection gives a gate and a value."""
+        """Whether the first projection gives a gate and a value."""
         return self.kind is not ActivationKind.RELU2
 
 
@@ -88,7 +88,7 @@ def compute_experts_with(
     row_token: Tensor,
     out: Tensor,
 ) -> None:
-    """Do the same around an activation in torch, which the kernels need not know.
+    """Compute the same with an activation in torch, which the kernels need not know.
 
     `activate` maps [gate; up] of shape (num_rows, 2 * intermediate size), or (num_rows,
     intermediate size) if not gated, to (num_rows, intermediate size), fp32.
@@ -119,7 +119,7 @@ def _dense(*tensors: Tensor) -> list[Tensor]:
 
 @functools.lru_cache(maxsize=64)
 def native_layout(layout: ExpertLayout) -> _native.ExpertLayout:
-    """Return a layout as the kernels take it."""
+    """Return a layout in the form of the kernels."""
     native = _native.ExpertLayout()
     native.up = _native_projection(
         layout.format, layout.hidden_size, layout.up, layout.up_scales,

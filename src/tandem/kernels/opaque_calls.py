@@ -1,7 +1,7 @@
-"""Calls with a life of their own (experts, attention, packed layers) as one operation each.
+"""Calls that count as one operation each: experts, attention, packed layers.
 
-Code that records or captures a decode step puts an `Interceptor` in their way; other code calls the
-function.
+Code that records or captures a decode step intercepts them with an `Interceptor`; other code calls
+the function.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,27 +34,27 @@ _LISTS = frozenset((tuple, list, dict))
 
 
 class Interceptor(Protocol):
-    """Meets opaque calls while a step runs: a recorder, or what captures a step otherwise."""
+    """Intercepts opaque calls while a step runs, to record or capture it."""
 
     is_capturing: bool
     """Whether the step is noted and not done."""
 
     def call(self, kind: str, function: Callable[..., Any], args: tuple[object, ...]) -> Any:
-        """Return what a call returns, however that comes to be."""
+        """Return the call's result, by whatever way."""
 
 
 ACTIVE: ContextVar[Interceptor | None] = ContextVar("tandem_recorder", default=None)
 
 
 def is_capturing() -> bool:
-    """Tell whether the step that is under way is noted and not done."""
+    """Tell whether the current step is being captured, not executed."""
     interceptor = ACTIVE.get()
     return interceptor is not None and interceptor.is_capturing
 
 
 @contextmanager
 def intercepted(interceptor: Interceptor) -> Iterator[None]:
-    """Let an interceptor meet the opaque calls inside the context."""
+    """Let an interceptor receive the opaque calls inside the context."""
     token = ACTIVE.set(interceptor)
     try:
         yield
@@ -63,16 +63,16 @@ def intercepted(interceptor: Interceptor) -> Iterator[None]:
 
 
 class Meeting:
-    """A mode of torch that meets opaque calls too and sees nothing of their inside; a context.
+    """A torch mode that receives opaque calls too, and does not see inside them; a context.
 
-    Stands before the mode among a class's bases.
+    List it before the mode among a class's bases.
     """
 
     is_capturing = False
     is_paused = False
 
     def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
-        """Call a function, whose inside the mode leaves alone; see `Interceptor`."""
+        """Call a function whose inside the mode does not see; see `Interceptor`."""
         self.is_paused = True
         try:
             return function(*args)
@@ -90,10 +90,10 @@ class Meeting:
 
 
 def mapped(function: Callable[[object], object], arguments: T) -> T:
-    """Return an operation's arguments with a function applied to each, however deep in lists.
+    """Apply a function to each of an operation's arguments, also inside nested lists.
 
-    A step has thousands of operations, and torch's own walk, over trees of any kind, takes much of
-    the time to record one.
+    A step has thousands of operations, and torch's own tree walk would take much of the time to
+    record one.
     """
     given: object = arguments
     found: object
@@ -110,10 +110,10 @@ def mapped(function: Callable[[object], object], arguments: T) -> T:
 
 
 def opaque(kind: str, function: Callable[..., T], *args: object) -> T:
-    """Call a function; while a step is recorded, as one operation of this kind.
+    """Call a function; a recorded step sees it as one operation of this kind.
 
-    Its tensors are among `args`, not in a closure, and it does the same each time. It returns a
-    tensor, a tuple of tensors, or None.
+    Its tensors must be among `args`, not in a closure, and it must do the same each time. It
+    returns a tensor, a tuple of tensors, or None.
     """
     if torch.compiler.is_compiling():  # native calls take addresses, which a graph has not
         result: T = _uncompiled(function, *args)

@@ -1,7 +1,7 @@
-"""Layers that carry a state from token to token, on the CPU: convolutions, recurrences, windows.
+"""Layers with a state from token to token, on the CPU: convolutions, recurrences, windows.
 
-The tokens of several sequences stand one after the other; each sequence has its state in a slot, in
-fp32 (`csrc/recurrent.hpp` and `csrc/compression.hpp` have the equations).
+The tokens of several sequences are concatenated; each sequence has its state in a slot, in fp32
+(`csrc/recurrent.hpp` and `csrc/compression.hpp` have the equations).
 """
 
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ _Native = _native.ShortConvolution | _native.Recurrence
 
 
 class Convolution(NamedTuple):
-    """A causal convolution of each channel by itself, (n_tokens, channels) -> the same shape."""
+    """A depthwise causal convolution, (n_tokens, channels) -> the same shape."""
 
     weight: Tensor
     """(channels, width), the newest input's last"""
@@ -33,7 +33,7 @@ class Convolution(NamedTuple):
 
 
 class RecurrenceForm(NamedTuple):
-    """A linear recurrence, but for its numbers."""
+    """The form of a linear recurrence, without its numbers."""
 
     num_heads: int
     num_key_heads: int
@@ -60,10 +60,12 @@ class Recurrence(NamedTuple):
 
 
 class Compression(NamedTuple):
-    """Of every window of tokens one key; values and gates (n_tokens, series * dim) -> (.., dim).
+    """Makes one key per window of tokens from values and gates: (n_tokens, series * dim) -> (..,
+    dim).
 
-    The token that ends a window has its key: values by their gates' softmax over the window. With
-    two series the first one is of the window before, the second of this one. Others have zeros.
+    The token that ends a window gets its key: the values weighted by the softmax of their gates
+    over the window. With two series the first is of the window before, the second of this one.
+    Other tokens get zeros.
     """
 
     bias: Tensor
@@ -72,7 +74,7 @@ class Compression(NamedTuple):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """What is kept of a slot: tokens, values and gates, their width."""
+        """The shape of a slot's state: tokens, values and gates, their width."""
         ratio, width = self.bias.shape
         return self.num_series * ratio + MOST_DRAFTED, 2, width
 
@@ -81,9 +83,9 @@ StateOperation = Convolution | Recurrence | Compression
 
 
 class StateTokens(NamedTuple):
-    """Which slots a call's tokens are of, and where they stand; (n_tokens,) int64 each.
+    """The slots and positions of a call's tokens, (n_tokens,) int64 each.
 
-    Those of one slot follow each other; at position 0 a slot begins with a state of zeros.
+    Tokens of one slot are consecutive; at position 0 a slot begins with a state of zeros.
     """
 
     slots: Tensor
@@ -94,7 +96,7 @@ class StateTokens(NamedTuple):
 
 
 class LayerState(ABC):
-    """One operation of a layer with the states that it keeps; calls change these."""
+    """One operation of a layer with its states, which calls change."""
 
     states: Tensor
     """(slots, ...) fp32"""
@@ -113,7 +115,7 @@ class LayerState(ABC):
         inputs: Sequence[Tensor],
         output: Tensor,
     ) -> None:
-        """Add a call to a program: tensors like those of `__call__`, and where its output goes."""
+        """Add a call to a program, with tensors as in `__call__`, and the output's memory."""
 
     def __call__(
         self, threads: CpuThreads, tokens: StateTokens, inputs: Sequence[Tensor]
@@ -135,10 +137,10 @@ class LayerState(ABC):
 
 
 class ConvolutionState(LayerState):
-    """A convolution with the inputs before the next one."""
+    """A convolution with the last inputs of each slot."""
 
     def __init__(self, num_slots: int, operation: Convolution) -> None:
-        """Begin with zeros in all slots; raises `ValueError` for a width that no kernel has."""
+        """Start with zeros in all slots; raises `ValueError` for a width without a kernel."""
         weight, bias, has_silu = operation
         channels, width = weight.shape
         if not 2 <= width <= MOST_WIDTH:
@@ -166,7 +168,7 @@ class RecurrenceState(LayerState):
     """A recurrence with its states."""
 
     def __init__(self, num_slots: int, operation: Recurrence) -> None:
-        """Begin with zeros in all slots; raises `ValueError` for keys that no kernel has."""
+        """Start with zeros in all slots; raises `ValueError` for a key size without a kernel."""
         form, factor, skip = operation
         if form.key_dim > _MOST_KEY_DIM:
             raise ValueError(f"keys of {form.key_dim} values; expected at most {_MOST_KEY_DIM}")
@@ -216,13 +218,14 @@ class RecurrenceState(LayerState):
 
 
 class CompressionState(LayerState):
-    """A compression with the tokens of each slot that later keys are made of.
+    """A compression with the tokens of each slot from which later keys are made.
 
-    They lie by their positions, and drafted ones beside them: taking these back changes nothing.
+    They are stored by position, drafted ones beside them, so that taking these back changes
+    nothing.
     """
 
     def __init__(self, num_slots: int, operation: Compression) -> None:
-        """Begin with zeros in all slots."""
+        """Start with zeros in all slots."""
         bias, num_series = operation
         self._output_shape = (bias.shape[1] // num_series,)
         self._bias = bias.detach().float().contiguous()
@@ -245,7 +248,7 @@ class CompressionState(LayerState):
 
 
 def new_layer_state(num_slots: int, operation: StateOperation) -> LayerState:
-    """Return an operation with states of zeros for so many slots."""
+    """Return an operation with zeroed states for `num_slots` slots."""
     if isinstance(operation, Convolution):
         return ConvolutionState(num_slots, operation)
     if isinstance(operation, Compression):

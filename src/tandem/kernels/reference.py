@@ -1,4 +1,4 @@
-"""One expert's arithmetic in plain torch: slow, and the definition of what is right."""
+"""One expert's arithmetic in plain torch: slow, but the definition of right."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The private parts of torch that Tandem calls, each with what it stands in for."""
+"""The private parts of torch that Tandem calls, each with the public call that it replaces."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -17,7 +17,7 @@ TensorKind = TypeVar("TensorKind", bound=Tensor)
 def children_by_name(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return a module's own dictionary of children, for comparing (2.11 to today).
 
-    Stands in for `named_children`, which takes ten times as long, each layer in each step.
+    Replaces `named_children`, which takes ten times as long, for each layer in each step.
     """
     return module._modules
 
@@ -27,7 +27,7 @@ def copy_module(
 ) -> nn.Module:
     """Return a module with the same tensors and hooks, but other children and attributes.
 
-    Stands in for `copy.copy`, whose copies share the dictionary of children (2.11 to today).
+    Replaces `copy.copy`, whose copies share the dictionary of children (2.11 to today).
     """
     copy: nn.Module = object.__new__(type(module))
     vars(copy).update(vars(module))
@@ -41,18 +41,18 @@ def copy_module(
 
 
 def own_forward_hooks(copy: nn.Module) -> None:
-    """Give a copy hooks of its own: those that it gets from now on are not the original's.
+    """Give a copy its own hooks, so that new ones are not added to the original.
 
-    Stands in for copies that do not share the dictionary of hooks (2.11 to today).
+    Needed because copies share the dictionary of hooks (2.11 to today).
     """
     copy._forward_hooks = copy._forward_hooks.copy()
 
 
 def end_allocation_to_pool(device_idx: int, pool: object) -> None:
-    """Let the CUDA allocator leave a graph's pool, if torch can say so (2.11 to today can).
+    """End the CUDA allocator's use of a graph's pool, if torch can (2.11 to today can).
 
-    Stands in for what `CUDAGraph.capture_end` leaves out when it raises; raises `RuntimeError`
-    where the allocator has left the pool or never allocated to it.
+    Does what `CUDAGraph.capture_end` omits when it raises. Raises `RuntimeError` if the allocator
+    has left the pool already, or never used it.
     """
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     if end is not None:
@@ -60,29 +60,30 @@ def end_allocation_to_pool(device_idx: int, pool: object) -> None:
 
 
 def operator_schema(function: object) -> torch._C.FunctionSchema | None:
-    """Return what torch declares of an operator's results; None for other functions.
+    """Return torch's schema of an operator; None for other functions.
 
-    Stands in for a public way to ask whether they alias or change arguments (2.11 to today).
+    Replaces a public way to ask whether results alias or change arguments, which is missing (2.11
+    to today).
     """
     return getattr(function, "_schema", None)
 
 
 def without_overrides() -> AbstractContextManager[None]:
-    """Let no mode or subclass of tensor see what is called (2.11 to today).
+    """Hide calls from modes and tensor subclasses inside (2.11 to today).
 
-    Stands in for a public way to leave a mode's block for a while: each look at a tensor's shape
-    would go through it.
+    Replaces a public way to leave a mode for a while, which is missing: each look at a tensor's
+    shape would go through it.
     """
     return torch._C.DisableTorchFunction()
 
 
 def spin_gpu(cycles: int) -> None:
-    """Keep the current stream busy for so many cycles; stands in for a kernel (2.11 to today)."""
+    """Keep the current stream busy for `cycles` cycles, in place of a kernel (2.11 to today)."""
     torch.cuda._sleep(cycles)
 
 
 def tensor_without_values(
     kind: type[TensorKind], shape: tuple[int, ...], dtype: torch.dtype
 ) -> TensorKind:
-    """Make a tensor of a subclass without memory, which no public call makes (2.11 to today)."""
+    """Create a tensor of a subclass without memory, which no public call does (2.11 to today)."""
     return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype)

@@ -1,4 +1,4 @@
-"""What attention is asked for: a step's new tokens of one layer, with what they see."""
+"""The arguments of attention: a step's new tokens in one layer, and what they see."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from tandem.kernels.attention import AttentionForm, CachedAttention, DistanceBia
 
 
 class NewCompressed(NamedTuple):
-    """The keys that a layer keeps for every so many tokens of a slot, as a step brings them."""
+    """The compressed keys of a layer that a step adds."""
 
     ratio: int
     """Tokens that a key stands for."""
@@ -37,23 +37,23 @@ class AttentionCall(NamedTuple):
 
     @property
     def token_sinks(self) -> Tensor | None:
-        """Sinks that each token has of its own."""
+        """The sinks of each token, if they differ."""
         return self.sinks if self.sinks is not None and self.sinks.dim() == 2 else None
 
     @property
     def head_sinks(self) -> Tensor | None:
-        """Sinks that all tokens have."""
+        """The sinks that all tokens share."""
         return self.sinks if self.sinks is not None and self.sinks.dim() == 1 else None
 
     def part(self, some: slice) -> "AttentionCall":
-        """Return what is of some tokens, where nothing but a selection stands beside."""
+        """Return the call for some tokens only; nothing but a selection may stand beside."""
         query, key, value = (x[:, some] for x in (self.query, self.key, self.value))
         selected = None if self.selected is None else self.selected[some]
         return self._replace(query=query, key=key, value=value, selected=selected)
 
     @property
     def beside(self) -> list[Tensor]:
-        """What stands beside queries, keys and values, in the order that `Beside.of` reads."""
+        """The further tensors of the call, in the order that `Beside.of` reads."""
         compressed = None if self.compressed is None else self.compressed.key
         states = None if self.bias is None else self.bias.states
         given = (compressed, states, self.token_sinks, self.selected)
@@ -61,7 +61,7 @@ class AttentionCall(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """The same for a layer on the CPU that is known."""
+    """The further tensors of a call, for a known layer on the CPU."""
 
     compressed: Tensor | None
     bias_states: Tensor | None
@@ -70,7 +70,7 @@ class Beside(NamedTuple):
 
     @classmethod
     def of(cls, attention: CachedAttention, given: Sequence[Tensor]) -> "Beside":
-        """Tell which tensor is which, as far as a layer has it; a selection may follow."""
+        """Identify the tensors by what the layer has; a selection may follow."""
         rest = iter(given)
         compressed = None if attention.compressed is None else next(rest)
         states = next(rest) if attention.has_bias else None
@@ -78,7 +78,7 @@ class Beside(NamedTuple):
         return cls(compressed, states, sinks, next(rest, None))
 
     def part(self, some: slice) -> "Beside":
-        """Return what is of some tokens."""
+        """Return the tensors of some tokens only."""
         return Beside(
             None if self.compressed is None else self.compressed[:, some],
             None if self.bias_states is None else self.bias_states[:, some],

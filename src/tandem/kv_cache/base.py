@@ -1,7 +1,7 @@
-"""What a model and its attention ask of the KV cache of sequence slots, wherever it lies.
+"""The interface of a KV cache of sequence slots, on any processor, to a model and its attention.
 
-A layer's keys and values are kept when attention is called, not when the model "updates the cache":
-what a model does to them in between (expanding a latent, say) is done once per token.
+A layer's keys and values are stored when attention is called, not when the model "updates the
+cache": work that a model does on them in between (expanding a latent, say) is done once per token.
 """
 
 from abc import ABC, abstractmethod
@@ -23,11 +23,13 @@ from tandem.kv_cache.states import KeptStates, StateHandle, StateKey
 
 
 class NotInSlotsError(Exception):
-    """A model does something around its attention that sequence slots cannot have."""
+    """A model's attention does something that sequence slots do not support."""
 
 
 class SlotCache(ABC):
-    """Lengths of slots, and the order in which a model must ask: keys of a layer, its attention."""
+    """The lengths of slots, and the order of a model's calls: keys of a layer, then its
+    attention.
+    """
 
     keeps_latents = False
     """Whether latent attention keeps its latents here, and not what is made of them."""
@@ -43,7 +45,7 @@ class SlotCache(ABC):
     """The slot of each token of the step that is under way, on the host."""
 
     def __init__(self, num_slots: int) -> None:
-        """Hold slots without tokens."""
+        """Start with empty slots."""
         self.lengths = [0] * num_slots
         self.num_layers = 1
         """Layers that are expected: their memory is asked for together."""
@@ -69,7 +71,7 @@ class SlotCache(ABC):
         self._awaited = self.states_asked_for = self._compressed = None
 
     def commit(self) -> None:
-        """Count the announced tokens as held: the forward is through."""
+        """Count the announced tokens as held, after the forward."""
         if self._awaited is not None:
             raise NotInSlotsError("keys were given, but attention was not asked for")
         for segment in self._segments:
@@ -84,19 +86,20 @@ class SlotCache(ABC):
 
     @abstractmethod
     def attend(self, call: AttentionCall) -> Tensor:
-        """Append the new keys and values of the expected layer; attend: (n_tokens, heads, dim)."""
+        """Append the expected layer's new keys and values, and attend: (n_tokens, heads, dim)."""
 
     def absorbs(self, kept: AttentionForm, expanded: AttentionForm) -> bool:
-        """Tell whether the step's tokens attend to latents as they are kept, or to expanded ones.
+        """Tell whether the step's tokens attend to latents as stored, or to expanded ones.
 
-        `kept` is the form of the one key that all heads have, `expanded` that of a key for each.
+        `kept` is the form of the one key that all heads share, `expanded` that of a key for each
+        head.
         """
         return self.is_decoding
 
     def attend_expanded(self, call: AttentionCall, expansion: Expansion) -> Tensor:
-        """Append new latents as of `attend`; attend to what slots keep of them, expanded.
+        """Append new latents as `attend` does, and attend to the slots' latents, expanded.
 
-        The query is one for expanded keys. Raises `NotInSlotsError` where latents are not kept.
+        The query is for expanded keys. Raises `NotInSlotsError` if latents are not kept.
         """
         raise NotInSlotsError("the model keeps latents in place of keys and values")
 
@@ -104,58 +107,58 @@ class SlotCache(ABC):
     def advance(
         self, key: StateKey, operation: Callable[[], StateOperation], *inputs: Tensor
     ) -> Tensor:
-        """Go on from a layer's states by the step's tokens; return what comes out, by token.
+        """Advance a layer's states by the step's tokens; return the outputs, by token.
 
-        `operation` says what these states are for, when they are first asked for.
+        `operation` describes these states on their first use.
         """
 
     def select(
         self, new: NewIndexKeys, key: Tensor, query: Tensor, weights: Tensor | None
     ) -> Tensor:
-        """Keep the step's new index keys of a layer; return the positions that its tokens see.
+        """Store the step's new index keys of a layer; return the positions that its tokens see.
 
-        As of `IndexStore.select`. Raises `NotInSlotsError` where no index keys are kept.
+        As `IndexStore.select` does. Raises `NotInSlotsError` if no index keys are kept.
         """
         raise NotInSlotsError("the model keeps index keys beside keys and values")
 
     @property
     @abstractmethod
     def token_positions(self) -> Tensor:
-        """The positions (n_tokens,) of the step's tokens in their slots, where the model runs."""
+        """The positions (n_tokens,) of the step's tokens in their slots, on the model's device."""
 
     def expect(self, layer: int) -> None:
-        """Note that a layer has new keys and values: its attention comes next."""
+        """Record that a layer has new keys and values; its attention comes next."""
         if self._awaited is not None:
             raise NotInSlotsError("keys were given twice before attention was asked for")
         self._awaited = layer
 
     def expect_sharing(self, module: object) -> None:
-        """Expect the layer of an attention module that gave no keys: it has those of another one.
+        """Expect the layer of an attention module that shares another layer's keys.
 
-        They are kept for it too, since what a model makes of them differs from layer to layer.
+        They are stored for it too, because what a model makes of them differs by layer.
         """
         if self._awaited is None:
             self._awaited = vars(module).get("layer_idx")
 
     def expect_compressed(self, new: NewCompressed) -> None:
-        """Note what the tokens of the expected layer see beside its own keys."""
+        """Record what the tokens of the expected layer see besides its own keys."""
         self._compressed = new
 
     def expected_compressed(self) -> NewCompressed | None:
-        """Return what was noted for the layer whose attention is asked for now."""
+        """Return what `expect_compressed` recorded for the current layer."""
         compressed, self._compressed = self._compressed, None
         return compressed
 
     @property
     def expected_window(self) -> int:
-        """The window of the layer whose attention is expected, as its cache has it; 0: all."""
+        """The window of the layer whose attention is expected, from its cache; 0: all."""
         if self._awaited is None:
             return 0
         return {**self.prompt_windows, **self.windows_by_layer}.get(self._awaited, 0)
 
     @property
     def expects_prompt(self) -> bool:
-        """Whether tokens see all of a prompt in the layer whose attention is expected."""
+        """Whether tokens see the whole prompt in the layer whose attention is expected."""
         return self._awaited in self.prompt_windows
 
     @property
@@ -181,7 +184,7 @@ class SlotCache(ABC):
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Let a slot hold the first tokens of another one, in place of what it held."""
+        """Let a slot hold the first tokens of another one, in place of its own."""
         assert length == self.reachable(source, length)
         self._copy_layers(source, target, length)
         self.index_keys.copy_prefix(source, target, length)
@@ -194,28 +197,28 @@ class SlotCache(ABC):
         """Copy the first positions of a slot to another one, in all layers."""
 
     def usable(self, slot: int, length: int) -> int:
-        """Return with how many of the first `length` tokens that it holds a prompt can go on.
+        """Return how many of the slot's first `length` tokens a prompt can continue from.
 
-        As many as are `reachable`; of those that were decoded, if windows keep prompts, as many as
-        have seen all before them, as a prompt's do.
+        Those that are `reachable`. If windows keep prompts, decoded tokens count only while they
+        have seen everything before them, as a prompt's do.
         """
         return self.reachable(slot, min(length, self.seen_whole(slot)))
 
     def seen_whole(self, slot: int) -> int:
-        """Return how many of a slot's first tokens are as if a prompt had brought them."""
+        """Return how many of a slot's first tokens are as if computed in a prompt."""
         windows = self.prompt_windows.values()
         return min([self.lengths[slot], *(self.prompt_lengths[slot] + w for w in windows)])
 
     def reachable(self, slot: int, length: int) -> int:
-        """Return with how many of the first `length` tokens that it holds a slot can go on.
+        """Return how many of the slot's first `length` tokens it can continue from.
 
-        All; where layers keep states, as many as the longest checkpoint has.
+        All of them, or with states those of the longest checkpoint.
         """
         assert length <= self.lengths[slot]
         return self.states.usable(slot, length, self.lengths[slot])
 
     def truncate(self, slot: int, length: int) -> None:
-        """Forget a slot's tokens from `length` on, which is `reachable`."""
+        """Forget a slot's tokens from `length` on; `length` must be `reachable`."""
         assert length == self.reachable(slot, length)
         self.states.go_back(slot, slot, length, self.lengths[slot] - length)
         self._forget(slot, length)
@@ -238,7 +241,7 @@ _CURRENT: ContextVar[SlotCache | None] = ContextVar("tandem_kv_cache", default=N
 
 
 def current_cache() -> SlotCache | None:
-    """Return the cache of the step that is under way in this thread."""
+    """Return the cache of the step that runs in this thread."""
     return _CURRENT.get()
 
 

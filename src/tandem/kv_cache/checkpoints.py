@@ -1,7 +1,8 @@
-"""Checkpoints of a slot's states: where a prompt leaves them, and which are dropped first.
+"""Checkpoints of a slot's states: at which lengths a prompt leaves them, and which are dropped
+first.
 
-A state cannot be rolled back, so copies of it are kept at some lengths, within a budget of bytes.
-Edits are likelier near a conversation's end: checkpoints lie dense there and sparse far back.
+A state cannot be rolled back, so copies are kept at some lengths, within a budget of bytes. Edits
+are likelier near a conversation's end: checkpoints are dense there and sparse far back.
 """
 
 import math
@@ -18,7 +19,7 @@ _LEAST_APART = 64
 
 
 class Checkpoint(NamedTuple):
-    """A slot's states after so many tokens, layer by layer."""
+    """A slot's states after some number of tokens, layer by layer."""
 
     length: int
     states: list[Tensor]
@@ -32,10 +33,10 @@ class Checkpoint(NamedTuple):
 
 
 def cut_lengths(first: int, end: int, newest: int, every: int = 0) -> list[int]:
-    """Return the lengths at which a prompt part of the tokens `first` to `end` is cut, ascending.
+    """Return the lengths at which a prefill chunk of the tokens `first` to `end` is cut, ascending.
 
-    `newest` is the length of the last checkpoint before it. All multiples of `every` are among
-    them, if it is not 0.
+    `newest` is the length of the last checkpoint before it. They include all multiples of `every`,
+    if it is not 0.
     """
     lengths: list[int] = []
     bound = math.inf
@@ -50,7 +51,7 @@ def cut_lengths(first: int, end: int, newest: int, every: int = 0) -> list[int]:
 
 
 def most_checkpoints(num_tokens: int, part_tokens: int) -> int:
-    """Return how many checkpoints a prompt of so many tokens leaves, if memory holds them all."""
+    """Return how many checkpoints a prompt of `num_tokens` leaves, if memory holds them all."""
     count = newest = 0
     for first in range(0, num_tokens, part_tokens):
         lengths = cut_lengths(first, min(first + part_tokens, num_tokens), newest)
@@ -69,37 +70,37 @@ class KeptCheckpoints:
     """The checkpoints of each slot, in ascending order; slots may share some."""
 
     def __init__(self, num_slots: int) -> None:
-        """Keep none yet, for so many slots."""
+        """Start without checkpoints, for `num_slots` slots."""
         self._slots: list[list[Checkpoint]] = [[] for _ in range(num_slots)]
         self._serial = 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all, each counted once."""
+        """Bytes of all checkpoints; shared ones count once."""
         kept = {one.serial: one for slot in self._slots for one in slot}
         return sum(one.num_bytes for one in kept.values())
 
     def newest(self, slot: int) -> int:
-        """Return the length of a slot's last one; 0: it has none."""
+        """Return the length of a slot's last checkpoint; 0: it has none."""
         return self._slots[slot][-1].length if self._slots[slot] else 0
 
     def longest(self, slot: int, length: int) -> Checkpoint | None:
-        """Return the last one of a slot that is no longer than `length`, if there is one."""
+        """Return a slot's longest checkpoint of at most `length` tokens; None: it has none."""
         kept = [one for one in self._slots[slot] if one.length <= length]
         return kept[-1] if kept else None
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Let a slot have those of another one, or of itself, that are no longer than `length`."""
+        """Give a slot the checkpoints of another one (or its own) of at most `length` tokens."""
         self._slots[target] = [one for one in self._slots[source] if one.length <= length]
 
     def add(self, slot: int, length: int, states: list[Tensor]) -> None:
-        """Keep the states of a slot at a length beyond its last one's."""
+        """Keep the states of a slot at a length beyond its last checkpoint."""
         assert length > self.newest(slot)
         self._serial += 1
         self._slots[slot].append(Checkpoint(length, states, self._serial))
 
     def thin(self, budget: int) -> None:
-        """Drop those that will be missed least until the rest takes no more than `budget` bytes."""
+        """Drop the least useful checkpoints until the rest takes at most `budget` bytes."""
         while self.num_bytes > budget:
             self._drop_one()
 

@@ -1,6 +1,6 @@
-"""Attention in chunks (Llama 4): a token sees what is before it in its own chunk of positions.
+"""Chunked attention (Llama 4): a token sees what is before it in its own chunk of positions.
 
-Transformers' caches keep such layers like those with a window, and a mask alone tells them apart.
+Transformers' caches treat such layers like those with a window; only a mask tells them apart.
 """
 
 from typing import NamedTuple
@@ -12,13 +12,13 @@ CHUNKED = "chunked_attention"
 
 
 class SeesOwnChunk(NamedTuple):
-    """Stands for a mask where every token sees what is before it in its chunk."""
+    """Stands for a mask where every token sees the earlier tokens of its chunk."""
 
     size: int
     """Positions of one."""
 
 
 def chunked_layers(config: PreTrainedConfig) -> set[int]:
-    """Return the numbers of the layers that attend in chunks."""
+    """Return the numbers of the layers with chunked attention."""
     kinds = value_of(config, "layer_types") or []
     return {number for number, kind in enumerate(kinds) if kind == CHUNKED}

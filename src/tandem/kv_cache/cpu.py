@@ -1,4 +1,4 @@
-"""The KV cache of sequence slots on the CPU: a step costs what each slot has filled.
+"""The KV cache of sequence slots on the CPU; the cost of a step depends on the slots' lengths.
 
 Tokens of several slots go through the model as one sequence; only attention tells them apart. So a
 batch needs no padding, and slots may be at any position. Layers with a sliding window keep their
@@ -34,7 +34,7 @@ _GROWTH = 32
 
 
 class KvCache(SlotCache):
-    """Keys and values of all layers for a fixed number of slots, grown as they get longer."""
+    """Keys and values of all layers for a fixed number of slots, which grow."""
 
     keeps_latents = True
     states: CpuStates
@@ -43,9 +43,9 @@ class KvCache(SlotCache):
     def __init__(
         self, threads: CpuThreads, num_slots: int, capacity: int, *, kv_dtype: str = "auto"
     ) -> None:
-        """Hold `num_slots` slots, with room for `capacity` tokens each before growing.
+        """Hold `num_slots` slots, with room for `capacity` tokens each before they grow.
 
-        `kv_dtype` is "fp32", "bf16" or "int8"; "auto" keeps what the model computes in.
+        `kv_dtype` is "fp32", "bf16" or "int8"; "auto" is the model's dtype.
         """
         super().__init__(num_slots)
         self.threads = threads
@@ -70,7 +70,7 @@ class KvCache(SlotCache):
 
     @property
     def filled_bytes(self) -> int:
-        """Bytes of the tokens that a step reads: of all that are held, within a layer's window."""
+        """Bytes that a step reads: of all held tokens, within each layer's window."""
         return sum(
             layer.bytes_of(layer.form.most_seen(length))
             for layer in self._layers.values()
@@ -83,22 +83,22 @@ class KvCache(SlotCache):
         return self.index_keys.read_bytes(length) + compressed
 
     def can_move(self, num_tokens: int) -> bool:
-        """Tell whether what is kept of so many tokens is whole blocks, as far as the model was run.
+        """Tell whether `num_tokens` tokens fill whole blocks in every layer used so far.
 
-        States do not count: they are not of tokens.
+        States do not count, as they do not belong to tokens.
         """
         blocks = self.index_keys.blocks | self.compressed.ratios
         return bool(self._layers) and all(num_tokens % n == 0 for n in blocks)
 
     def layers_of(self, slot: int) -> list[tuple[CachedAttention, int]]:
-        """Return the layers in their order, each with the first position that a slot keeps."""
+        """Return the layers in order, each with the first position that a slot keeps."""
         layers = [self._layers[number] for number in sorted(self._layers)]
         windows = [layer.form.kept_window for layer in layers]
         firsts = [self._rings.first(slot, window) if window else 0 for window in windows]
         return list(zip(layers, firsts, strict=True))
 
     def begin(self, segments: Sequence[Segment]) -> None:
-        """Announce the tokens of the next forward, which follow what their slots hold."""
+        """Announce the next forward's tokens, which follow what their slots hold."""
         self._announce(segments, is_decoding=False)
         self.slots = torch.tensor(
             [s.slot for s in segments for _ in range(s.num_tokens)], device="cpu"
@@ -113,11 +113,11 @@ class KvCache(SlotCache):
         self.states.begin(segments)
 
     def begin_decode(self, counts: Mapping[int, int], slots: Tensor, positions: Tensor) -> None:
-        """Announce the next tokens of some slots, by slot how many.
+        """Announce the next tokens of some slots; `counts` has their number by slot.
 
-        The tensors (n_tokens,) int64 of each token's slot and position are filled here. A recorded
-        step refers to them, so the caller keeps them, one pair per n. All but the first token of
-        a slot may be taken back by `truncate`.
+        Fills the tensors (n_tokens,) int64 with each token's slot and position. A recorded step
+        refers to them, so the caller keeps one pair per n. All but the first token of a slot may be
+        taken back by `truncate`.
         """
         segments = [Segment(slot, self.lengths[slot], n) for slot, n in counts.items()]
         self._announce(segments, is_decoding=True)
@@ -149,10 +149,10 @@ class KvCache(SlotCache):
         self._rings.follow(source, target)
 
     def reachable(self, slot: int, length: int) -> int:
-        """Return with how many of its first `length` tokens a slot can go on.
+        """Return how many of its first `length` tokens a slot can continue from.
 
-        None where layers with a window no longer have what the next token sees; where layers keep
-        states, as many as the longest checkpoint has.
+        None if layers with a window no longer have what the next token sees; with states, those of
+        the longest checkpoint.
         """
         length = super().reachable(slot, length)
         return length if self._rings.reaches(slot, length) else 0
@@ -160,7 +160,7 @@ class KvCache(SlotCache):
     def cut(self, slot: int, length: int) -> bool:
         """Forget a slot's tokens from `length` on, so that others can be put in.
 
-        States are lost by that, until some are put in. False, and nothing is forgotten, if layers
+        This loses the states until some are put in. Returns False, and forgets nothing, if layers
         with a window no longer have what the next token sees.
         """
         if not self._rings.reaches(slot, length):
@@ -186,23 +186,23 @@ class KvCache(SlotCache):
     def advance(
         self, key: StateKey, operation: Callable[[], StateOperation], *inputs: Tensor
     ) -> Tensor:
-        """Go on from a layer's states by the step's tokens; see `SlotCache.advance`."""
+        """Advance a layer's states by the step's tokens; see `SlotCache.advance`."""
         state = self.states.layer(key, operation)
         return opaque(STATES, _advance, self, state, *inputs)
 
     def select(
         self, new: NewIndexKeys, key: Tensor, query: Tensor, weights: Tensor | None
     ) -> Tensor:
-        """Keep the step's new index keys of a layer; return the positions that its tokens see.
+        """Store the step's new index keys of a layer; return the positions that its tokens see.
 
-        As of `IndexStore.select`, in the order of `begin`.
+        As `IndexStore.select` does, in the order of `begin`.
         """
         return opaque(SELECTION, KvCache.select_of_layer, self, new, key, query, weights)
 
     def select_of_layer(
         self, new: NewIndexKeys, key: Tensor, query: Tensor, weights: Tensor | None
     ) -> Tensor:
-        """The same for a layer that is known."""
+        """Do the same for a known layer."""
         tokens = (self.slots, self.positions, self._segments)
         kept = self.index_keys.append(new, *tokens, key)
         return self.index_keys.select(kept, self._segments, new.selection, query, weights)
@@ -213,7 +213,7 @@ class KvCache(SlotCache):
         return self.positions
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Append the new keys and values of the expected layer; attend: (n_tokens, heads, dim)."""
+        """Append the expected layer's new keys and values, and attend: (n_tokens, heads, dim)."""
         attention = self._layer_for(call)
         if call.selected is not None and call.form.window and call.compressed is None:
             raise NotInSlotsError("positions are selected within a window")
@@ -228,7 +228,7 @@ class KvCache(SlotCache):
         value: Tensor,
         *more: Tensor,
     ) -> Tensor:
-        """The same for a layer that is known; `more` are those of `AttentionCall.beside`."""
+        """Do the same for a known layer; `more` are the tensors of `AttentionCall.beside`."""
         given, form = Beside.of(attention, more), attention.form
         out = query.new_empty((query.shape[1], form.num_heads, form.value_dim))
         for _, some in pieces_of_step(self._segments, form.kept_window):
@@ -240,7 +240,7 @@ class KvCache(SlotCache):
         return out
 
     def attend_expanded(self, call: AttentionCall, expansion: Expansion) -> Tensor:
-        """Append new latents as of `attend`; attend to what slots keep of them, expanded."""
+        """Append new latents as `attend` does, and attend to the slots' latents, expanded."""
         attention, form = self._layer_for(call), expansion.form
         out = call.query.new_empty((call.query.shape[1], form.num_heads, form.value_dim))
         for segments, some in pieces_of_step(self._segments, attention.form.kept_window):

@@ -1,4 +1,4 @@
-"""States on the CPU: of drafted tokens, which may be taken back, and those that move to files."""
+"""States on the CPU, including those of drafted tokens, and moving them to files."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,10 +12,10 @@ from tandem.kv_cache.states import KeptStates, StateKey
 
 
 class CpuStates(KeptStates[LayerState]):
-    """States that the native kernels advance."""
+    """States that native kernels advance."""
 
     def __init__(self, num_slots: int) -> None:
-        """Hold states of so many slots; layers come as the model asks for them."""
+        """Hold states for `num_slots` slots; layers are added when the model uses them."""
         super().__init__(num_slots)
         self._lost: set[int] = set()  # slots whose tokens were put in, and their states not yet
         self._kept: list[Any] = []  # what each layer's `kept` shares with numpy
@@ -24,7 +24,7 @@ class CpuStates(KeptStates[LayerState]):
         return layer.states, layer.kept, layer.log
 
     def layer(self, key: StateKey, operation: Callable[[], StateOperation]) -> LayerState:
-        """Return a state's operation, which is made for all slots on first use."""
+        """Return a state's operation, which is created for all slots on first use."""
         if key not in self._layers:
             self._layers[key] = new_layer_state(self._num_slots, operation())
             self._kept.append(self._layers[key].kept.numpy())
@@ -33,7 +33,7 @@ class CpuStates(KeptStates[LayerState]):
     def advance(
         self, threads: CpuThreads, layer: LayerState, tokens: StateTokens, inputs: Sequence[Tensor]
     ) -> Tensor:
-        """Do a layer's operation for the tokens that are announced."""
+        """Run a layer's operation for the announced tokens."""
         if not self._cuts:
             return layer(threads, tokens, inputs)
 
@@ -44,7 +44,7 @@ class CpuStates(KeptStates[LayerState]):
         return self._with_cuts(layer, len(tokens.slots), compute)
 
     def can_take_back(self, slot: int, num_tokens: int) -> bool:
-        """Whether a slot's last tokens, if any, were drafted in its last step."""
+        """Whether a slot's last `num_tokens` tokens were drafted in its last step."""
         return super().can_take_back(slot, num_tokens) and slot not in self._lost
 
     def _keep_drafted(self, slot: int, num_tokens: int) -> None:
@@ -63,18 +63,18 @@ class CpuStates(KeptStates[LayerState]):
     # ---- moving ----------------------------------------------------------------------------------
 
     def keep_every(self, num_tokens: int) -> None:
-        """Leave a checkpoint at every multiple of so many tokens of prompts, too."""
+        """Also leave a checkpoint at every multiple of `num_tokens` tokens of prompts."""
         self._every = num_tokens
 
     def lose(self, slot: int, length: int) -> None:
-        """Let a slot go on from so many tokens without their states, which are put in later."""
+        """Let a slot continue at `length` without its states, which are put in later."""
         self._checkpoints.copy(slot, slot, length)
         self._keep_drafted(slot, 0)
         self._lost.add(slot)
 
     @torch.inference_mode()
     def take_out(self, slot: int, length: int) -> memoryview | None:
-        """Return a copy of a slot's states after so many tokens; None: there is no checkpoint."""
+        """Return a copy of a slot's states at `length`; None: there is no checkpoint."""
         kept = self._checkpoints.longest(slot, length)
         if kept is None or kept.length != length:
             return None
@@ -83,7 +83,7 @@ class CpuStates(KeptStates[LayerState]):
 
     @torch.inference_mode()
     def put_in(self, slot: int, length: int, data: memoryview) -> None:
-        """Let a slot stand where `take_out` has stood; a checkpoint there is kept, too."""
+        """Set a slot to the states that `take_out` returned; its checkpoint there is kept too."""
         own = [layer.states[slot] for layer in self._layers.values()]
         pieces = pieces_of(data, [state.nbytes for state in own])
         states = []
@@ -96,7 +96,9 @@ class CpuStates(KeptStates[LayerState]):
 
 
 def pieces_of(data: memoryview, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """Cut bytes that came from a file or another slot; raises `ValueError` if not all fit."""
+    """Split bytes from a file or another slot into tensors; raises `ValueError` if sizes do not
+    match.
+    """
     if len(data) != sum(sizes):
         raise ValueError(f"{len(data)} bytes of keys, values or states, expected {sum(sizes)}")
     pieces: Sequence[Tensor] = torch.frombuffer(data, dtype=torch.uint8).split(list(sizes))

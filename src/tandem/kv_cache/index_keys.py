@@ -1,9 +1,9 @@
-"""Index keys: what layers with an indexer keep of each token beside its keys and values.
+"""Index keys: what layers with an indexer keep of each token besides keys and values.
 
 An indexer (DeepSeek-V3.2's and its like) scores every position of a token's slot, and attention
-sees the best ones alone. While a slot holds no more than so many, it sees all, and nothing is
-scored. Some indexers score whole blocks of positions, by keys that are pooled from their tokens',
-or for each KV head by the best of their keys.
+sees only the best ones. While a slot holds no more than the limit, it sees all and nothing is
+scored. Some indexers score whole blocks of positions, by keys pooled from their tokens, or for each
+KV head by the best of their keys.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,9 @@ Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 class Selection(NamedTuple):
-    """Which positions are selected: of the greatest sum of weight * relu(scale * query . key)."""
+    """Which positions are selected: those of the greatest sum of weight * relu(scale * query .
+    key).
+    """
 
     scale: float
     most: int
@@ -45,38 +47,38 @@ class Selection(NamedTuple):
 
     @classmethod
     def of_heads(cls, scale: float, most_blocks: int, block: int, num_local: int) -> "Selection":
-        """Select so many blocks for each head, the last `num_local` among them."""
+        """Select `most_blocks` blocks for each head, including the last `num_local`."""
         most = most_blocks * block
         return cls(scale, most, block, by_head=True, num_local=min(num_local, most_blocks))
 
     @classmethod
     def of_blocks(cls, scale: float, most_blocks: int, block: int) -> "Selection":
-        """Select so many blocks, and the tail."""
+        """Select `most_blocks` blocks, and the tokens after the last whole block."""
         return cls(scale, (most_blocks + 1) * block - 1, block)
 
     @classmethod
     def of_keys(cls, scale: float, most_keys: int, block: int) -> "Selection":
-        """Select so many keys, which blocks have."""
+        """Select `most_keys` keys, one per block."""
         return cls.of_blocks(scale, most_keys, block)._replace(are_keys=True)
 
     @property
     def most_blocks(self) -> int:
-        """Blocks that are selected at most."""
+        """The most blocks that are selected."""
         return self.most // self.block if self.by_head else (self.most + 1) // self.block - 1
 
     @property
     def width(self) -> int:
-        """How many numbers say what a token, or a head of it, sees."""
+        """How many numbers encode what a token, or one of its heads, sees."""
         return self.most_blocks if self.are_keys or self.by_head else self.most
 
     @property
     def scored_block(self) -> int:
-        """Tokens that have a score together before any are joined."""
+        """How many tokens share a score, before blocks are joined."""
         return 1 if self.by_head else self.block
 
     @property
     def key_block(self) -> int:
-        """Tokens that have a key together, where keys are not pooled."""
+        """How many tokens share a key, if keys are not pooled."""
         return self.block if self.are_keys else 1
 
 
@@ -85,7 +87,7 @@ Pool = Callable[[Tensor], Tensor]
 
 
 class NewIndexKeys(NamedTuple):
-    """Where a step's index keys go, and what is selected by them."""
+    """Where a step's index keys are stored, and what they select."""
 
     layer: int
     selection: Selection
@@ -97,7 +99,7 @@ class KeptIndexKeys:
     """The index keys of a model's layers by slot; scores are in fp32."""
 
     def __init__(self, num_slots: int, zeros: Zeros) -> None:
-        """Hold nothing for so many slots, in memory that `zeros` takes."""
+        """Start empty, for `num_slots` slots, in memory from `zeros`."""
         self._num_slots, self._zeros, self._capacity = num_slots, zeros, 0
         self._layers: dict[tuple[int, int], Tensor] = {}
         """(slots, capacity / block, dim), by a layer's number and the block that a key is of"""
@@ -116,13 +118,13 @@ class KeptIndexKeys:
             new[:, :count] = keys[:, :count]
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Let a slot begin with the first `length` tokens of another one."""
+        """Copy the first `length` tokens of one slot to another."""
         for (_, block), keys in self._layers.items():
             count = -(-length // block)
             keys[target, :count] = keys[source, :count]
 
     def pretend(self, length: int) -> None:
-        """Let every slot hold `length` invented tokens."""
+        """Fill every slot with `length` made-up tokens."""
         for (_, block), keys in self._layers.items():
             keys[:, : -(-length // block)].normal_()
 
@@ -138,37 +140,37 @@ class KeptIndexKeys:
 
 
 class IndexStore(KeptIndexKeys):
-    """Index keys on the CPU, in the dtype that they come in."""
+    """Index keys on the CPU, in their own dtype."""
 
     def __init__(self, num_slots: int) -> None:
-        """Hold nothing for so many slots; layers come as the model asks for them."""
+        """Start empty, for `num_slots` slots; layers are added when the model uses them."""
         super().__init__(num_slots, _zeros)
         self._native: dict[tuple[int, int], _native.IndexLayer] = {}
         """By a layer's number and the block that a key is of: keys as native steps find them."""
         self._most = 0
 
     def bytes_of(self, num_tokens: int) -> int:
-        """Return the bytes of so many tokens of one slot, in all layers."""
+        """Return the bytes of `num_tokens` tokens in one slot, in all layers."""
         kept = self._layers.items()
         return sum(keys[0, :1].nbytes * -(-num_tokens // block) for (_, block), keys in kept)
 
     @property
     def blocks(self) -> set[int]:
-        """How many tokens a key is of, in any layer."""
+        """How many tokens a key stands for, for every layer."""
         return {block for _, block in self._layers}
 
     def memory(self, slot: int, first: int, num_tokens: int) -> Iterator[Tensor]:
-        """Yield the memory of some tokens, which fill whole blocks: (blocks, bytes) uint8."""
+        """Yield the memory of some tokens, which must fill whole blocks: (blocks, bytes) uint8."""
         for (_, block), keys in sorted(self._layers.items()):
             yield keys[slot, first // block : (first + num_tokens) // block].view(torch.uint8)
 
     def read_tokens(self, layer: int, length: int) -> int:
-        """Return how many of a slot's tokens a layer reads keys of: all, or what is selected."""
+        """Return how many of a slot's tokens a layer reads keys of: all, or the selected ones."""
         is_indexed = any(layer == number for number, _ in self._layers)
         return min(length, self._most) if is_indexed else length
 
     def read_bytes(self, length: int) -> int:
-        """Return the bytes that a token reads at most in a slot of so many tokens."""
+        """Return the most bytes that a token reads in a slot of `length` tokens."""
         return self.bytes_of(length) if length > self._most else 0
 
     def reserve(self, capacity: int, used: int) -> None:
@@ -178,7 +180,7 @@ class IndexStore(KeptIndexKeys):
             self.native(number, block)
 
     def native(self, layer: int, block: int = 1) -> _native.IndexLayer:
-        """Return a layer whose keys were given, as native steps take it: also when it has grown."""
+        """Return a layer in the form of native steps; it stays valid when the layer grows."""
         native = self._native.setdefault((layer, block), _native.IndexLayer())
         native.set_keys(self._layers[layer, block], block)
         return native
@@ -191,7 +193,9 @@ class IndexStore(KeptIndexKeys):
         segments: Sequence[Segment],
         keys: Tensor,
     ) -> Tensor:
-        """Keep (n_tokens, any) of a layer; return what its blocks are scored by, of all slots."""
+        """Store keys (n_tokens, any) of a layer; return the keys by which blocks are scored, of all
+        slots.
+        """
         block = new.selection.key_block
         tokens = self._kept(new.layer, block, keys.shape[1], _dtype_of(keys))
         ends = (positions + 1) % block == 0
@@ -219,9 +223,8 @@ class IndexStore(KeptIndexKeys):
     ) -> Tensor:
         """Return the positions that tokens see: (n_tokens, most) int32; -1 first: all. Or keys.
 
-        Of each head the numbers of blocks, (n_tokens, heads, most), where it selects for itself.
-        `query` is (n_tokens, heads, dim) and `weights` (n_tokens, heads), in the order of
-        `segments`.
+        If each head selects for itself, the numbers of blocks (n_tokens, heads, most). `query` is
+        (n_tokens, heads, dim) and `weights` (n_tokens, heads), in the order of `segments`.
         """
         self._most = most = selection.most
         heads = (query.shape[1],) if selection.by_head else ()
@@ -261,7 +264,9 @@ def _cut(tokens: range, count: int) -> Iterator[slice]:
 
 
 def scores_of(keys: Tensor, scale: float, query: Tensor, weights: Tensor | None) -> Tensor:
-    """Score (n_blocks, dim), or (n_tokens, n_blocks, dim), for tokens: (n_tokens, n_blocks)."""
+    """Score (n_blocks, dim) or (n_tokens, n_blocks, dim) for tokens; returns (n_tokens,
+    n_blocks).
+    """
     by_head = torch.relu(torch.matmul(query.float(), keys.transpose(-1, -2)) * scale)
     if weights is None:
         return by_head.sum(dim=1)
@@ -271,8 +276,8 @@ def scores_of(keys: Tensor, scale: float, query: Tensor, weights: Tensor | None)
 def scores_by_head(keys: Tensor, selection: Selection, query: Tensor, own: Tensor) -> Tensor:
     """Score blocks for each head by the best key before a token: (n_tokens, heads, n_blocks).
 
-    Of keys (n_positions, dim), or (n_tokens, n_positions, dim), for tokens at their `own`
-    positions; what is always selected has an infinite score.
+    Keys are (n_positions, dim) or (n_tokens, n_positions, dim), for tokens at their `own`
+    positions; blocks that are always selected have an infinite score.
     """
     block, count = selection.block, keys.shape[-2]
     scores = torch.matmul(query.float(), keys.transpose(-1, -2)) * selection.scale
@@ -287,7 +292,7 @@ def scores_by_head(keys: Tensor, selection: Selection, query: Tensor, own: Tenso
 
 
 def greatest_by_head(scores: Tensor, selection: Selection, own: Tensor) -> Tensor:
-    """Tell which blocks are selected by scores (n_tokens, heads, n_blocks) of each head."""
+    """Tell which blocks each head selects by scores (n_tokens, heads, n_blocks)."""
     counts = (own // selection.block + 1).repeat_interleave(scores.shape[1])
     most = min(selection.most_blocks, scores.shape[2])
     return greatest(scores.flatten(0, 1), counts, most).view_as(scores)
@@ -313,11 +318,11 @@ def _positions(scores: Tensor, selection: Selection, own: Tensor) -> Tensor:
 
 
 def greatest(scores: Tensor, counts: Tensor, most: int) -> Tensor:
-    """Tell which are the greatest `most` of the first `counts` (n,) of scores (n, blocks).
+    """Tell which are the `most` greatest of the first `counts` (n,) of scores (n, blocks).
 
-    Of equal ones the first: what `topk` does with them depends on the places that are hidden, so on
-    how prompts are cut into steps. What is no number is among the greatest: attention sees it too,
-    and the logits tell.
+    Among equal ones the first, as `topk`'s choice would depend on hidden places, and so on how
+    prompts are cut into steps. NaN counts as greatest: attention then sees it, and the logits show
+    it.
     """
     later = torch.arange(scores.shape[1], device=scores.device) >= counts[:, None]
     scores = scores.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))

@@ -1,9 +1,9 @@
-"""Stand-ins for what an indexer's code computes with its keys: they note it, and attention asks.
+"""Stand-ins for an indexer's keys: they record what its code computes, and attention selects.
 
 The code of DeepSeek-V3.2's indexer and its like takes the index keys of all tokens from its cache,
 scores them, adds a mask, and returns the positions of the best. In sequence slots each token has
-keys of its own, so what comes from the cache stands for them: it takes part in exactly these
-operations, and selects at the end (`tandem.kv_cache.index_keys`). Any other use is refused.
+its own keys, so the cache returns a stand-in for them. It supports exactly these operations, and
+selects at the end (`tandem.kv_cache.index_keys`). Any other use is refused.
 """
 
 import sys
@@ -26,7 +26,7 @@ Select = Callable[[Selection, Tensor, Tensor, Tensor], Tensor]
 
 
 class UnknownIndexerError(TypeError):
-    """An indexer does something else with its keys than Tandem knows."""
+    """An indexer does something with its keys that Tandem does not know."""
 
 
 class SelectedPositions(NamedTuple):
@@ -39,7 +39,7 @@ class SelectedPositions(NamedTuple):
 
 
 class SeesAllBefore:
-    """Stands for a mask where every token sees what is before it in its slot."""
+    """Stands for a mask where every token sees all earlier tokens of its slot."""
 
     dtype = torch.bool
 
@@ -52,7 +52,7 @@ class SeesAllBefore:
         return self
 
     def is_floating_point(self) -> bool:
-        """Return False: it is a mask of truth values."""
+        """Return False, because it is a boolean mask."""
         return False
 
     def __and__(self, selected: SelectedPositions) -> SelectedPositions:
@@ -63,9 +63,10 @@ class SeesAllBefore:
 def masks_by_layer_type(
     model: PreTrainedModel, layers: Iterable[object]
 ) -> dict[str, SeesAllBefore | SeesOwnChunk | None]:
-    """Return the masks for one forward of a model whose code asks for them; else nothing.
+    """Return the masks for one forward of a model whose code asks for them; else an empty dict.
 
-    That is one with indexers, which adds them to scores, or chunks. `layers` are of its cache.
+    These are models with indexers, which add masks to scores, or with chunks. `layers` are of its
+    cache.
     """
     config = model.config.get_text_config(decoder=True)
     kinds = value_of(config, "layer_types") or []
@@ -80,7 +81,7 @@ def masks_by_layer_type(
 
 @dataclass(frozen=True, slots=True)
 class IndexScores:
-    """What has been done so far with the index keys of each token's slot."""
+    """Records what an indexer's code does with the index keys of each token's slot."""
 
     select: Select
     key: Tensor
@@ -125,15 +126,17 @@ class IndexScores:
         return replace(self, scale=self.scale * factor)
 
     def transpose(self, first: int, second: int) -> "IndexScores":
-        """Return the keys as they are multiplied: (b, dim, n_positions)."""
+        """Return the keys transposed for the product: (b, dim, n_positions)."""
         return self._shaped({first, second} == {-1, -2} and self.query is None)
 
     def unsqueeze(self, dim: int) -> "IndexScores":
-        """Return the keys as all heads meet them: (b, 1, dim, n_positions)."""
+        """Return the keys with a dimension for heads: (b, 1, dim, n_positions)."""
         return self._shaped(dim == 1 and self.query is None)
 
     def squeeze(self, dim: int) -> "IndexScores":
-        """Return the weighted scores without a dimension for heads: (b, n_tokens, n_positions)."""
+        """Return the weighted scores without the dimension for heads: (b, n_tokens,
+        n_positions).
+        """
         return self._shaped(dim == -2 and self.weights is not None)
 
     def _shaped(self, is_known: bool) -> "IndexScores":
@@ -142,14 +145,16 @@ class IndexScores:
         return self
 
     def masked_fill(self, mask: object, value: float) -> "IndexScores":
-        """Hide what tokens do not see."""
+        """Hide positions that tokens do not see."""
         if not isinstance(mask, SeesAllBefore) or value > -1e30:
             raise UnknownIndexerError("an indexer has a mask of its own")
         return replace(self, is_masked=True)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Positions, last: more than an indexer selects, so that it asks for as many as it may."""
+        """The shape; its last dimension exceeds any indexer's limit, so that the indexer asks for
+        that many.
+        """
         return (sys.maxsize,)
 
     def topk(self, most: int, dim: int = -1) -> "Selected":
@@ -165,7 +170,7 @@ class IndexScores:
 
 
 class Selected(NamedTuple):
-    """What `topk` returns, as far as an indexer looks at it."""
+    """The result of `topk`, as far as an indexer reads it."""
 
     indices: Tensor
     """(b, n_tokens, most) int32"""

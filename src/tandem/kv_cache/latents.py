@@ -1,10 +1,10 @@
 """Latent attention in sequence slots: a token keeps its latent and its rotary key, for all heads.
 
-Both together are the one key that a layer keeps of a token, and the latent is its value. Decode
-steps attend to them as they are. The many tokens of a prompt share the work of expanding what is
-kept into keys and values of each head, which is less than each of them would have with latents.
-Either way a token meets what is kept, rounded as it is, so a prompt may be cut anywhere.
-What was expanded stays for the slot's next prompt, as far as memory is free.
+Together they are the one key that a layer keeps of a token; the latent is its value. Decode steps
+attend to them directly. The many tokens of a prompt share the work of expanding them into keys and
+values of each head, which is less than attending to latents would cost each. Either way a token
+sees what is stored, with its rounding, so a prompt may be cut anywhere. Expanded keys stay for the
+slot's next prompt, as far as memory is free.
 """
 
 from collections import OrderedDict
@@ -29,12 +29,12 @@ _INT8_OFFSET = 128  # of keys
 
 
 def most_expanded_bytes(available_bytes: int) -> int:
-    """Return how much of the free memory expanded keys and values may take, all slots together."""
+    """Return how much free memory the expanded keys and values of all slots may take."""
     return int(_SHARE * max(0, available_bytes))
 
 
 class Expansion(NamedTuple):
-    """How a prompt's tokens attend to the keys and values that latents stand for."""
+    """How a prompt's tokens attend to the keys and values that latents expand to."""
 
     form: AttentionForm
     """Of attention with keys and values for each head."""
@@ -53,9 +53,9 @@ class _Rows(NamedTuple):
 
 
 class ExpandedKeys:
-    """Expanded keys and values of slots that prompts were given to, as far as memory is free.
+    """Expanded keys and values of slots with prompts, as far as memory is free.
 
-    What is dropped is expanded again: only time depends on what is here.
+    What is dropped is expanded again, so that only time depends on it.
     """
 
     def __init__(self) -> None:
@@ -66,19 +66,19 @@ class ExpandedKeys:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are taken."""
+        """Bytes that they take."""
         shared = 0 if self._shared is None else self._shared.num_bytes
         rows = (one for layers in self._rows.values() for one in layers.values())
         return shared + sum(one.layer.num_bytes for one in rows)
 
     def clear(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         self._rows.clear()
         self._written.clear()
         self._shared = None
 
     def note_written(self, slot: int, position: int) -> None:
-        """Note that a slot is written from a position on."""
+        """Record that a slot is written from a position on."""
         if slot in self._rows:
             self._written[slot] = min(position, self._written.get(slot, position))
 
@@ -92,7 +92,7 @@ class ExpandedKeys:
         expansion: Expansion,
         out: Tensor,
     ) -> None:
-        """Attend to what slots keep, slot by slot, into `out` (n_tokens, heads, value dim).
+        """Attend to the slots' latents, slot by slot, into `out` (n_tokens, heads, value dim).
 
         The tokens at their `positions` (n_tokens,) have been appended.
         """
@@ -177,9 +177,9 @@ def _first_seen(form: AttentionForm, new: Segment) -> int:
 
 
 def kept_keys(layer: CachedAttention, slot: int, first: int, count: int) -> Tensor:
-    """Return what a layer keeps as the keys of a slot's tokens, (count, key dim), one KV head.
+    """Return a layer's stored keys of a slot's tokens, (count, key dim), one KV head.
 
-    `first` is the first position of a block; values are fp32 or bf16, as they are kept.
+    `first` is the first position of a block; values are fp32 or bf16, as stored.
     """
     assert first % BLOCK_TOKENS == 0
     assert layer.form.num_kv_heads == 1

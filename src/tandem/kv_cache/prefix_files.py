@@ -1,13 +1,13 @@
-"""Keys and values of prompts' beginnings on disk: one file per segment of tokens, under its key.
+"""Keys and values of prompts' prefixes on disk: one file per segment of tokens, named by its key.
 
-A segment's key is a hash of all tokens up to its end and of what computed them, so the files are a
-tree of prefixes without an index of their own. A file is whole or not there: it is written beside
-its place and then renamed; its checksum is checked when it is read, and a damaged one is removed.
-Other processes may share the directory. Prompts can be read out of keys and values, so files and
-directories are their user's alone, whatever the umask.
+A segment's key is a hash of all tokens up to its end and of what computed them, so the files form a
+tree of prefixes without an index. Files are written beside their place and then renamed, so they
+are complete or absent. A checksum is verified when a file is read, and a damaged one is removed.
+Other processes may share the directory. Prompts can be reconstructed from keys and values, so files
+and directories are readable by their user only, whatever the umask.
 
-Order: one thread offers and reads, another writes. What was offered is in `_held` until its file is
-there, and is read from there before. `_index` changes under `_lock` alone.
+One thread offers and reads, another writes. An offered segment is in `_held` until its file exists,
+and is read from there before. `_index` changes only under `_lock`.
 """
 
 import contextlib
@@ -39,13 +39,13 @@ _MOST_HELD = 4
 
 
 class PrefixFiles:
-    """The segments of one model as it is loaded, in a directory that has a limit."""
+    """The segments of one model as it is loaded, in a directory with a size limit."""
 
     def __init__(self, directory: Path, limit_bytes: int, fingerprint: bytes) -> None:
-        """Find what earlier processes have left.
+        """Find the files of earlier processes.
 
-        `fingerprint` stands for the model, its options and the version of Tandem; files of others
-        count to the limit, too.
+        `fingerprint` identifies the model, its options and the version of Tandem; files of others
+        count towards the limit too.
         """
         self._root = directory
         self._first_key = hashlib.blake2b(fingerprint, digest_size=16).digest()
@@ -75,7 +75,7 @@ class PrefixFiles:
     ) -> list[bytes]:
         """Return the keys of the whole segments of some tokens; `known` are those of the first.
 
-        They are different for each `owner`, who is told by 64 bytes at most.
+        Keys differ for each `owner`, who is identified by at most 64 bytes.
         """
         found = list(known)
         first_key = self._first_key
@@ -92,11 +92,11 @@ class PrefixFiles:
         return found
 
     def states_key(self, key: bytes) -> bytes:
-        """Return the key of a model's states at the end of a segment."""
+        """Return the key under which a model's states at the end of a segment are kept."""
         return hashlib.blake2b(key, digest_size=16, person=b"states").digest()
 
     def has(self, key: bytes) -> bool:
-        """Tell whether a segment is there, as far as this process knows."""
+        """Tell whether a segment exists, as far as this process knows."""
         with self._lock:
             return key in self._held or self._path(key) in self._index
 
@@ -106,13 +106,13 @@ class PrefixFiles:
         return len(self._held) < _MOST_HELD and not self._is_full
 
     def offer(self, key: bytes, data: memoryview) -> None:
-        """Take a segment, which is not changed any more, to be written."""
+        """Queue a segment, which must not change any more, for writing."""
         with self._lock:
             self._held[key] = data
         self._waiting.put(key)
 
     def read(self, key: bytes) -> memoryview | None:
-        """Return a segment; None if it is not there or damaged. Counts as its latest use."""
+        """Return a segment; None if it is missing or damaged. Counts as its latest use."""
         with self._lock:
             if (held := self._held.get(key)) is not None:
                 return held
@@ -138,7 +138,7 @@ class PrefixFiles:
         return body
 
     def close(self, seconds: float) -> None:
-        """Write what was offered, for some seconds at most, and end."""
+        """Write what was offered, for at most `seconds`, and stop."""
         self._waiting.put(None)
         self._writer.join(seconds)
 

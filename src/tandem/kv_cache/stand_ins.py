@@ -1,6 +1,6 @@
-"""A model's cache object for a forward in sequence slots: layers that only pass the word on.
+"""A model's cache object for a forward in sequence slots; its layers forward every call.
 
-Each stands for what Transformers' own layer would keep, which a `SlotCache` does.
+Each stands for a layer of Transformers' own cache, whose contents a `SlotCache` keeps.
 """
 
 from typing import Any
@@ -153,7 +153,8 @@ class _KeysAndStateLayer(_StateLayer, _Layer):
 
 
 def transformers_cache(model: PreTrainedModel, cache: SlotCache) -> DynamicCache:
-    """Return the cache object for a forward; raises `NotInSlotsError` for layers of other kinds.
+    """Return the cache object for a forward; raises `NotInSlotsError` for unsupported kinds of
+    layers.
 
     Compressed caches and the like need their own kind.
     """
@@ -190,9 +191,9 @@ def transformers_cache(model: PreTrainedModel, cache: SlotCache) -> DynamicCache
 
 
 def sees_all(model: PreTrainedModel) -> bool:
-    """Tell whether attention sees all positions before a token, of its window if a layer has one.
+    """Tell whether attention sees all earlier positions of a token, or of its window or chunk.
 
-    Or of its chunk; not where an indexer selects some, or keys of many tokens are beside a window.
+    False if an indexer selects some, or if compressed keys are beside a window.
     """
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     return not any(
@@ -202,7 +203,7 @@ def sees_all(model: PreTrainedModel) -> bool:
 
 
 def compresses(model: PreTrainedModel) -> bool:
-    """Tell whether keys of many tokens stand beside a window, in some layer."""
+    """Tell whether some layer has compressed keys beside a window."""
     config = model.config.get_text_config(decoder=True)
     return any(map(compresses_windows, DynamicCache(config=config).layers))
 

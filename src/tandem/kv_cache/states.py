@@ -1,6 +1,6 @@
 """States beside keys and values: what convolutions and linear attention keep of each sequence.
 
-A conversation that goes on, branches or is edited begins again at the longest checkpoint that fits.
+A conversation that continues, branches or is edited starts from the longest checkpoint that fits.
 """
 
 from abc import ABC
@@ -21,7 +21,7 @@ _MOST_SHARE = 1 / 8  # of the memory that is free
 
 
 class StateKey(NamedTuple):
-    """Which state of a model."""
+    """Identifies a state of a model."""
 
     layer: int
     kind: str
@@ -40,22 +40,22 @@ class StateHandle(NamedTuple):
     def advance(
         self, kind: str, operation: Callable[[], StateOperation], *inputs: Tensor
     ) -> Tensor:
-        """Go on from a kind of the layer's states, as of `SlotCache.advance`."""
+        """Advance a state of the layer, by its kind, as `SlotCache.advance` does."""
         key = StateKey(self.layer, kind, self.number)
         result: Tensor = self.cache.advance(key, operation, *inputs)
         return result
 
     def to(self, *args: object, **kwargs: object) -> "StateHandle":
-        """Return itself: what a model does to the tensor that it takes this for."""
+        """Return itself: a model converts the tensor that it takes this for."""
         return self
 
 
 class HasStates(Protocol):
-    """An operation of a layer with the states that it keeps."""
+    """An operation of a layer with its states."""
 
     @property
     def states(self) -> Tensor:
-        """(slots, ...) fp32, on the device that computes"""
+        """(slots, ...) fp32, on the computing device."""
 
 
 _Layer = TypeVar("_Layer", bound=HasStates)
@@ -72,10 +72,10 @@ class Cut:
 
 
 class KeptStates(ABC, Generic[_Layer]):
-    """The states of a model's layers by slot, and checkpoints of them in the host's memory."""
+    """The states of a model's layers by slot, and their checkpoints in host memory."""
 
     def __init__(self, num_slots: int) -> None:
-        """Hold states of so many slots; layers come as the model asks for them."""
+        """Hold states for `num_slots` slots; layers are added when the model uses them."""
         self._num_slots = num_slots
         self._layers: dict[StateKey, _Layer] = {}
         self._checkpoints = KeptCheckpoints(num_slots)
@@ -105,7 +105,7 @@ class KeptStates(ABC, Generic[_Layer]):
         return (layer.states,)
 
     def begin(self, segments: Iterable[Segment]) -> None:
-        """Announce a prompt's tokens, of which some will be followed by a checkpoint; or none."""
+        """Announce a prompt's tokens; checkpoints may follow some of them."""
         self._cuts, self._announced = [], []
         first = 0
         for segment in segments:
@@ -118,7 +118,7 @@ class KeptStates(ABC, Generic[_Layer]):
             first += segment.num_tokens
 
     def begin_step(self, segments: Sequence[Segment]) -> None:
-        """Announce a decode step's tokens: all but the first of a slot may be taken back."""
+        """Announce a decode step's tokens; all but the first of a slot may be taken back."""
         self._cuts, self._announced = [], list(segments)
         for segment in segments:
             self._drafted[segment.slot] = 0
@@ -137,7 +137,7 @@ class KeptStates(ABC, Generic[_Layer]):
         return torch.cat(outputs)
 
     def commit(self) -> None:
-        """Keep the checkpoints of the forward that is through."""
+        """Keep the checkpoints of the completed forward."""
         for cut in self._cuts:
             if cut.states and len(cut.states) == len(self._layers):
                 self._checkpoints.add(cut.slot, cut.length, cut.states)
@@ -153,7 +153,7 @@ class KeptStates(ABC, Generic[_Layer]):
         self._drafted[slot] = num_tokens
 
     def save(self, slots: Iterable[int]) -> Callable[[], None]:
-        """Copy the states of some slots; return what puts them back."""
+        """Copy the states of some slots; return a function that restores them."""
         drafted = {slot: self._drafted[slot] for slot in slots}
         saved = [
             (tensor, slot, tensor[slot].clone())
@@ -173,18 +173,18 @@ class KeptStates(ABC, Generic[_Layer]):
     # ---- going back ------------------------------------------------------------------------------
 
     def can_take_back(self, slot: int, num_tokens: int) -> bool:
-        """Whether a slot's last tokens, if any, were drafted in its last step."""
+        """Whether a slot's last `num_tokens` tokens were drafted in its last step."""
         return num_tokens <= self._drafted[slot]
 
     def usable(self, slot: int, length: int, held: int) -> int:
-        """Return with how many of its first `length` tokens of `held` a slot can go on."""
+        """Return how many of its first `length` tokens, of `held`, a slot can continue from."""
         if not self or self.can_take_back(slot, held - length):
             return length
         longest = self._checkpoints.longest(slot, length)
         return longest.length if longest else 0
 
     def go_back(self, source: int, target: int, length: int, num_less: int) -> None:
-        """Let `target` stand where `source` stood `num_less` tokens ago, at a usable length."""
+        """Set `target` to where `source` was `num_less` tokens ago, at a usable length."""
         if not self.can_take_back(source, num_less):
             self._restore(source, target, length)
             return
@@ -232,5 +232,5 @@ def _on_host(state: Tensor) -> Tensor:
 
 
 def most_checkpoint_bytes(available_bytes: int) -> int:
-    """Return how much of the free memory the checkpoints of all slots may take."""
+    """Return how much free memory the checkpoints of all slots may take."""
     return min(_MOST_BYTES, int(_MOST_SHARE * max(0, available_bytes)))

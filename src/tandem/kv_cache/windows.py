@@ -1,7 +1,8 @@
-"""Rings: layers with a sliding window keep their last positions, each at its remainder by the size.
+"""Rings: layers with a sliding window keep each of their last positions at its remainder by the
+size.
 
-So their memory does not grow with a text. A ring is larger than its window by a margin: a slot goes
-on from an earlier position only if what that one sees has not been written over.
+So their memory does not grow with a text. A ring is larger than its window by a margin: a slot can
+continue from an earlier position only if what that one sees has not been overwritten.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,27 +12,27 @@ from tandem.kernels.attention import BLOCK_TOKENS, Segment
 
 
 class Rings:
-    """How far the slots of a model were written, whose layers with a window are rings."""
+    """How far each slot has been written, for a model with rings."""
 
     def __init__(self, num_slots: int) -> None:
-        """Know slots that hold nothing, of a model whose layers come as it asks for them."""
+        """Start with empty slots; layers are added when the model uses them."""
         self._windows: set[int] = set()
         self._ends = [0] * num_slots  # before which positions were written since a slot began
 
     def add(self, window: int) -> None:
-        """Note that a layer keeps what so many positions see, the own one included."""
+        """Record that a layer has this window, a token's own position included."""
         self._windows.add(window)
 
     def note_written(self, slot: int, end: int) -> None:
-        """Note that a step writes positions of a slot up to an end, also if they are taken back."""
+        """Record that a step writes a slot's positions up to `end`, even if they are taken back."""
         self._ends[slot] = max(self._ends[slot], end)
 
     def begin_anew(self, slot: int, length: int = 0) -> None:
-        """Let a slot hold so many tokens, and nothing written behind them."""
+        """Reset a slot to `length` tokens, with nothing written beyond them."""
         self._ends[slot] = length
 
     def follow(self, source: int, target: int) -> None:
-        """Let a slot be written as far as another one, from which it was copied."""
+        """Record that a slot was copied from another one."""
         self._ends[target] = self._ends[source]
 
     def first(self, slot: int, window: int) -> int:
@@ -48,9 +49,9 @@ class Rings:
 def pieces_of_step(
     segments: Sequence[Segment], window: int
 ) -> Iterator[tuple[Sequence[Segment], slice]]:
-    """Yield parts of a step that a layer takes at once, and which of the step's tokens they are.
+    """Yield the parts of a step that a layer takes at once, and their range in the step's tokens.
 
-    A ring holds these beside what they see. Without a window (0) a step is one part.
+    A ring can hold one part beside what its tokens see. Without a window (0) a step is one part.
     """
     most = ring_size(window) - window - BLOCK_TOKENS
     if not window or all(segment.num_tokens <= most for segment in segments):

@@ -1,1 +1,1 @@
-"""Devices put together for a loaded model: a module for each that `tandem.devices` names."""
+"""Assembles devices for a loaded model: a module for each name in `tandem.devices`."""

@@ -1,4 +1,4 @@
-"""A GPU for a loaded model: its streams, its measured profile, and how its memory is shared out."""
+"""A GPU for a loaded model: its streams, its measured profile, and the division of its memory."""
 
 import gc
 import warnings
@@ -64,11 +64,11 @@ def device_parts(
     streams: CudaStreams | None = None,
     device_kernels: DeviceKernels | None = None,
 ) -> DeviceParts:
-    """Compile the kernels, pin the store, measure the GPU and share its memory out.
+    """Compile the kernels, pin the store, measure the GPU and divide its memory.
 
-    Raises `CapacityError` or `ConfigError` for what is missing; nothing is then left pinned or
-    limited. `streams` and `device_kernels` stand for the GPU in tests. The experts modules are
-    bound to nothing useful afterwards.
+    Raises `CapacityError` or `ConfigError` if something is missing; nothing is then left pinned or
+    limited. Tests replace the GPU by `streams` and `device_kernels`. Afterwards the experts modules
+    must be bound again.
     """
     model, options = observed.model, observed.options
     _say_if_planned(observed)
@@ -144,7 +144,7 @@ def _handed_steps(
 def compiled_kernels(
     kernels: DeviceKernels, observed: ObservedModel, streams: CudaStreams
 ) -> DeviceKernels:
-    """Return kernels that have been compiled for a model's layers; torch's if that cannot be."""
+    """Return kernels compiled for a model's layers; torch's if compiling fails."""
     call = observed.call
     layers = [(observed.store[layer], expert_functions(x)) for x, layer in observed.bound]
     works = kernels.compilations(layers, call.dtype, call.top_k, streams.device)
@@ -163,9 +163,9 @@ def compiled_kernels(
 
 
 def without_experts(model: PreTrainedModel, runtime: Runtime) -> Executor:
-    """Compile the steps of a dense model that is on the GPU, and keep to the memory given for it.
+    """Compile the steps of a dense model on the GPU, and keep to its memory budget.
 
-    What is returned gives the rest of the memory back when it is closed.
+    Closing the returned executor lifts the limit.
     """
     gpu = require_cuda(index=require_on_one_gpu(model))
     require_dtype(gpu, model.dtype)
@@ -177,10 +177,10 @@ def without_experts(model: PreTrainedModel, runtime: Runtime) -> Executor:
 
 
 class NoExpertsOnGpu(CpuExecutor):
-    """Stands for the experts of a model that has none: it keeps the GPU's memory limited."""
+    """The executor of a dense model; it keeps the GPU's memory limited."""
 
     def __init__(self, store: HostStore, threads: CpuThreads, streams: CudaStreams) -> None:
-        """Serve an empty store until it is closed, or gone."""
+        """Serve an empty store until it is closed or collected."""
         super().__init__(store, threads)
         self._end = weakref.finalize(self, streams.limit, None)
         self._end.atexit = False
@@ -209,7 +209,7 @@ def _run_all(works: Sequence[Callable[[], None]], label: str, streams: CudaStrea
 
 
 def require_on_one_gpu(model: PreTrainedModel) -> int:
-    """Return which GPU the dense parts are on; `ConfigError` if on none, or on several."""
+    """Return the GPU of the dense parts; `ConfigError` if they are on none, or on several."""
     if model.device.type != "cuda":
         raise ConfigError(
             f"device is cuda, but the model's dense parts are on {model.device}; load it with "
@@ -252,7 +252,9 @@ def _with_taken(share: MemoryShare, memory: DeviceMemory, taken: int) -> MemoryS
 
 
 def workspace_bytes(store: HostStore, call: ExpertsCall, num_tokens: int) -> int:
-    """Return what the experts of one layer need for so many tokens beside their weights."""
+    """Return the bytes that a layer's experts need for `num_tokens` tokens besides their
+    weights.
+    """
     inner = max(layer.arrivals.shapes["down_proj"][1:] for layer in store)
     num_rows, itemsize = num_tokens * call.top_k, call.dtype.itemsize
     rows = num_rows * (4 * call.hidden_size + itemsize * max(inner))
@@ -260,7 +262,9 @@ def workspace_bytes(store: HostStore, call: ExpertsCall, num_tokens: int) -> int
 
 
 def kv_bytes(model: PreTrainedModel, num_tokens: int) -> int:
-    """Return what one sequence takes in the slots of decode steps, or else in the model's cache."""
+    """Return the bytes of one sequence in the slots of decode steps, or in the model's own
+    cache.
+    """
     from tandem.decode.cuda.slots import slot_bytes
 
     in_slots = slot_bytes(model, warm_up_ids(model, 1).tolist(), num_tokens)

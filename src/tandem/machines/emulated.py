@@ -16,7 +16,7 @@ from tandem.sim.timeline import Timeline
 
 
 def device_parts(observed: ObservedModel) -> DeviceParts:
-    """Return the device, with costs by the profile that the options name or as measured here."""
+    """Return the device, with costs from the profile that the options name, or measured here."""
     machine, kernels = observed.machine(emulated_profile(observed)), observed.cpu_kernels()
     # By its module: what a test says of memory must not outlive it here, as this comes late.
     device = EmulatedDevice(host_memory.available_bytes(), kernels)
@@ -29,7 +29,7 @@ def device_parts(observed: ObservedModel) -> DeviceParts:
 
 
 def emulated_profile(observed: ObservedModel) -> HardwareProfile:
-    """Return the profile that the options name, or this machine's with a GPU that is faster."""
+    """Return the profile that the options name, or this machine's with a faster GPU."""
     options = observed.options
     if options.profile is not None:
         return load_profile(options.profile)

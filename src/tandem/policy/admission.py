@@ -1,4 +1,4 @@
-"""Pair newcomers with victims: the loop that every eviction policy shares."""
+"""Pairs newcomers with victims: the loop that every eviction policy shares."""
 
 from collections.abc import Container, Iterator, Sequence
 
@@ -7,7 +7,7 @@ from tandem.policy.residency import NOWHERE, READY, Residency
 
 
 class Admission:
-    """Finds who leaves for whom in one layer's set; changes nothing itself."""
+    """Chooses who leaves for whom in one layer's set; changes nothing itself."""
 
     def __init__(self, residency: Residency, eviction: Eviction) -> None:
         """Read slots from `residency` and scores from `eviction`."""
@@ -19,8 +19,8 @@ class Admission:
     ) -> Iterator[tuple[int, int]]:
         """Yield (newcomer, victim) keys, best newcomer first; victim NOWHERE for a free slot.
 
-        Never names a victim that is in use or whose copy is under way. The caller carries each
-        pair out before it asks for the next. Without `asks` no newcomer is refused.
+        Never names a victim that is in use or being copied. The caller applies each pair before it
+        asks for the next. Without `asks` no newcomer is refused.
         """
         residency, eviction = self._residency, self._eviction
         free = residency.free[set_id]

@@ -1,12 +1,13 @@
-"""Which experts of a layer to come are copied ahead, and who leaves for them: the plain reference.
+"""Chooses the experts of a coming layer to copy ahead, and who leaves for them: the plain
+reference.
 
-In plans copies take idle time of the link and slots of the cache: free ones, then those of
-residents that are less likely to be used. In a step that is one graph no expert can leave for them,
-as the device has looked up who is there: they go into clear slots of their own (the staging set).
+In plans, copies take idle link time and slots of the cache: free ones, then those of residents that
+are less likely to be used. In a step in one graph no expert can leave for them, because the device
+has already looked up residents: they go into free slots of their own (the staging set).
 
-What a layer that is routed by token will use is known before a step begins. Of it those of most
-tokens are copied first; in plans over residents that the layer will not use, or into staging slots
-where some are set aside.
+What a layer routed by token id will use is known before a step begins. Its experts with the most
+tokens are copied first; in plans they replace residents that the layer will not use, or go into
+staging slots if there are some.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +24,7 @@ from tandem.policy.residency import NOWHERE, Residency
 
 
 class Coming(NamedTuple):
-    """A layer to come, and the link until then."""
+    """A coming layer, and the state of the link until then."""
 
     layer: int
     begin: float  # when the link is free for its copies
@@ -33,7 +34,7 @@ class Coming(NamedTuple):
 
 
 class Ahead:
-    """Decides with any policies; changes nothing."""
+    """Makes these choices with any policies; changes nothing."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""Copies ahead of layers to come: asks the decider for them, and carries them out.
+"""Copies experts ahead of coming layers: asks the decider for them, and carries them out.
 
-In plans copies go to the next layer first, then on to later ones whose loads are known, once
-nothing of a nearer one is left. In a step that is one graph they go ahead of the copies of this
-layer's misses for later steps: a miss that is admitted may save time often; one that the next layer
-is about to have saves it now.
+In plans, copies go to the next layer first, then to later ones with known loads, once a nearer one
+has nothing left. In a step in one graph they come before the copies of this layer's misses for
+later steps: an admitted miss may save time often, but one that the next layer is about to have
+saves it now.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from tandem.policy.residency import NOWHERE, Residency
 
 
 class CopiesAhead:
-    """The copies ahead of a step's layers, and the loads of those that are known."""
+    """The copies ahead of a step's layers, and the known loads."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class CopiesAhead:
         prefetch: PrefetchChoice,
         copy_price_seconds: float,
     ) -> None:
-        """Work with a planner's parts."""
+        """Use a planner's parts."""
         self._costs, self._residency, self._link = costs, residency, link
         self._decider, self.copy_price_seconds = decider, copy_price_seconds
         self.is_staged, self.most = prefetch.is_staged, prefetch.count
@@ -37,7 +37,7 @@ class CopiesAhead:
         self._known: dict[int, LayerLoad] = {}  # by layer, in their order
 
     def begin_step(self, known: Sequence[LayerLoad]) -> None:
-        """Take the loads of layers that are known, in the layers' order."""
+        """Take the known loads, in the layers' order."""
         self._known = {load.layer: load for load in known}
         self._costs.require(max((max(load.tokens) for load in known), default=0))
 
@@ -48,9 +48,9 @@ class CopiesAhead:
     def planned(
         self, layer: int, in_use: frozenset[int], now: float, next_plan: float, *, predicts: bool
     ) -> tuple[Copy, ...]:
-        """Return copies for layers from this one on, which is planned at `next_plan`; queue them.
+        """Queue and return copies for layers from this one on, which is planned at `next_plan`.
 
-        Each layer is expected as much later than the one before as this is than `now`. Staged
+        Layers are assumed to follow each other at the interval from `now` to `next_plan`. Staged
         experts of layers that have passed and are not `in_use` leave first.
         """
         found, link = list[Copy](), self._link
@@ -70,10 +70,11 @@ class CopiesAhead:
     def in_graph(
         self, layer: int, num_fetches: int, now: float, next_plan: float, *, predicts: bool
     ) -> tuple[Copy, ...]:
-        """Give clear slots to experts of a layer that is published at `next_plan`.
+        """Give free slots to experts of a layer that is published at `next_plan`, and return the
+        copies.
 
-        And of those behind it that are known, each as much later than the one before as this is
-        than `now`. As many as come until then, behind so many fetches. The caller has them issued.
+        Known later layers are included, at the interval from `now` to `next_plan`. Only copies that
+        arrive in time, after `num_fetches` fetches, count. The caller issues them.
         """
         found, link = list[Copy](), self._link
         ready = max(link.free_at, now + self._costs.copy_wake) + num_fetches * link.copy_seconds

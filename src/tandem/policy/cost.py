@@ -1,7 +1,7 @@
-"""What things cost on one machine: CPU, GPU and link seconds, measured elsewhere, read from JSON.
+"""The costs of one machine: CPU, GPU and link seconds, measured elsewhere, read from JSON.
 
-Reading files is the caller's work: profiles arrive and leave as text. A `HardwareProfile` is one
-machine; its `ShapeCosts` hold the times of one model shape; `CostTable` is what planners index.
+The caller reads files: profiles arrive and leave as text. A `HardwareProfile` is one machine; its
+`ShapeCosts` hold the times of one model shape; planners index a `CostTable`.
 """
 
 import dataclasses
@@ -110,7 +110,7 @@ class HostCosts:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DiskCosts:
-    """What the disk under a model's files gives, in pieces at random places, by reads at once."""
+    """The read rates of the disk under a model's files, at random places, by queue depth."""
 
     reads: str
     """"direct": past the system's cache; "buffered": the file system refuses that."""
@@ -134,13 +134,15 @@ class DiskCosts:
 
     @property
     def most_bytes_per_second(self) -> float:
-        """The rate at the depth that is the fastest."""
+        """The rate at the fastest depth."""
         return max(self.bytes_per_second)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
-    """One machine: its memories, how CPU and link slow each other, and times of model shapes."""
+    """One machine: its memories, how CPU and link slow each other down, and times by model
+    shape.
+    """
 
     name: str
     source: str  # where each number comes from
@@ -175,7 +177,7 @@ class HardwareProfile:
             raise ConfigError("shapes is empty; expected the costs of at least one model shape")
 
     def shape(self, name: str) -> ShapeCosts:
-        """Return the costs of a model shape; `ConfigError` with the nearest names else."""
+        """Return the costs of a model shape; `ConfigError` names the nearest names."""
         for costs in self.shapes:
             if costs.shape == name:
                 return costs
@@ -184,9 +186,9 @@ class HardwareProfile:
         raise ConfigError(f"profile {self.name!r} has no costs for the shape {name!r}; {hint}")
 
     def host_costs(self, path: str | None = None) -> HostCosts | None:
-        """Return the host's work on a path, None: the usual one; None where there is none known.
+        """Return the host's work on a path, None: the usual one. Returns None if it is unknown.
 
-        `ConfigError` with the nearest names for a path that the profile does not know.
+        `ConfigError` names the nearest names for a path that the profile lacks.
         """
         if path == NO_HOST or (path is None and not self.host):
             return None
@@ -199,11 +201,11 @@ class HardwareProfile:
     def charged(
         self, shape: ShapeCosts, path: str | None = None, *, is_resident: bool = False
     ) -> ShapeCosts:
-        """Return a shape's times with the host's work in them, on a path as of `host_costs`.
+        """Return a shape's times including the host's work on a path, as in `host_costs`.
 
-        Of decode steps whose experts are all resident the host hands no layer over. Prompts are
-        planned whatever the path of decode steps is: a first expert on the CPU costs them what it
-        does in graph segments.
+        With `is_resident` no layer of a decode step is handed over. Prompts are planned whatever
+        the path of decode steps is: their first expert on the CPU costs what it does in graph
+        segments.
         """
         host = self.host_costs(path)
         if host is None:
@@ -230,7 +232,9 @@ class HardwareProfile:
 
     @classmethod
     def from_json(cls, text: str, *, where: str) -> "HardwareProfile":
-        """Read a profile; `FileFormatError` names `where`, field, what was found and expected."""
+        """Parse a profile; `FileFormatError` names `where`, the field, what was found and
+        expected.
+        """
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -308,7 +312,9 @@ def _require(name: str, value: object, expected: str, holds: Callable[[object], 
 
 
 def interpolate(tokens: Sequence[int], seconds: Sequence[float], count: int) -> float:
-    """Read a table at a token count: linear between entries and beyond the last, 0 at 0 tokens."""
+    """Interpolate a table at a token count: linear between entries and beyond the last, 0 at 0
+    tokens.
+    """
     if count <= 0:
         return 0.0
     if len(tokens) == 1:
@@ -321,12 +327,12 @@ def interpolate(tokens: Sequence[int], seconds: Sequence[float], count: int) -> 
 
 
 class CostTable:
-    """A shape's times as lists indexed by token count, so that a planner only indexes."""
+    """A shape's times as lists by token count, so that a planner only indexes."""
 
     def __init__(
         self, costs: ShapeCosts, *, link_slowdown: float = 1.0, cpu_slowdown: float = 1.0
     ) -> None:
-        """Expand the tables; copies are priced with `link_slowdown`, as they share the memory.
+        """Expand the tables; copies are priced with `link_slowdown`, because they share the memory.
 
         `cpu_slowdown` is the factor on CPU times while the link is busy; it is not in the tables.
         """
@@ -342,7 +348,7 @@ class CostTable:
         self._grow(64)
 
     def require(self, tokens: int) -> None:
-        """Extend the lists, at least up to `tokens`."""
+        """Extend the lists to at least `tokens`."""
         if tokens >= len(self.cpu):
             self._grow(2 * tokens)
 
@@ -353,5 +359,5 @@ class CostTable:
             self.gpu.append(interpolate(steps, self.costs.gpu_seconds, count))
 
     def dense(self, tokens: int) -> float:
-        """Return the seconds of everything but the routed experts in one layer."""
+        """Return the seconds of one layer without its routed experts."""
         return interpolate(self.costs.tokens, self.costs.dense_seconds, tokens)

@@ -30,10 +30,10 @@ class DecayedCounts:
         self.unit[layer] = unit
 
     def add(self, layer: int, expert: int, amount: float) -> None:
-        """Count an occurrence now."""
+        """Add to an expert's count at the present tick."""
         self.raw[layer * self.num_experts + expert] += amount * self.unit[layer]
 
     def of(self, keys: Sequence[int]) -> list[float]:
-        """Return the true counts of experts, which may be of different layers."""
+        """Return the true counts of experts, of any layers."""
         raw, unit, num_experts = self.raw, self.unit, self.num_experts
         return [raw[key] / unit[key // num_experts] for key in keys]

@@ -1,9 +1,8 @@
-"""The decider of a layer: who computes each active expert, which misses get a slot, who leaves.
+"""Decides about a layer: who computes each active expert, which misses get a slot, who leaves.
 
-And which experts of layers to come are copied ahead.
-
-This is the reference, in plain lists. What an engine asks instead decides the same natively, to the
-last bit, for the policies that have a native form (`tandem.experts.cache.native_decider`).
+Also which experts of coming layers are copied ahead. This is the reference, in plain lists. Engines
+use a native decider with the same decisions, to the last bit, for policies with a native form
+(`tandem.experts.cache.native_decider`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +21,7 @@ from tandem.policy.residency import COPYING, EMPTY, NOWHERE, Residency
 
 
 class LayerNow(NamedTuple):
-    """A layer's load and what of it is resident."""
+    """A layer's load, and which of its experts are resident."""
 
     load: LayerLoad
     keys: Sequence[int]  # of the active experts
@@ -31,35 +30,37 @@ class LayerNow(NamedTuple):
 
 
 class Decider(Protocol):
-    """Decides; changes nothing."""
+    """Makes the decisions about a layer; changes nothing."""
 
     def split(self, rule: Rule, layer: LayerNow, max_fetches: int) -> Split:
-        """Return who computes what."""
+        """Return which processor computes each expert."""
 
     def entries(
         self, layer: LayerNow, split: Split, num_ahead: int, next_plan: float
     ) -> Iterable[tuple[int, int]]:
-        """Yield who gets a slot, best first, and who leaves for it: keys, NOWHERE for a free slot.
+        """Yield (entering, leaving) keys, best first; NOWHERE for a free slot.
 
-        The link has so many copies ahead of layers to come besides, and time until the next layer
-        is planned. The caller carries each pair out before it asks for the next.
+        The link also has `num_ahead` copies ahead, and time until `next_plan`. The caller applies
+        each pair before it asks for the next.
         """
 
     def most_valued(self, layer: int, most: int) -> Sequence[int]:
-        """Return the keys of a layer's absent experts, the most valuable first, at most so many."""
+        """Return the keys of a layer's absent experts, the most valuable first, at most `most`."""
 
     def predicted(self, coming: Coming, chances: Recurrence) -> Iterable[tuple[int, int]]:
-        """Yield who is copied ahead of a layer by what is predicted, best first, and who leaves.
+        """Yield (entering, leaving) keys for copies ahead by prediction, best first.
 
-        As `entries` does. Copies over residents wait for `chances` to recur.
+        As `entries` does. Copies over residents wait until `chances` recur.
         """
 
     def known(self, load: LayerLoad, coming: Coming) -> tuple[int, Iterable[tuple[int, int]]]:
-        """Return how many copies a known load is worth, and who is copied now and who leaves."""
+        """Return how many copies a known load is worth, and the (entering, leaving) keys of those
+        to start now.
+        """
 
 
 class PlainDecider:
-    """Decides with any policies."""
+    """Makes the decisions with any policies."""
 
     def __init__(
         self,
@@ -76,11 +77,11 @@ class PlainDecider:
         self._admission = Admission(residency, eviction)
 
     def split(self, rule: Rule, layer: LayerNow, max_fetches: int) -> Split:
-        """Ask the rule."""
+        """Return the rule's split."""
         return rule.split(self.problem(rule, layer, max_fetches))
 
     def problem(self, rule: Rule, layer: LayerNow, max_fetches: int) -> LayerProblem:
-        """Return the layer's assignment problem, in a step of this rule's kind."""
+        """Return the layer's assignment problem in a step of this rule's kind."""
         load, keys, states, now = layer
         costs, tokens = self.costs, load.tokens
         costs.require(max(tokens))
@@ -102,14 +103,16 @@ class PlainDecider:
     def entries(
         self, layer: LayerNow, split: Split, num_ahead: int, next_plan: float
     ) -> Iterable[tuple[int, int]]:
-        """Ask the eviction who wants a slot, without those the link has no time for."""
+        """Yield the eviction's entries, without those for which the link has no time."""
         in_use = frozenset(layer.keys)
         entering = self._entering(layer, in_use, split.fetch, num_ahead, next_plan)
         set_id = self.residency.set_of(layer.load.layer)
         return self._admission.pairs(set_id, entering, in_use)
 
     def most_valued(self, layer: int, most: int) -> Sequence[int]:
-        """Ask the eviction for scores; among equals the lower key is first."""
+        """Return the most valuable experts by the eviction's scores; among equals the lower key is
+        first.
+        """
         slot_of, geometry = self.residency.slot_of, self.residency.geometry
         keys = range(geometry.key(layer, 0), geometry.key(layer + 1, 0))
         absent = [key for key in keys if slot_of[key] == NOWHERE]

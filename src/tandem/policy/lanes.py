@@ -19,7 +19,7 @@ class Lanes:
     """The arithmetic of rows for one number of experts; rows themselves are plain integers."""
 
     def __init__(self, num_experts: int) -> None:
-        """Prepare the masks."""
+        """Prepare the masks for `num_experts` lanes."""
         self.num_experts = num_experts
         self.num_bytes = LANE_BITS // 8 * num_experts
         self.unit = [1 << (LANE_BITS * expert) for expert in range(num_experts)]
@@ -42,7 +42,9 @@ class Lanes:
         return (row >> shift) & self._keep[shift]
 
     def moved(self, average: int, used: int, shift: int) -> int:
-        """Return moving averages after one more step: 1 for those in use, weight 1 / 2**shift."""
+        """Return moving averages after one more step: 1 for used experts, with weight 1 /
+        2**shift.
+        """
         return average + (used << (16 - shift)) - ((average >> shift) & self._keep[shift])
 
     def read(self, row: int) -> memoryview:

@@ -1,10 +1,10 @@
-"""What the planner believes about the link: copies under way, served in order, one at a time."""
+"""The planner's model of the link: copies in progress, served in order, one at a time."""
 
 UNLIMITED = 1 << 30
 
 
 class LinkQueue:
-    """Estimates when each copy ends; every completion that is reported corrects the estimate."""
+    """Estimates when each copy ends; each reported completion corrects the estimate."""
 
     def __init__(self, copy_seconds: float) -> None:
         """Start idle; one copy takes `copy_seconds`."""
@@ -21,26 +21,26 @@ class LinkQueue:
         self._issued += 1
 
     def finish(self, key: int, now: float) -> None:
-        """Note that a copy has ended; the rest is expected to follow without a gap."""
+        """Record that a copy has ended; the next ones are expected to follow without a gap."""
         del self.pending[key]
         self.free_at = now + len(self.pending) * self.copy_seconds
 
     def busy_seconds(self, now: float) -> float:
-        """Return how long the link still works on what it has."""
+        """Return how long the link will be busy with queued copies."""
         return self.free_at - now if self.free_at > now else 0.0
 
     def whole_copies(self, seconds: float) -> int:
-        """Return how many copies fit into `seconds`, whatever the link has to do before."""
+        """Return how many copies fit into `seconds`, apart from queued ones."""
         return int(min(seconds / self.copy_seconds, UNLIMITED)) if self.copy_seconds else UNLIMITED
 
     def idle_copies(self, now: float, next_plan: float) -> int:
-        """Return how many copies end before the next layer; one if the link has nothing to do."""
+        """Return how many copies end before the next layer; at least one if the link is idle."""
         busy = self.busy_seconds(now)
         if self.copy_seconds == 0.0:
             return UNLIMITED
         return max(int((next_plan - now - busy) / self.copy_seconds), busy == 0.0)
 
     def remaining_seconds(self, key: int, now: float) -> float:
-        """Return how long until a pending copy ends; a little more than 0 if it should have."""
+        """Return the seconds until a pending copy ends; slightly above 0 if it is overdue."""
         behind = self._issued - 1 - self.pending[key]
         return max(self.free_at - behind * self.copy_seconds - now, 1e-9)

@@ -1,6 +1,6 @@
-"""The value objects between router, planner and executor: what a layer needs, and who does it.
+"""The values that router, planner and executor exchange: what a layer needs, and who computes it.
 
-They are keyed by expert id, never by position. The whole interface of the planner is in this file.
+They are keyed by expert id, never by position. This file is the planner's whole interface.
 """
 
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ class ExpertId(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """The numbers of a model that decisions depend on."""
+    """The numbers of a model on which decisions depend."""
 
     num_layers: int  # MoE layers only
     num_experts: int  # routed experts per layer
     top_k: int
 
     def key(self, layer: int, expert: int) -> int:
-        """Number all experts of the model through: the index of per-expert tables."""
+        """Return an expert's index among all experts of the model, for per-expert tables."""
         return layer * self.num_experts + expert
 
     def expert_id(self, key: int) -> ExpertId:
-        """Return the expert that a key numbers."""
+        """Return the expert with this key."""
         return ExpertId(*divmod(key, self.num_experts))
 
 
@@ -51,7 +51,7 @@ class Hint(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """One expert's weights on their way into a slot; the slot's old content is gone at once."""
+    """A copy of one expert's weights into a slot; the slot's old content is lost at once."""
 
     layer: int
     expert: int
@@ -60,11 +60,11 @@ class Copy(NamedTuple):
 
 
 class LayerPlan(NamedTuple):
-    """Who computes each active expert of one layer, and what the link carries.
+    """Who computes each active expert of a layer, and what the link carries.
 
-    Active experts stand in exactly one of `gpu`, `arriving`, `fetch` and `cpu`. The link serves
-    copies in the order in which they are planned: `fetch`, then `insert`, then `prefetch`.
-    A slot that appears in two entries of `fetch` is overwritten once its first expert has run.
+    Each active expert is in exactly one of `gpu`, `arriving`, `fetch` and `cpu`. The link serves
+    copies in planned order: `fetch`, then `insert`, then `prefetch`. A slot in two entries of
+    `fetch` is overwritten once its first expert has run.
     """
 
     layer: int
@@ -82,17 +82,17 @@ class LayerPlan(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Return the expected time of the layer's experts."""
+        """The expected seconds of the layer's experts."""
         return max(self.gpu_seconds, self.cpu_seconds)
 
     def in_launch_order(self) -> tuple[int, ...]:
-        """Return the experts processor by processor, the CPU's last."""
+        """Return the experts by processor, the CPU's last."""
         if not self.arriving and not self.fetch:
             return (*self.gpu, *self.cpu)
         return (*self.gpu, *self.arriving, *[copy.expert for copy in self.fetch], *self.cpu)
 
     def all_on_cpu(self, load: LayerLoad) -> "LayerPlan":
-        """Return the plan without the device and the link."""
+        """Return the plan that uses neither device nor link."""
         return self._replace(
             gpu=(), arriving=(), fetch=(), cpu=load.experts, insert=(), prefetch=()
         )

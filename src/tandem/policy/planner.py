@@ -1,9 +1,9 @@
-"""The planner: one layer's load in, one layer's plan out. The engine and the simulator drive it.
+"""The planner turns one layer's load into one layer's plan. The engine and the simulator drive it.
 
-Per step: `begin_step`, then `plan` for each MoE layer in order, each as soon as the layer's router
-has run; `copy_finished` whenever a copy of a plan has ended. The executor keeps this order: the
-link serves copies as planned, one at a time; a slot is overwritten only after the last planned use
-of its old content; an `arriving` or fetched expert runs after its own copy.
+Per step: `begin_step`, then `plan` for each MoE layer in order, as soon as its router has run;
+`copy_finished` whenever a planned copy has ended. The executor keeps this order: the link serves
+copies as planned, one at a time; a slot is overwritten only after the last planned use of its old
+content; an `arriving` or fetched expert runs after its own copy.
 
 Deterministic: equal calls give equal plans. Reads no clock; all times are arguments.
 """
@@ -29,7 +29,7 @@ from tandem.policy.step_path import capture_size
 
 
 class Planner:
-    """Decides with four policies what a layer's experts run on and what the link carries."""
+    """Decides, with four policies, where a layer's experts run and what the link carries."""
 
     def __init__(
         self,
@@ -52,13 +52,13 @@ class Planner:
     ) -> None:
         """Wire the policies together.
 
-        `graph_rules` say by size who computes what in steps that are one graph, `rule` in all
-        others. The `ring` takes fetched experts that are not admitted to the cache; if it has no
-        slots, only admitted experts can be fetched. `max_fetches` is equation 9 for one layer.
-        Steps in one graph copy predicted experts ahead if they have one of `predicting_sizes`, and
-        take hints if they have one of `asking_sizes`; planned ones always take them.
-        `copy_price_seconds` is the time that one copy costs CPU and GPU. `decider` makes one that
-        decides what the plain one would, if these policies have such.
+        `graph_rules` are the rules of steps in one graph, by size; `rule` is that of all other
+        steps. The `ring` takes fetched experts that are not admitted to the cache; without slots in
+        it only admitted experts can be fetched. `max_fetches` is equation 9 for one layer. Steps in
+        one graph copy predicted experts ahead for `predicting_sizes`, and take hints for
+        `asking_sizes`; planned steps always take hints. `copy_price_seconds` is the time that one
+        copy costs CPU and GPU. `decider` makes a native decider with the plain one's decisions, if
+        there is one for these policies.
         """
         self.geometry = geometry
         self.costs = costs
@@ -97,8 +97,8 @@ class Planner:
     ) -> tuple[Copy, ...]:
         """Start a step of `num_tokens` tokens; returns copies ahead for its first layer.
 
-        The loads of layers that are routed by token are `known`, in the layers' order: of these
-        layers nothing is predicted. A step that is one graph (`in_graph`) predicts no first layer.
+        `known` are the loads of layers routed by token id, in the layers' order; these layers are
+        not predicted. A step `in_graph` predicts no first layer.
         """
         self._rule = self.graph_rule(num_tokens) if in_graph else self._planned_rule
         self._predicts = self.predicts_in_graph(num_tokens) if in_graph else self._can_prefetch
@@ -124,24 +124,24 @@ class Planner:
         return self._copies_ahead(0, frozenset(), now, now + self._dense_seconds)
 
     def graph_rule(self, num_tokens: int) -> Rule:
-        """Return who computes what in steps of so many tokens that are one graph."""
+        """Return the rule of steps of `num_tokens` tokens in one graph."""
         return self._graph_rules[capture_size(num_tokens)]
 
     def predicts_in_graph(self, num_tokens: int) -> bool:
-        """Tell whether steps of so many tokens that are one graph copy predicted experts ahead."""
+        """Tell whether steps of `num_tokens` tokens in one graph copy predicted experts ahead."""
         return capture_size(num_tokens) in self.predicting_sizes
 
     def asks_in_graph(self, num_tokens: int) -> bool:
-        """Tell whether steps of so many tokens that are one graph ask each next layer's router."""
+        """Tell whether steps of `num_tokens` tokens in one graph ask each next layer's router."""
         return self.predicts_in_graph(num_tokens) and capture_size(num_tokens) in self.asking_sizes
 
     def asks_behind(self, layer: int) -> bool:
-        """Tell whether the router behind a layer is asked: what it chooses may be known."""
+        """Tell whether the router after a layer is asked; it is not if its choice is known."""
         return self.asks and not self.ahead.knows(layer + 1)
 
     @property
     def max_graph_fetches(self) -> int:
-        """How many experts a layer of a step in one graph may fetch."""
+        """The most experts that a layer of a step in one graph may fetch."""
         return min(self._most_fetches, self.ring.graph_size)
 
     @property
@@ -150,7 +150,7 @@ class Planner:
         return self._can_prefetch and self.ahead.is_staged
 
     def copy_finished(self, layer: int, expert: int, now: float) -> None:
-        """Note that a planned copy has ended at `now`."""
+        """Record that a planned copy has ended at `now`."""
         key = layer * self.geometry.num_experts + expert
         self.link.finish(key, now)
         if self.residency.state[key] == COPYING:
@@ -166,7 +166,7 @@ class Planner:
         self.prediction.learn()
 
     def plan(self, load: LayerLoad, now: float, hints: Sequence[Hint] = ()) -> LayerPlan:
-        """Decide for one layer at time `now`; its copies count as issued in the plan's order."""
+        """Plan one layer at time `now`; its copies count as issued in the plan's order."""
         if self._has_every_expert:
             return self._plan_without_misses(load, now)
         self.eviction.touch(load)
@@ -223,7 +223,7 @@ class Planner:
         )  # fmt: skip
 
     def problem(self, load: LayerLoad, now: float) -> LayerProblem:
-        """Return a layer's assignment problem as it stands now; changes nothing."""
+        """Return a layer's present assignment problem; changes nothing."""
         return self._problem(self._layer_now(load, now))
 
     def _problem(self, layer: LayerNow) -> LayerProblem:

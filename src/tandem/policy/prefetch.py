@@ -1,8 +1,8 @@
-"""Which of the predicted experts are copied ahead: one protocol, and its choices by name.
+"""Chooses which predicted experts are copied ahead: one protocol, and its choices by name.
 
-Tandem's own choice uses idle link time only, so that a copy ahead never stands before one that is
-needed, and no slots are set aside: a copy ahead takes the slot of a resident that is less likely to
-be used. None is made before chances for them have recurred (`Recurrence`).
+Tandem's own choice uses only idle link time, so that a copy ahead never delays a needed one. No
+slots are set aside: a copy ahead takes the slot of a resident that is less likely to be used.
+Nothing is copied before chances have recurred (`Recurrence`).
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ ENOUGH = 8 * LAYERS_PER_CHANCE
 
 
 class PrefetchTerms(NamedTuple):
-    """What a copy ahead costs and brings now."""
+    """The present cost and benefit of a copy ahead."""
 
     slots: Sequence[int]  # by expert of the layer to come; negative: absent
     room: int  # slots that it may take
@@ -35,10 +35,12 @@ class PrefetchChoice(Protocol):
     count: int  # copies ahead of one layer, at most
 
     def choose(self, forecast: Forecast, terms: PrefetchTerms) -> list[int]:
-        """Return absent experts, at most `terms.room`, in copy order."""
+        """Return absent experts to copy, at most `terms.room`, in copy order."""
 
     def replaces(self, forecast: Forecast, terms: PrefetchTerms, expert: int, victim: int) -> bool:
-        """Tell whether an expert may take the slot of a resident of its layer, if not staged."""
+        """Tell whether an expert may take the slot of a resident of its layer, unless it is
+        staged.
+        """
         return False
 
 
@@ -48,11 +50,11 @@ class Pays(PrefetchChoice):
     is_staged = False
 
     def __init__(self, *, count: int) -> None:
-        """Copy at most `count` per layer."""
+        """Copy at most `count` experts per layer."""
         self.count = count
 
     def choose(self, forecast: Forecast, terms: PrefetchTerms) -> list[int]:
-        """Return the experts that pay, best first."""
+        """Return the experts worth a copy, best first."""
         limit = min(self.count, terms.room, terms.idle_copies)
         if limit <= 0 or terms.gain_seconds <= 0.0:
             return []
@@ -68,7 +70,7 @@ class Pays(PrefetchChoice):
         return [expert for score, expert in likely[:limit] if forecast.chance(-score) > least]
 
     def replaces(self, forecast: Forecast, terms: PrefetchTerms, expert: int, victim: int) -> bool:
-        """Compare both chances of being used."""
+        """Return whether the expert is more likely to be used than the victim."""
         scores = forecast.scores
         more = forecast.chance(scores[expert]) - forecast.chance(scores[victim])
         return more * terms.gain_seconds > terms.price_seconds
@@ -89,11 +91,12 @@ class NoPrefetch(PrefetchChoice):
 
 
 class Recurrence:
-    """Tells chances that recur from single ones: a bucket fills with each and leaks with time.
+    """Tells recurring chances from single ones: a bucket fills with each chance and leaks with
+    time.
 
-    One copy ahead changes what the cache holds from then on, which moves a run of 5 s by up to 0.9
-    ms either way; a copy ahead brings about 0.1 ms (docs/policies.md, "What did not work"). So few
-    copies are a gamble and many are a gain.
+    A copy ahead changes what the cache holds from then on, which moves a run of 5 s by up to 0.9 ms
+    either way; it gains about 0.1 ms (docs/policies.md, "What did not work"). So few copies are a
+    gamble and many are a gain.
     """
 
     def __init__(self) -> None:
@@ -102,12 +105,12 @@ class Recurrence:
         """How full the bucket is."""
 
     def layer_passed(self) -> None:
-        """Leak."""
+        """Leak one layer's worth."""
         if self.level:
             self.level -= 1
 
     def note_chance(self) -> bool:
-        """Fill; returns whether chances have been frequent."""
+        """Add a chance; returns whether chances have been frequent."""
         self.level = min(self.level + LAYERS_PER_CHANCE, FULL)
         return self.level >= ENOUGH
 

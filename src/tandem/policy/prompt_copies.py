@@ -1,8 +1,8 @@
-"""Copies ahead in long prompts, which use nearly every expert: no prediction is needed for them.
+"""Copies ahead in long prompts, which use nearly every expert, so that no prediction is needed.
 
-While a layer's experts and the next layer's attention are computed, the link would stand still: it
-waits for the next router. So absent experts of that layer are copied into staging slots, as many as
-the link can carry until then, most valuable first. A short prompt is left to the predictions.
+While a layer's experts and the next layer's attention are computed, the link would idle until the
+next router has run. So absent experts of that layer are copied into staging slots, as many as the
+link can carry, the most valuable first. Short prompts use predictions.
 """
 
 import math
@@ -24,13 +24,13 @@ class PromptCopies:
     def __init__(
         self, geometry: Geometry, residency: Residency, link: LinkQueue, decider: Decider
     ) -> None:
-        """Give slots of the staging set; a set without any has no copies."""
+        """Use slots of the staging set; without staging slots there are no copies."""
         self._geometry, self._residency = geometry, residency
         self._link, self._decider = link, decider
         self.is_on = False
 
     def begin_step(self, num_tokens: int, *, is_prefill: bool) -> None:
-        """Tell whether a step is a long prompt."""
+        """Begin a step; only long prompts are copied ahead."""
         geometry, residency = self._geometry, self._residency
         is_long = num_tokens * geometry.top_k >= _LEAST_TOKENS * geometry.num_experts
         self.is_on = is_prefill and is_long and residency.capacity[residency.staging] > 0
@@ -38,7 +38,7 @@ class PromptCopies:
     def copies(
         self, layer: int, in_use: Container[int], now: float, next_plan: float
     ) -> tuple[Copy, ...]:
-        """Return copies for a layer that is planned at `next_plan`, and queue them on the link.
+        """Queue and return copies for a layer that is planned at `next_plan`.
 
         Staged experts of other layers that are not `in_use` leave first.
         """

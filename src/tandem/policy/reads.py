@@ -1,7 +1,8 @@
-"""What is read of a disk ahead of its use, and what of memory is lent to a device: the reference.
+"""Decides what is read from a disk ahead of its use, and which host slots are lent to a device.
 
-Slots in memory decide so natively (`csrc/decider/reads.cpp`), to the last bit. Who gets a slot, and
-who leaves for it, is the eviction's and the same in memory as on a GPU (`tandem.policy.admission`).
+This is the reference. Host slots decide the same natively (`csrc/decider/reads.cpp`), to the last
+bit. Eviction decides who gets a slot and who leaves, in host memory as on a GPU
+(`tandem.policy.admission`).
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ class SharedSlots(NamedTuple):
 
 
 class ReadAhead(NamedTuple):
-    """An expert that is read before its layer asks for it."""
+    """An expert to read before its layer asks for it."""
 
     layer: int
     expert: int
@@ -38,10 +39,11 @@ class ReadAhead(NamedTuple):
 
 
 def known_reads(coming: Sequence[ComingUse], shared: SharedSlots) -> list[ReadAhead]:
-    """Return what is read now of known uses, in the order of the layers.
+    """Return the experts of known uses to read now, in the order of the layers.
 
-    Into free slots of their layers, else into half of the shared slots: the others are left to what
-    is asked for. Nothing overtakes what finds no slot: it would take one from a use that is nearer.
+    They go into free slots of their layers, or else into half of the shared slots; the rest is left
+    for urgent reads. Reading stops at the first expert without a slot, because a later one would
+    take a slot from a nearer use.
     """
     found, (_, free, expected) = list[ReadAhead](), shared
     for layer, experts, are_there, free_slots in coming:
@@ -59,34 +61,34 @@ def known_reads(coming: Sequence[ComingUse], shared: SharedSlots) -> list[ReadAh
 
 
 def is_prompt(num_tokens: int) -> bool:
-    """Tell whether so many tokens of a use are a prompt's, which reads nearly all experts."""
+    """Tell whether a use of `num_tokens` tokens is a prompt's, which reads nearly all experts."""
     return num_tokens > MOST_STEP_TOKENS
 
 
 def prompt_reads(on_device: bytes, scores: Sequence[int]) -> list[int]:
-    """Return a prompt's next layer in the order of its reads: all that no device has, best first.
+    """Return the reads for a prompt's next layer, in order: experts not on a device, best first.
 
-    For the last ones there may be no slot, and a prompt does not use all of them.
+    The last ones may find no slot, and a prompt does not use all of them.
     """
     absent = [expert for expert, state in enumerate(on_device) if state != READY]
     return sorted(absent, key=lambda expert: -scores[expert])
 
 
 def rank_last(on_device: bytes, scores: Sequence[int]) -> list[int]:
-    """Return the scores by which memory evicts: what a device has leaves first."""
+    """Return the scores for eviction from memory, in which experts on a device come last."""
     pairs = zip(on_device, scores, strict=True)
     return [0 if state == READY else score for state, score in pairs]
 
 
 def may_lend(num_lent: int, num_shared: int) -> bool:
-    """Tell whether one more of the shared slots may be lent to a copy: half are left to uses."""
+    """Tell whether one more shared slot may be lent to a copy; half of them are kept for uses."""
     return 2 * (num_lent + 1) <= num_shared
 
 
 def may_take_room(num_free: int, *, waits: bool) -> bool:
-    """Tell whether a copy may take one of so many free rooms.
+    """Tell whether a copy may take one of `num_free` free slots.
 
-    The last one is for those who wait for it and hold nothing that only goes with it, so that they
-    come to an end.
+    The last one is kept for callers that wait for it and hold nothing that others wait for, so that
+    they make progress.
     """
     return num_free > (0 if waits else 1)

@@ -16,7 +16,7 @@ ERROR_OFFSET = 1 << 24
 
 
 class Regression:
-    """The arithmetic; the tables of rows belong to the caller."""
+    """The arithmetic of the regression; callers own the tables of rows."""
 
     def __init__(self, lanes: Lanes) -> None:
         """Use the lanes of one number of experts."""
@@ -37,7 +37,7 @@ class Regression:
         return (total + bias) << shift
 
     def read(self, total: int, num_rows: int) -> memoryview:
-        """Return by expert ONE times the predicted value, plus SUM_OFFSET."""
+        """Return ONE times the predicted value, plus SUM_OFFSET, by expert."""
         return self._lanes.read(self.shifted_sum(total, num_rows, 0))
 
     def change(self, truth: int, total: int, num_rows: int, shift: int) -> int:

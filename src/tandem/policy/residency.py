@@ -1,10 +1,10 @@
-"""Which expert sits in which GPU slot: tags, states and sets. Bookkeeping only, no decisions.
+"""Which expert is in which GPU slot: tags, states and sets. Bookkeeping only, no decisions.
 
-Slots are equal and numbered through. A *set* is a number of slots that a group of layers shares:
-one set per layer is paper 2's set-associative cache (layer = index, slots = ways) and DALI's
-per-layer cache; one set for all layers is a single pool. One more set, `staging`, holds experts
-that are copied for one use or ahead of it. Slots change sets by `adopt`; a set's size is constant
-but for slots that it has lent (`tandem.policy.ring`).
+All slots are equal and numbered. A *set* is a number of slots that a group of layers shares: one
+set per layer is paper 2's set-associative cache (layer = index, slots = ways) and DALI's per-layer
+cache; one set for all layers is a single pool. A further set, `staging`, holds experts copied for
+one use or ahead of it. Slots change sets by `adopt`; a set's size is constant except for slots that
+it has lent (`tandem.policy.ring`).
 """
 
 from collections.abc import Container, Sequence
@@ -17,7 +17,7 @@ NOWHERE = -1
 
 
 def sets_by_layer(num_slots: int, num_layers: int) -> list[int]:
-    """Share slots over layers as evenly as possible; earlier layers take the remainder."""
+    """Divide slots among layers as evenly as possible; earlier layers take the remainder."""
     ways, more = divmod(num_slots, num_layers)
     return [ways + (layer < more) for layer in range(num_layers)]
 
@@ -26,7 +26,7 @@ class Residency:
     """Slots of the expert cache, addressed by expert key (see `Geometry.key`)."""
 
     def __init__(self, geometry: Geometry, set_sizes: Sequence[int], staging_slots: int) -> None:
-        """Make one set per entry of `set_sizes` (one per layer, or a single one), all empty."""
+        """Create one set per entry of `set_sizes` (one per layer, or a single one), all empty."""
         if len(set_sizes) not in (1, geometry.num_layers):
             raise ConfigError(
                 f"{len(set_sizes)} cache sets for {geometry.num_layers} layers; "
@@ -51,7 +51,7 @@ class Residency:
             first += size
 
     def set_of(self, layer: int) -> int:
-        """Return the set in which a layer's experts live."""
+        """Return the set of a layer's experts."""
         return layer if self.num_sets > 1 else 0
 
     def has_every_expert(self) -> bool:
@@ -59,7 +59,7 @@ class Residency:
         return not self.members[self.staging] and self.state.count(READY) == len(self.state)
 
     def insert(self, key: int, set_id: int) -> int:
-        """Give a free slot of the set to an absent expert, state copying; returns the slot."""
+        """Assign a free slot of the set to an absent expert, in state copying; returns the slot."""
         assert self.slot_of[key] == NOWHERE, f"expert {key} is resident"
         slot = self.free[set_id].pop()
         self.slot_of[key] = slot
@@ -82,7 +82,7 @@ class Residency:
         return slot
 
     def adopt(self, key: int, set_id: int) -> None:
-        """Move a staged expert into a set with a free slot, without a copy: slots are exchanged."""
+        """Move a staged expert into a set with a free slot by exchanging slots, without a copy."""
         assert self.set_of_key[key] == self.staging, f"expert {key} is not staged"
         spare = self.free[set_id].pop()
         self.free[self.staging].append(spare)
@@ -91,21 +91,23 @@ class Residency:
         self.set_of_key[key] = set_id
 
     def lend(self, set_id: int) -> int:
-        """Take a free slot from a set; returns the slot."""
+        """Remove a free slot from a set; returns the slot."""
         slot = self.free[set_id].pop()
         self.capacity[set_id] -= 1
         self.lent[slot] = set_id
         return slot
 
     def take_back(self) -> None:
-        """Give the slots that are lent back to their sets."""
+        """Return all lent slots to their sets."""
         for slot, set_id in self.lent.items():
             self.capacity[set_id] += 1
             self.free[set_id].append(slot)
         self.lent.clear()
 
     def copy_of(self, key: int, slot: int, victim: int) -> Copy:
-        """Return an expert's copy into a slot that the victim has left, or NOWHERE."""
+        """Return the copy of an expert into a slot; `victim` is the expert that left it, or
+        NOWHERE.
+        """
         expert_id = self.geometry.expert_id
         return Copy(*expert_id(key), slot, None if victim == NOWHERE else expert_id(victim))
 
@@ -115,7 +117,8 @@ class Residency:
         self.state[key] = READY
 
     def release_passed(self, layer: int, in_use: Container[int]) -> list[int]:
-        """Free the slots of staged experts that are ready, of layers before this and not in use.
+        """Free the slots of staged, ready experts of earlier layers that are not in use; return
+        their keys.
 
         Returns their keys.
         """

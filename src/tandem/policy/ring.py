@@ -1,7 +1,7 @@
-"""The ring: slots in which experts take turns that are fetched for one use.
+"""The ring: slots for experts that are fetched for a single use.
 
-One slot is the ring's own. The others belong to the expert cache: a set lends one when a fetch asks
-for it, and has it back after some steps without a fetch.
+One slot is the ring's own. The others belong to the expert cache: a set lends one when a fetch
+needs it, and gets it back after some steps without a fetch.
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -28,7 +28,7 @@ class Ring:
     ) -> None:
         """Start with the `own` slots; `size` counts them and those that may be borrowed.
 
-        `graph_size` is the same for steps in one graph, where no slot is used twice in a layer.
+        `graph_size` is the size for steps in one graph, where no slot is used twice in a layer.
         """
         self.size, self.graph_size = size, graph_size
         self._residency, self._own = residency, own
@@ -37,10 +37,10 @@ class Ring:
         self._asked = 0, 0  # by a layer in one graph, at most: lately, and in the steps before
 
     def begin_step(self, *, in_graph: bool = False, may_fetch: bool = True) -> list[int]:
-        """Give the cache its slots back if nothing is fetched, or was not for some steps.
+        """Return slots to the cache if nothing is fetched, or nothing was for some steps.
 
-        A step in one graph has all its slots from the beginning: as many as one layer of the latest
-        steps has asked for. Returns the keys that have left for them.
+        A step in one graph gets all its slots at once: as many as one layer of recent steps has
+        asked for. Returns the keys that leave for them.
         """
         self._quiet_steps += 1
         if not may_fetch or self._quiet_steps > QUIET_STEPS:
@@ -61,9 +61,9 @@ class Ring:
         return len(self._own) + len(self._residency.lent)
 
     def slots(self, in_use: Container[int]) -> Iterator[tuple[int, int]]:
-        """Yield slots for fetched experts to take turns in, each with the key that leaves it.
+        """Yield slots for fetched experts in turn, each with the key that leaves it.
 
-        Keys `in_use` stay. Where none leaves it is NOWHERE.
+        Keys `in_use` stay. The key is NOWHERE if no expert leaves.
         """
         self._quiet_steps = 0
         lent = self._residency.lent
@@ -73,20 +73,20 @@ class Ring:
         yield from cycle([(slot, NOWHERE) for slot in (*self._own, *lent)])
 
     def graph_slots(self, count: int) -> Iterator[tuple[int, int]]:
-        """Return slots for so many experts of a layer in one graph, as far as there are some.
+        """Yield slots for `count` experts of a layer in one graph, as far as there are some.
 
-        Nobody leaves them, and each holds one expert: all of them are there at the same time.
+        No expert leaves them, and each holds one expert, because all are needed at the same time.
         """
         self.note_asked(count)
         return iter([(slot, NOWHERE) for slot in self.held_slots()[:count]])
 
     def note_asked(self, count: int) -> None:
-        """Note how many slots a layer in one graph would have liked."""
+        """Record how many slots a layer in one graph would have used."""
         self._quiet_steps = 0
         self._asked = max(self._asked[0], count), self._asked[1]
 
     def held_slots(self) -> list[int]:
-        """Return its own slots and those that it has borrowed."""
+        """Return its own slots and the borrowed ones."""
         return [*self._own, *self._residency.lent]
 
     def _borrow(self, in_use: Container[int]) -> tuple[int, int] | None:

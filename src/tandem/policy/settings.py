@@ -1,4 +1,4 @@
-"""A planner by names: which policies, how many slots, how they are shared. Wires a `Planner`."""
+"""Makes a `Planner` from names: which policies, how many slots, how they are divided."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -49,7 +49,7 @@ class Native(NamedTuple):
 
 
 class Policies(NamedTuple):
-    """What names of policies stand for."""
+    """The registries in which names of policies are looked up."""
 
     assignments: Registry[Assignment] = ASSIGNMENTS
     evictions: Registry[Eviction] = EVICTIONS
@@ -59,7 +59,7 @@ class Policies(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:
-    """Everything that makes a planner, except the model and the machine."""
+    """Everything that defines a planner, apart from the model and the machine."""
 
     policies: ClassVar[Policies] = Policies()
     """What is chosen among; a subclass can have more."""
@@ -93,7 +93,9 @@ class PlannerSettings:
             raise ConfigError(f"prefetch_count is {self.prefetch_count}; expected at least 0")
 
     def rule(self, *, graph_tokens: int = 0) -> str:
-        """Return the assignment of planned steps, or of those of so many tokens in one graph."""
+        """Return the assignment's name for planned steps, or for steps of `graph_tokens` in one
+        graph.
+        """
         if not graph_tokens:
             return self.assignment or PLANNED_RULE
         if self.assignment in IN_GRAPH:
@@ -101,7 +103,7 @@ class PlannerSettings:
         return FETCHING_RULE if capture_size(graph_tokens) in self.fetching_sizes else GRAPH_RULE
 
     def graph_rules(self) -> str:
-        """Say in words who computes what in steps that are one graph, and which copy ahead."""
+        """Describe the rules of steps in one graph, and which of them copy ahead."""
         names = {size: self.rule(graph_tokens=size) for size in CAPTURE_SIZES}
         rules, ahead = names[1], " or ".join(map(str, self.predicting_sizes))
         if len({*names.values()}) > 1:
@@ -113,7 +115,7 @@ class PlannerSettings:
         return f"{rules}, routers asked ahead in those of {asking}" if asking else rules
 
     def why_planned(self) -> str | None:
-        """Name the choice that a step in one graph cannot follow; None: it can follow all."""
+        """Return the option that a step in one graph cannot follow; None: it can follow all."""
         if self.assignment_options or self.assignment not in (None, *IN_GRAPH):
             options = [f"{name} {value}" for name, value in self.assignment_options]
             return " ".join([f"assignment {self.rule()}", *options])
@@ -130,7 +132,7 @@ class PlannerSettings:
 
     @property
     def may_predict(self) -> bool:
-        """Whether steps in one graph may copy ahead unasked, in slots that are there anyway."""
+        """Whether steps in one graph may copy ahead by themselves, in slots that exist anyway."""
         is_asked = self.must_prefetch or self.prediction != GRAPH_PREDICTION
         return self.can_prefetch and not is_asked and self.copies_prompts
 
@@ -142,9 +144,10 @@ class PlannerSettings:
     def with_predictions(
         self, sizes: tuple[int, ...], asking_sizes: tuple[int, ...] = ()
     ) -> "PlannerSettings":
-        """Return settings whose steps in one graph copy ahead as asked for, else of these sizes.
+        """Return settings whose steps in one graph copy ahead as requested, or else for these
+        sizes.
 
-        Those of `asking_sizes` do too, and ask routers ahead.
+        Those of `asking_sizes` copy ahead too, and ask routers ahead.
         """
         if not self.can_prefetch or self.prediction != GRAPH_PREDICTION:
             return self
@@ -164,13 +167,13 @@ class PlannerSettings:
         return [cached] if self.pool == "shared" else sets_by_layer(cached, geometry.num_layers)
 
     def whole_set_sizes(self, geometry: Geometry, num_slots: int) -> list[int]:
-        """Return the sizes of the cache's sets if every slot belonged to them."""
+        """Return the sizes of the cache's sets if they had every slot."""
         if self.pool == "shared":
             return [num_slots]
         return sets_by_layer(num_slots, geometry.num_layers)
 
     def staging_slots(self, num_slots: int) -> int:
-        """Return the slots for copies ahead: for the layer that runs and for the one to come."""
+        """Return the number of slots for copies ahead, for the current layer and the next."""
         if not self.can_prefetch:
             return 0
         if self.prefetch == "top-k":
@@ -181,15 +184,15 @@ class PlannerSettings:
         return min(PROMPT_SLOTS, max(least, int(num_slots * PROMPT_SHARE)))
 
     def ring_slots(self, num_slots: int) -> int:
-        """Return the slots for experts that are fetched for one use, borrowed ones among them."""
+        """Return the number of slots for experts fetched for one use, including borrowed ones."""
         return min(RING_SLOTS, num_slots // 4, max(2, int(num_slots * RING_SHARE)))
 
     def extra_slots(self, num_slots: int) -> int:
-        """Return the slots, of so many, that are no part of the cache proper."""
+        """Return how many of `num_slots` slots are not part of the cache proper."""
         return self.staging_slots(num_slots) + min(OWN_SLOTS, self.ring_slots(num_slots))
 
     def slots_for(self, num_cached: int) -> int:
-        """Return the fewest slots of which so many are the cache's."""
+        """Return the smallest number of slots of which `num_cached` are the cache's."""
         num_slots = num_cached
         while num_slots - self.extra_slots(num_slots) < num_cached:
             num_slots = num_cached + self.extra_slots(num_slots)
@@ -207,10 +210,10 @@ def make_planner(
     like: Planner | None = None,
     tables: Native | None = None,
 ) -> Planner:
-    """Build a planner for `num_slots` equal slots; `resident` are the keys that are there at once.
+    """Build a planner for `num_slots` equal slots; `resident` are the keys present at the start.
 
     Slots 0 .. num_slots - 1: the cache's sets, then staging, then the ring's own. What the planner
-    `like` has learned, the new one knows. Policies learn in `tables`, if they have any.
+    `like` has learned is taken over. Policies learn in `tables`, if given.
     """
     sizes = settings.set_sizes(geometry, num_slots)
     staging = settings.staging_slots(num_slots)
@@ -262,7 +265,7 @@ def make_planner_on(
     like: Planner | None = None,
     tables: Native | None = None,
 ) -> Planner:
-    """Build a planner that plans with a machine's costs; the engine and the simulator do."""
+    """Build a planner with a machine's costs, as the engine and the simulator do."""
     costs = CostTable(
         shape,
         link_slowdown=profile.link_slowdown_while_computing,
@@ -303,6 +306,6 @@ def _prediction(settings: PlannerSettings, geometry: Geometry, tables: Native | 
 
 
 def with_tables(make: Callable[..., Eviction], tables: Tables | None) -> Callable[..., Eviction]:
-    """Return an eviction's maker that gives it these tables, if it learns in any."""
+    """Return an eviction's factory that passes these tables, if it uses any."""
     learns = isinstance(make, type) and issubclass(make, LearnsInTables)
     return partial(make, tables=tables) if learns and tables is not None else make

@@ -1,8 +1,8 @@
-"""Which way decode steps go on a GPU: planned layer by layer, or as one graph.
+"""The path of decode steps on a GPU: planned layer by layer, or one graph.
 
-A step in one graph decides by itself, without Python: what the device has published as its own
-stays the device's, and nothing is copied ahead. So it can follow some choices only
-(`PlannerSettings.why_planned`); for the others steps are planned, or the path is refused.
+A step in one graph decides by itself, without Python: experts that the device has published stay
+the device's, and nothing is copied ahead. So it supports only some options
+(`PlannerSettings.why_planned`); with others, steps are planned or the path is refused.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ def capture_size(num_tokens: int) -> int:
 
 
 class StepPath(NamedTuple):
-    """A way of decode steps."""
+    """One path of decode steps."""
 
     host_path: str
     """Whose host costs are charged, by a profile's names."""
@@ -32,16 +32,16 @@ PLAIN_PATH = StepPath(NO_HOST, in_graph=False)
 
 
 def run_path(profile: HardwareProfile, why_planned: str | None) -> StepPath:
-    """Return the path of a run: one graph, where the profile knows that and it can be."""
+    """Return the path of a run: one graph, if the profile knows it and nothing prevents it."""
     is_known = any(costs.path == GRAPH for costs in profile.host)
     return step_path(profile, GRAPH if is_known and why_planned is None else None, why_planned)
 
 
 def step_path(profile: HardwareProfile, asked: str | None, why_planned: str | None) -> StepPath:
-    """Return the path that is asked for, None: the profile's usual one.
+    """Return the requested path; None requests the profile's usual one.
 
-    `why_planned` names a choice that one graph cannot follow: the usual path is then that of
-    planned steps, and `ConfigError` refuses one graph by name.
+    `why_planned` names an option that one graph cannot follow: the usual path is then that of
+    planned steps, and a request for one graph raises `ConfigError`.
     """
     host = profile.host_costs(asked)
     if host is None:

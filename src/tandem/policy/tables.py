@@ -1,6 +1,6 @@
-"""The tables of rows that the eviction learns in, as a seam: slow and pure ones, and faster ones.
+"""The interface of the tables in which the eviction learns: pure ones, and faster native ones.
 
-The engine gives the planner native tables; they answer the same to the last bit.
+The engine gives the planner native tables; their answers are the same to the last bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,42 +10,42 @@ from tandem.policy.plan import Geometry, LayerLoad
 
 
 class NextUseTable(Protocol):
-    """What `eviction.next_use` learns of one layer."""
+    """What `eviction.next_use` learns about one layer."""
 
     def note(
         self, load: LayerLoad, divisor: int, experts: Sequence[int], above: Sequence[int]
     ) -> None:
-        """Take what the layer uses at a step.
+        """Record what the layer uses in a step.
 
         `divisor` scales the load's token counts; `experts` are in use now in this layer and `above`
         in the one above.
         """
 
     def learn(self) -> None:
-        """Learn from what was predicted some steps before the last note; no-op if that is done."""
+        """Learn from the prediction made some steps before the last note; no-op if that is done."""
 
     def values(self) -> memoryview:
-        """Return the scores by expert, 32 bits each; the same until the next note."""
+        """Return the scores by expert, 32 bits each; they stay the same until the next note."""
 
     def forget_values(self) -> None:
-        """Read the scores again: the table has been noted behind this object."""
+        """Drop cached scores, because native code has changed the table."""
 
     def resize(self, capacity: int) -> None:
         """Choose among the rules of `eviction.rule_choice` for a cache of this size; 0: do not."""
 
     def followed(self) -> int:
-        """Return the rule that `values` are of."""
+        """Return the rule behind `values`."""
 
 
 class LearnsInTables:
-    """Base of a policy whose constructor takes `tables`, which may be native, to learn in."""
+    """Base of a policy whose constructor takes `tables`, perhaps native ones."""
 
     __slots__ = ()
 
 
 class Tables(Protocol):
-    """Makers of both kinds."""
+    """Factories of tables."""
 
     @property
     def next_use(self) -> Callable[[Geometry], Sequence[NextUseTable]]:
-        """Return what makes those of `eviction.next_use`, by layer."""
+        """The factory of `eviction.next_use`'s tables, by layer; None: pure ones."""

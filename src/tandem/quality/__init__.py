@@ -1,1 +1,1 @@
-"""What a model's answers lose against a reference's: divergence, first choices, perplexity."""
+"""Compares a model's answers with a reference's: divergence, first choices, perplexity."""

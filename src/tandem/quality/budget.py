@@ -1,7 +1,7 @@
-"""Which option each part of a model takes, so that all together lose least in a number of bytes.
+"""Chooses an option for each part of a model, for the least total loss within a number of bytes.
 
-Pure: parts are lists of options, and an option is what it takes and what it loses. The choice is
-the same for the same input.
+Pure: parts are lists of options, and an option has a size and a loss. Equal input gives equal
+choices.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Option(NamedTuple):
-    """One way to keep a part of a model."""
+    """One way to store a part of a model."""
 
     name: str
     num_bytes: int
@@ -18,11 +18,11 @@ class Option(NamedTuple):
 
 
 def choose_within(parts: Sequence[Sequence[Option]], num_bytes: int) -> list[Option] | None:
-    """Return an option for each part, of little loss in all, in at most so many bytes.
+    """Return an option for each part, with a small total loss, in at most `num_bytes` bytes.
 
-    Every part starts with what is smallest, and steps that save most loss for a byte are taken
-    first (the Lagrangian's choice, along each part's convex hull), as long as they fit; then what
-    is left goes to the steps that save most. None: the smallest options do not fit.
+    Every part starts with its smallest option. Steps that save the most loss per byte come first
+    (the Lagrangian's choice, along each part's convex hull), as long as they fit; then the
+    remaining bytes go to the steps that save the most. None: the smallest options do not fit.
     """
     hulls = [_hull(part) for part in parts]
     at = [0] * len(hulls)

@@ -28,26 +28,26 @@ Progress = Callable[[int, int], None]  # tokens done, tokens in all
 
 
 class Squares:
-    """Sums of the squares of a matrix's inputs, or of each expert's, and how many tokens came."""
+    """Sums of the squares of a matrix's inputs, or of each expert's, with their token counts."""
 
     def __init__(self, num_matrices: int, width: int) -> None:
-        """Begin with none."""
+        """Start with zero tokens."""
         self._sums = torch.zeros(num_matrices, width, dtype=torch.float64, device="cpu")
         self._tokens = torch.zeros(num_matrices, dtype=torch.int64, device="cpu")
 
     def add(self, inputs: Tensor, matrix: int = 0) -> None:
-        """Count tokens, (n_tokens, width)."""
+        """Add tokens, (n_tokens, width)."""
         self._sums[matrix] += inputs.float().square().sum(0).cpu()
         self._tokens[matrix] += len(inputs)
 
     def mean(self) -> InputSquares:
-        """Return what was collected."""
+        """Return the mean squares."""
         tokens = self._tokens.clamp(min=1)[:, None]
         return InputSquares((self._sums / tokens).float(), self._tokens)
 
 
 class CollectingExecutor(ReferenceExecutor):
-    """Computes experts, and sums the squares of what each of their projections reads."""
+    """Computes experts, and sums the squares of the inputs of both projections."""
 
     def __init__(self, store: HostStore) -> None:
         """Serve a store's layers."""
@@ -86,9 +86,9 @@ class CollectingExecutor(ReferenceExecutor):
 def collect_importance(
     model: PreTrainedModel, windows: Sequence[Window], progress: Progress | None = None
 ) -> dict[str, InputSquares]:
-    """Let a model on the CPU read windows of text; return the squares of all inputs it met.
+    """Run windows of text through a model on the CPU; return the mean squares of all inputs.
 
-    By parameter: of experts (num_experts, inputs), of linear layers (1, inputs).
+    By parameter: for experts (num_experts, inputs), for linear layers (1, inputs).
     """
     runtime = require_runtime(model)
     executor = CollectingExecutor(runtime.store)

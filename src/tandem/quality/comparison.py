@@ -1,6 +1,6 @@
-"""Runs a model over windows of text and compares its next tokens' distributions with a reference's.
+"""Runs a model over windows of text and compares its next-token distributions with a reference's.
 
-The model runs as it answers: the same kernels, attention and KV cache as of a prompt.
+The model runs as it answers: with the kernels, attention and KV cache of a prompt.
 """
 
 import math
@@ -24,7 +24,7 @@ Progress = Callable[[int, int], None]  # tokens done, tokens in all
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """How well tokens are predicted; what compares is None without a reference."""
+    """How well tokens are predicted; comparisons are None without a reference."""
 
     tokens: int
     perplexity: float
@@ -38,16 +38,16 @@ class Quality:
 
 
 class Tally:
-    """What was found of each token, by domain."""
+    """The results for each token, by domain."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start without tokens."""
         self._found: dict[str, dict[str, list[float]]] = {}
 
     def add(
         self, domain: str, targets: Sequence[int], logits: Tensor, reference: Tensor | None
     ) -> None:
-        """Note tokens of a window: (n_tokens, vocabulary) logits of the next tokens, fp32.
+        """Add tokens of a window: (n_tokens, vocabulary) logits of the next tokens, fp32.
 
         `targets` are these next tokens, as far as the text has them: all, or one less.
         """
@@ -68,11 +68,11 @@ class Tally:
         own["kl"] += apart.sum(-1).clamp(min=0.0).tolist()
 
     def by_domain(self) -> dict[str, Quality]:
-        """Return what was found in each domain."""
+        """Return the results of each domain."""
         return {domain: _quality([found]) for domain, found in self._found.items()}
 
     def total(self) -> Quality:
-        """Return what was found in all."""
+        """Return the results over all domains."""
         return _quality(list(self._found.values()))
 
 
@@ -101,9 +101,9 @@ def measure(
     kv_dtype: str = "auto",
     progress: Progress | None = None,
 ) -> Tally:
-    """Run a model over windows; compare with a reference's logits of them, or write its own.
+    """Run a model over windows; compare with a reference's logits, or write its own.
 
-    Raises `ConfigError` if model and reference have not as many words.
+    Raises `ConfigError` if model and reference have vocabularies of different sizes.
     """
     tally = Tally()
     total = sum(len(window.ids) for window in windows)

@@ -1,8 +1,8 @@
-"""A reference's logits in a file, so that it need not lie in memory beside what is measured.
+"""A reference's logits in a file, so that they need not be in memory with the measured model.
 
-A safetensors file: the tokens of all windows, and of each token the whole vocabulary's logits in
-fp16, less the largest. So they are exact to a thousandth near the top, and a softmax of what is
-read is a distribution again. Each window's rows have a checksum.
+A safetensors file: the tokens of all windows, and the fp16 logits of the whole vocabulary for each
+token, less their largest. So they are exact to a thousandth near the top, and a softmax gives a
+distribution again. Each window's rows have a checksum.
 """
 
 import itertools
@@ -24,7 +24,7 @@ _FORMAT = "tandem-logits-1"
 
 
 class LogitsWriter:
-    """Writes logits in the order of the windows' tokens; the file appears when it is whole."""
+    """Writes logits in the order of the windows' tokens; the file appears when it is complete."""
 
     def __init__(self, path: Path, windows: Sequence[Window], words: str) -> None:
         """Write to `path`; `words` is the windows' digest by the model's tokenizer."""
@@ -84,7 +84,7 @@ class KeptLogits:
     """Logits that `LogitsWriter` wrote, read window by window."""
 
     def __init__(self, path: Path) -> None:
-        """Open a file; raises `FileFormatError` for another or a damaged one."""
+        """Open a file; raises `FileFormatError` for a damaged one or one of another kind."""
         self._path = path
         try:
             file: Any = safe_open(path, framework="pt")

@@ -1,7 +1,7 @@
-"""The parts of a model that may have formats of their own, and the errors that formats leave them.
+"""The parts of a model that may have different formats, and the errors that formats cause.
 
 Parts are the experts' projections of each layer, linear layers that read the same input, and the
-embeddings. Errors are squared, weighed by importance, and measured on a sample: evenly spaced
+embeddings. Errors are squared, weighed by importance, and measured on a sample of evenly spaced
 experts and rows.
 """
 
@@ -33,7 +33,7 @@ _MOST_EXPERTS, _MOST_ROWS = 8, 256  # of a sample
 
 
 def linear_importance(importance: Importance | None, path: str, cols: int) -> Tensor | None:
-    """Return what a linear layer's inputs count, (cols,), if that is known."""
+    """Return the importance of a linear layer's inputs, (cols,); None if unknown."""
     found = None if importance is None else importance.of(f"{path}.weight", (1, cols))
     return None if found is None else found[0]
 
@@ -41,7 +41,7 @@ def linear_importance(importance: Importance | None, path: str, cols: int) -> Te
 def linear_groups(
     model: PreTrainedModel, importance: Importance | None
 ) -> Iterator[dict[str, nn.Linear]]:
-    """Yield linear layers by path, those of one parent that read the same input together.
+    """Yield groups of linear layers by path; siblings that read the same input form one group.
 
     They are multiplied at once if they have one format.
     """
@@ -55,7 +55,7 @@ def linear_groups(
 
 
 def embeddings_of(model: PreTrainedModel) -> dict[str, nn.Embedding]:
-    """Return the embeddings by path, if they can be packed."""
+    """Return the packable embeddings by path."""
     module = model.get_input_embeddings()
     if not is_packable_embedding(module):
         return {}
@@ -66,7 +66,9 @@ def embeddings_of(model: PreTrainedModel) -> dict[str, nn.Embedding]:
 def sampled_losses(
     weight: Tensor, importance: Tensor | None, formats: Sequence[WeightFormat]
 ) -> Tensor:
-    """Return the weighed squared error of a sample of (rows, cols) by format, and of zeros last."""
+    """Return the weighed squared error of a sample of (rows, cols) by format; last, that of
+    zeros.
+    """
     step = max(1, len(weight) // _MOST_ROWS)
     sample = weight[::step][:_MOST_ROWS].float()
     counts = torch.ones(sample.shape[1], device="cpu") if importance is None else importance
@@ -86,7 +88,7 @@ def sampled_experts(layer: HostLayer) -> list[int]:
 def expert_losses(
     layer: HostLayer, importance: Importance | None, formats: Sequence[WeightFormat]
 ) -> list[Tensor]:
-    """Return the same of the first and of the second projection of a layer's experts."""
+    """Return these errors for the first and the second projection of a layer's experts."""
     experts = [(expert, layer.weights(expert)) for expert in sampled_experts(layer)]
     found = []
     for name in projections(layer):
@@ -100,7 +102,7 @@ def expert_losses(
 
 
 def projections(layer: HostLayer) -> tuple[str, str]:
-    """Return the parameters of a layer's first and second projection."""
+    """Return the parameter names of a layer's first and second projection."""
     arrivals = layer.arrivals
     return f"{arrivals.name}.{arrivals.up_name}", f"{arrivals.name}.down_proj"
 
@@ -114,7 +116,7 @@ def projection(weights: ExpertWeights, parameter: str) -> Tensor:
 def expert_importance(
     importance: Importance | None, layer: HostLayer, parameter: str, expert: int, weight: Tensor
 ) -> Tensor | None:
-    """Return what the inputs of an expert's projection count; None: all alike."""
+    """Return the importance of the inputs of an expert's projection; None: all are equal."""
     if importance is None:
         return None
     found = importance.of(parameter, (layer.arrivals.num_experts, weight.shape[1]))

@@ -1,7 +1,7 @@
-"""How much each part of a model matters: its answers' divergence when that part alone is rounded.
+"""Measures how much each part of a model matters: the divergence when that part alone is rounded.
 
-To a coarse format (`parts.PROBE`), on some hundred tokens. What a finer format loses follows from
-its squared error: divergence grows with the square of what is wrong.
+Parts are rounded to a coarse format (`parts.PROBE`), on some hundred tokens. A finer format's loss
+follows from its squared error, because divergence grows with the square of the error.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +39,9 @@ Progress = Callable[[int, int], None]  # parts done, parts in all
 
 
 class ProbingExecutor(ReferenceExecutor):
-    """Computes one layer's experts with a projection rounded, all others as another executor."""
+    """Computes one layer's experts with a rounded projection; another executor computes the
+    others.
+    """
 
     def __init__(self, others: Executor, importance: Importance) -> None:
         """Round nothing yet."""
@@ -51,7 +53,7 @@ class ProbingExecutor(ReferenceExecutor):
 
     @contextmanager
     def rounding(self, parameter: str) -> Iterator[None]:
-        """Round a projection, inside."""
+        """Round a projection inside."""
         self.parameter = parameter
         try:
             yield
@@ -60,13 +62,13 @@ class ProbingExecutor(ReferenceExecutor):
             self._rounded.clear()
 
     def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
-        """Compute a call, expert by expert where it is to be rounded."""
+        """Compute a call, expert by expert in the layer with the rounded projection."""
         if self.parameter in projections(self.store[call.layer]):
             return super().compute(call, functions)
         return self._others.compute(call, functions)
 
     def weights(self, host: HostLayer, expert: int) -> ExpertWeights:
-        """Return one expert's values, rounded once."""
+        """Return one expert's weights, rounded once."""
         if expert not in self._rounded:
             weights = host.weights(expert)
             weight = projection(weights, self.parameter)
@@ -86,10 +88,10 @@ def probe(
     importance: Importance,
     progress: Progress | None = None,
 ) -> dict[str, float]:
-    """Return by parameter the mean divergence, in nats, when its part alone is rounded.
+    """Return the mean divergence in nats by parameter, when only its part is rounded.
 
-    Windows of the length of the first are read. The model is on the CPU; parts that are packed
-    already are left out. Linear layers of one input are one part, and have its divergence each.
+    Windows with the first one's length are used. The model is on the CPU; packed parts are skipped.
+    Linear layers with the same input are one part, and each has its divergence.
     """
     runtime = require_runtime(model)
     length = len(windows[0].ids)

@@ -1,8 +1,8 @@
-"""Recipes: which format each part of a model is packed in, to lose least in a number of bytes.
+"""Recipes: a format for each part of a model, for the least loss in a number of bytes.
 
-Each part's loss is the divergence that it was found to cause (`probing`), by the squared error of
-a format over the probe's. Where the model has not been probed, as in llama.cpp's files, relative
-errors of all parts count alike.
+A part's loss is its measured divergence (`probing`), times the squared error of a format over the
+probe's. For a model that has not been probed, as with llama.cpp's files, relative errors of all
+parts count alike.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ class Recipe:
     num_weights: int
 
     def options(self) -> dict[str, object]:
-        """Return what `tandem.pack` takes."""
+        """Return the arguments of `tandem.pack`."""
         return {
             "expert_formats": self.expert_formats or None,
             "dense_formats": self.dense_formats,
@@ -78,7 +78,7 @@ class Recipe:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield the recipe as a user reads it."""
+        """Yield the recipe as lines of text."""
         for name, run in groupby(enumerate(self.expert_formats), key=lambda pair: pair[1]):
             numbers = [number for number, _ in run]
             layers = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
@@ -92,7 +92,7 @@ class Recipe:
 
 @dataclass(slots=True)
 class Measured:
-    """What is known of a model's parts: their options, and what is the same in every recipe."""
+    """The options of a model's parts, and the bytes that all recipes share."""
 
     layers: list[list[Option]]
     linear: dict[tuple[str, ...], list[Option]]
@@ -100,7 +100,7 @@ class Measured:
     num_weights: int
 
     def recipe(self, num_bytes: int) -> Recipe:
-        """Return the recipe of least loss; raises `ConfigError` for sizes that none has."""
+        """Return the recipe of least loss; raises `ConfigError` for an impossible size."""
         parts = [*self.layers, *self.linear.values()]
         if 8 * num_bytes >= _BITS_WITHOUT_GRIDS * self.num_weights:
             parts = [[option for option in part if not _has_grid(option)] for part in parts]
@@ -163,9 +163,9 @@ class _MeasuringSink:
 def measure_parts(
     checkpoint: AnyCheckpoint, offload: OffloadConfig, progress: Progress | None = None
 ) -> Measured:
-    """Read a model once, layer by layer, and measure what formats would cost each part.
+    """Read a model once, layer by layer, and measure what each format would cost each part.
 
-    `offload` says where its importance is. Memory is that of the dense parts and a layer or two.
+    `offload` names the importance file. Needs memory for the dense parts and a layer or two.
     """
     offload = with_importance_file(offload, checkpoint)
     importance = given_importance(offload)

@@ -1,7 +1,7 @@
-"""The text that models are measured on, and the text that importance is collected from.
+"""The texts on which models are measured, and those from which importance is collected.
 
-By domain, in windows of tokens. Knows tokenizers and no model. Where the text that comes with
-Tandem is from: held_out/licences.md and learnt/licences.md.
+By domain, in windows of tokens. Knows tokenizers but no model. held_out/licences.md and
+learnt/licences.md say where the texts come from.
 """
 
 import hashlib
@@ -21,19 +21,19 @@ _LEAST_TOKENS = 16  # of a domain; fewer say nothing of it
 
 
 class Window(NamedTuple):
-    """Tokens that a model reads from an empty context, with what the tokenizer puts before text."""
+    """Tokens that a model reads with an empty context, after the tokenizer's initial tokens."""
 
     domain: str
     ids: tuple[int, ...]
 
 
 def held_out_texts() -> dict[str, str]:
-    """Return the texts that models are measured on, by domain: seven languages, and code."""
+    """Return the held-out texts by domain: seven languages, and code."""
     return _texts_in("held_out")
 
 
 def learnt_texts() -> dict[str, str]:
-    """Return the texts that importance is collected from: none is held out."""
+    """Return the texts for importance by domain; none is held out."""
     sample = resources.files("tandem.demo").joinpath("calibration.txt").read_text(encoding="utf-8")
     quarter = len(sample) // _PARTS_OF_SAMPLE + 1
     parts = {
@@ -52,7 +52,9 @@ def _texts_in(name: str) -> dict[str, str]:
 
 
 def read_texts(files: Sequence[str]) -> dict[str, str]:
-    """Return the texts of files, each a domain by its name; `FileFormatError` if one is none."""
+    """Return the texts of files, each a domain named after its file; `FileFormatError` if one is no
+    text.
+    """
     texts: dict[str, str] = {}
     for file in files:
         path = Path(file)
@@ -74,10 +76,10 @@ def read_texts(files: Sequence[str]) -> dict[str, str]:
 def cut_windows(
     texts: Mapping[str, str], tokenizer: Tokenizer, num_tokens: int, window: int = WINDOW_TOKENS
 ) -> list[Window]:
-    """Cut windows from the beginning of each text, `num_tokens` in all, as many of each domain.
+    """Cut windows from the start of each text, `num_tokens` in all, equally many in each domain.
 
-    A text that is shorter than its share is read whole. Raises `ConfigError` for one of less than
-    16 tokens.
+    A text shorter than its share is used whole. Raises `ConfigError` for one of less than 16
+    tokens.
     """
     share = max(_LEAST_TOKENS, num_tokens // len(texts))
     before = _tokens_before(tokenizer)
@@ -107,9 +109,9 @@ def _tokens_before(tokenizer: Tokenizer) -> list[int]:
 
 
 def words_digest(windows: Sequence[Window], tokenizer: Tokenizer) -> str:
-    """Return a digest of the windows' tokens, and of what the tokenizer calls them.
+    """Return a digest of the windows' tokens and their names in the tokenizer.
 
-    Models with the same digest read the same text by the same vocabulary.
+    Models with equal digests read the same text with the same vocabulary.
     """
     names = tokenizer.convert_ids_to_tokens([token for window in windows for token in window.ids])
     ids = [list(window.ids) for window in windows]

@@ -1,6 +1,8 @@
-"""What of a recorded decode step and of a prompt is native, and what costs what is not.
+"""Reports which operations of a recorded decode step and a prompt are native, and the cost of the
+others.
 
-A step's native neighbours are one call; other operations run one by one, in torch or in Python.
+Adjacent native operations of a step are one call; other operations run one by one, in torch or in
+Python.
 """
 
 import time
@@ -41,7 +43,7 @@ class Coverage(NamedTuple):
     """The costliest first."""
 
     def line(self) -> str:
-        """Return what is not native and what it costs, for people."""
+        """Return a line about what is not native and its cost."""
         what = f"of the {self.num_calls} calls of a decode step"
         return f"not native: {_costs(self.not_native, what, self.milliseconds)}"
 
@@ -56,7 +58,7 @@ class PromptCoverage(NamedTuple):
     """The costliest first."""
 
     def line(self) -> str:
-        """Return what is not native and what it costs, for people."""
+        """Return a line about what is not native and its cost."""
         what = f"calls of torch for {self.num_tokens} tokens"
         return f"not native of a prompt: {_costs(self.not_native, what, self.milliseconds)}"
 
@@ -78,9 +80,9 @@ def _part(name: str, operations: list[NotNative]) -> str:
 
 
 def coverage_of(recorded: RecordedGraph) -> Coverage:
-    """Profile a step: does it again, with the inputs and the KV cache's positions of the last one.
+    """Profile a step: repeats it with the last step's inputs and positions in the KV cache.
 
-    Call it only after a decode step, before anything else was computed.
+    Call it right after a decode step, before anything else is computed.
     """
     native: Counter[str] = Counter()
     calls: Counter[str] = Counter()
@@ -113,7 +115,7 @@ def _by_cost(calls: Counter[str], seconds: Counter[str]) -> list[NotNative]:
 
 
 class TorchWork(TorchDispatchMode):
-    """Counts what torch computes while it is active as a context; views and new memory are not."""
+    """Counts torch's computations while active as a context, but not views and allocations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

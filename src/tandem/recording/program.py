@@ -1,7 +1,7 @@
-"""Native operations of a recorded graph as programs: neighbours are one call, in fixed memory.
+"""Programs of native operations in a recorded graph: adjacent ones are one call, on fixed memory.
 
-A step's tensors have the same shapes each time, so each tensor that native operations read or
-write gets a buffer once; views of it are made once too. A buffer is reused after its last read.
+A step's tensors have the same shapes each time, so each tensor that native operations read or write
+gets a buffer once; views are also made once. A buffer is reused after its last read.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +24,7 @@ Report = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class NativeCall:
-    """What a native operation adds to a program: it stands where a recorded function does."""
+    """Adds a native operation to a program; takes the place of a recorded function."""
 
     add: Callable[[_native.Program, list[Tensor], list[Tensor]], Report | None]
     """Takes the operation's inputs and outputs; may return what is to be called after each run."""
@@ -39,19 +39,19 @@ class NativeCall:
 
 
 def require_contiguous(*tensors: Tensor) -> None:
-    """Refuse tensors whose values do not lie side by side."""
+    """Raise for tensors that are not contiguous."""
     if not all(tensor.is_contiguous() for tensor in tensors):
         raise NotRecordableError("a native operation would read a tensor that has gaps")
 
 
 def may_alias(operation: Operation) -> bool:
-    """Tell whether results may share memory with what the operation reads."""
+    """Tell whether an operation's results may share memory with its inputs."""
     schema = operator_schema(operation.function)
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
 class BufferPlan:
-    """The fixed memory of a recorded graph: by tensor number, besides its constants."""
+    """The fixed memory of a recorded graph, by tensor number, apart from constants."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class BufferPlan:
         constants: dict[int, Tensor],
         result: Ref,
     ) -> None:
-        """Give a buffer to whatever native operations read or write; `tensors` tell the shapes."""
+        """Give a buffer to whatever native operations read or write, in the shapes of `tensors`."""
         self.tensors: dict[int, Tensor] = dict(constants)
         self.views: set[int] = set()
         """Indices of operations that need not run: their results are views of buffers."""
@@ -115,7 +115,7 @@ class BufferPlan:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return the address of the memory that a tensor and its views share."""
+    """Return the address of the memory that a tensor shares with its views."""
     address: int = tensor.untyped_storage().data_ptr()
     return address
 
@@ -180,7 +180,7 @@ class _Memory:
 
 
 def compile_program(operations: Sequence[Operation], plan: BufferPlan) -> Callable[[], None]:
-    """Return one call that runs native operations, all with the same threads."""
+    """Return a function that runs native operations as one call; all use the same threads."""
     threads = operations[0].function.threads  # type: ignore[attr-defined]
     program = threads.program()
     reports: list[Report] = []

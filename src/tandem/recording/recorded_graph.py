@@ -42,7 +42,7 @@ _SAME_EACH_TIME = {"arange", "zeros", "ones", "full", "scalar_tensor"}
 
 
 class RecordedGraph:
-    """A recorded step as a function without arguments: it reads and writes fixed tensors."""
+    """A recorded step as a function without arguments, on fixed tensors."""
 
     def __init__(
         self,
@@ -55,7 +55,8 @@ class RecordedGraph:
     ) -> None:
         """Compile a recording whose `inputs` change between runs; `result` is what it returns.
 
-        With `threads`, what the kernels know is native; `fusing` replaces groups otherwise.
+        With `threads`, operations that the kernels support are native; `fusing` replaces groups
+        instead.
         """
         self._operations = _live(recording.operations, recording.ref(result))
         numbers = {id(tensor): number for number, tensor in enumerate(recording.tensors)}
@@ -85,12 +86,12 @@ class RecordedGraph:
 
     @property
     def num_calls(self) -> int:
-        """Calls that a run makes: programs, and operations that are none's."""
+        """How many calls a run makes: programs, and operations outside programs."""
         return len(_parts(self._operations, self._plan, are_apart=False))
 
     @property
     def operations(self) -> Sequence[Operation]:
-        """What a run does, in order."""
+        """The operations of a run, in order."""
         return self._operations
 
     @property
@@ -100,12 +101,12 @@ class RecordedGraph:
 
     @torch.inference_mode()
     def run(self) -> Tensor:
-        """Do the step once more; return its result."""
+        """Run the step once more; return its result."""
         return self._function()
 
     @torch.inference_mode()
     def profile(self, num_runs: int) -> list[tuple[Operation, float]]:
-        """Run several times; return what runs with its mean seconds. Slower than `run`."""
+        """Run several times; return each operation with its mean seconds. Slower than `run`."""
         seconds = [0.0] * len(self._operations)
         timed = _compile(self._operations, self._plan, self._result, seconds)
         for _ in range(num_runs):
@@ -124,9 +125,9 @@ class RecordedGraph:
 def record_step(
     step: Callable[[], Tensor], inputs: Iterable[Tensor], threads: CpuThreads | None = None
 ) -> tuple[Tensor, RecordedGraph]:
-    """Do a step that reads `inputs`; return its result and its recorded graph.
+    """Run and record a step that reads `inputs`; return its result and its recorded graph.
 
-    Raises `NotRecordableError` for a step that reads tensors' values in Python.
+    Raises `NotRecordableError` for a step that reads a tensor's value in Python.
     """
     recorder = Recorder()
     with recorder:

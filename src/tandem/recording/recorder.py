@@ -21,7 +21,7 @@ _DATA_DEPENDENT = {"_local_scalar_dense", "nonzero", "unique", "masked_select", 
 
 
 class NotRecordableError(Exception):
-    """The step does something that another step may do differently."""
+    """The step does something that could differ in another step."""
 
 
 class Ref(NamedTuple):
@@ -49,7 +49,7 @@ class Operation:
 
 @dataclass(slots=True)
 class Recording:
-    """The operations of a step in their order, and every tensor that was seen, by number."""
+    """The operations of a step in order, and every tensor seen, by number."""
 
     operations: list[Operation] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Recording:
 
 
 class Recorder(Meeting, TorchDispatchMode):
-    """Active as a context; afterwards `recording` holds what was done inside."""
+    """Records what is done inside its context; afterwards it is in `recording`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -89,7 +89,7 @@ class Recorder(Meeting, TorchDispatchMode):
         return results
 
     def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
-        """Run a function whose inside is not recorded, and note it as one operation."""
+        """Run a function without recording its inside, as one operation."""
         results = super().call(kind, function, args)
         has_effects = kind not in WITHOUT_EFFECTS
         self._note(function, kind, args, {}, results, has_effects=has_effects)

@@ -1,12 +1,12 @@
 """A decode step that replays itself: recorded, compared with the model's own, then trusted.
 
-What a step becomes is a recorded graph on the CPU (`recorded_graph.record_step`) and captured CUDA
-graphs on a GPU (`tandem.decode.cuda.graphs`); when it is trusted is decided here, for both.
+The recording is a recorded graph on the CPU (`recorded_graph.record_step`) or captured CUDA graphs
+on a GPU (`tandem.decode.cuda.graphs`). When it is trusted is decided here, for both.
 
-A step that cannot be recorded, or whose recording gives other logits again and again, costs nothing
-but time: the model goes on by itself, and `why_not` says why. From the first step on the answer is
-the recording's, whose last digits are not the model's: else a request that joins a batch of a size
-that is new would be answered otherwise than alone.
+A step that cannot be recorded, or whose recording keeps giving other logits, only costs time: the
+model's own code runs, and `why_not` says why. From the first step on the answer is the recording's,
+whose last digits differ from the model's. Otherwise a request that joins a batch of a new size
+would be answered differently than alone.
 """
 
 import warnings
@@ -43,17 +43,17 @@ _FAILURES = (
 
 
 class StepRecording(Protocol):
-    """A step that can be done again without the model's code."""
+    """A step that can be repeated without the model's code."""
 
     def run(self) -> Tensor:
-        """Do the step; return its result, valid until the next call."""
+        """Run the step; return its result, valid until the next call."""
 
 
 Record = Callable[[], tuple[Tensor, StepRecording]]
 
 
 class ReplayedStep:
-    """One decode step on fixed tensors: the model's own code, or its recording."""
+    """One decode step on fixed tensors, by the model's own code or its recording."""
 
     def __init__(
         self,
@@ -91,21 +91,21 @@ class ReplayedStep:
 
     @property
     def is_replaying(self) -> bool:
-        """Tell whether steps come from the recording alone."""
+        """Whether steps come from the recording alone."""
         return self._recording is not None and self._num_equal >= self._least_equal
 
     @property
     def has_settled(self) -> bool:
-        """Tell whether steps are done as they will go on: replayed, or never."""
+        """Whether the way of steps is final: replayed, or never."""
         return self.is_replaying or self.why_not is not None
 
     @property
     def recording(self) -> StepRecording | None:
-        """The recording, once steps come from it."""
+        """The recording, once steps come from it; else None."""
         return self._recording if self.is_replaying else None
 
     def trust_sooner(self) -> None:
-        """Ask for one equal result before the first step: another process has had the others."""
+        """Require one equal result before trusting: another process has had the others."""
         self._num_equal = _EQUAL_STEPS - 1
 
     @torch.inference_mode()

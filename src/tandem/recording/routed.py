@@ -1,7 +1,7 @@
-"""A layer's experts straight from the router's choice, as an operation of a recorded step.
+"""A layer's experts straight from the router's choice, as one operation of a recorded step.
 
-Where nothing is planned (every expert on the CPU) and the kernels know the format and the
-activation; the executor does everything else.
+For layers without plans (every expert on the CPU) whose format and activation the kernels support;
+the executor computes the others.
 """
 
 from types import MethodType

@@ -1,6 +1,6 @@
-"""The API keys of a server, and whose requests are whose.
+"""The API keys of a server, and the owner of each request.
 
-A key is compared in constant time, and with all keys, so that the time tells neither how much of it
+A key is compared in constant time and with all keys, so that timing reveals neither how much of it
 is right nor which one it is.
 """
 
@@ -17,14 +17,14 @@ _OWNER_BYTES = 16
 
 
 class ApiKeys:
-    """The keys that let requests in; none lets all in."""
+    """The keys that admit requests; without keys all are admitted."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         """Take the keys."""
         self._keys = [(key.encode(), _owner(key)) for key in keys]
 
     def owner(self, headers: Mapping[bytes, bytes]) -> bytes | None:
-        """Return whose request has these headers, by its key; None: it has no right one."""
+        """Return the owner of a request by its key; None: it has no valid key."""
         if not self._keys:
             return b""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
@@ -41,7 +41,7 @@ class ApiKeys:
 def read_keys(
     listed: str | None, file: str | None, environment: str | None = None
 ) -> tuple[str, ...]:
-    """Return the keys of a list with commas, of a file with one in a line, and of the environment.
+    """Return the keys from a comma-separated list, a file with one per line, and the environment.
 
     Raises `ConfigError` for an empty key or a file without keys.
     """

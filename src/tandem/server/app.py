@@ -70,7 +70,7 @@ def create_app(
     allowed_hosts: list[str] | None,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
 ) -> FastAPI:
-    """Return the application. `allowed_hosts`: names by which it may be called; None: any."""
+    """Return the application. `allowed_hosts` are the host names it answers to; None: any."""
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_middleware(
         Gate, api_keys=api_keys, allowed_hosts=allowed_hosts, max_body_bytes=server.max_body_bytes

@@ -1,4 +1,4 @@
-"""What one connection may take, and how many there may be."""
+"""Limits for one connection, and for their number."""
 
 import os
 import resource
@@ -12,7 +12,7 @@ _OWN_DESCRIPTORS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """What one connection may take, and how many there may be."""
+    """Limits for one connection, and for their number."""
 
     connections: int = _MOST_CONNECTIONS
     head_bytes: int = 64 << 10
@@ -32,7 +32,7 @@ class ConnectionLimits:
 
 
 def most_connections() -> int:
-    """Return how many connections this process has file descriptors for."""
+    """Return how many connections the process's file descriptors allow."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return _MOST_CONNECTIONS
@@ -41,8 +41,8 @@ def most_connections() -> int:
 
 
 def accepted_at_once(connections: int) -> int:
-    """Return how many are accepted at a time, where there may be so many.
+    """Return how many connections to accept at a time, of at most `connections`.
 
-    Until one is closed for another the loop accepts four times: the fifth that is left.
+    The event loop accepts four times before a connection is closed for a new one, hence a fifth.
     """
     return max(1, connections // 16)

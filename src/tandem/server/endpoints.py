@@ -1,4 +1,4 @@
-"""What each endpoint makes of a body: requests and a reply, or an answer at once."""
+"""Turns each endpoint's bodies into requests and a reply, or answers them at once."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +24,7 @@ Endpoints = Mapping[str, Api[Any] | Question[Any]]
 
 
 def endpoints(requests: GenerationRequests, tokenizer: Tokenizer, model: str) -> Endpoints:
-    """Return them by their names in the counts; answers carry the model's name."""
+    """Return the endpoints by their names in the metrics; answers carry the model's name."""
     return {
         "chat": Api(
             ChatRequest,

@@ -1,7 +1,7 @@
-"""The engine process as the HTTP side sees it: a bounded queue, answers as streams, restarts.
+"""The engine process as seen by the HTTP side: a bounded queue, answers as streams, restarts.
 
-Requests wait here, in their order, and go to the engine process when a sequence slot is free. So a
-process that dies takes with it only what was running.
+Requests wait here, in order, and go to the engine process when a sequence slot is free. So a
+process that dies loses only what was running.
 """
 
 import asyncio
@@ -50,15 +50,15 @@ _LOST = "the model cannot be loaded; the server's log says why; mend that and re
 
 
 class TokenOutputs:
-    """The token outputs of requests that were submitted together, as they come."""
+    """The token outputs of requests that were submitted together, in the order of arrival."""
 
     def __init__(self, numbers: range) -> None:
-        """Wait for those of the requests with these numbers."""
+        """Wait for outputs of the requests with these numbers."""
         self.numbers = numbers
         self._queue: asyncio.Queue[TokenOutput | ApiError] = asyncio.Queue()
 
     def put(self, token_output: TokenOutput | ApiError) -> None:
-        """Let it come; an error ends all of them."""
+        """Deliver an output; an error ends all requests."""
         self._queue.put_nowait(token_output)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, TokenOutput]]:
@@ -84,7 +84,7 @@ class _Pending:
 
 
 class EngineClient:
-    """Submits requests to the engine process, and keeps that process alive."""
+    """Submits requests to the engine process, and keeps that process running."""
 
     def __init__(
         self,
@@ -94,9 +94,9 @@ class EngineClient:
         max_waiting: int,
         most_silent_seconds: float = math.inf,
     ) -> None:
-        """Take what the process needs; `start` starts it.
+        """Prepare to start the process; `start` starts it.
 
-        A process that says nothing for `most_silent_seconds` while requests run is ended.
+        A process that is silent for `most_silent_seconds` while requests run is killed.
         """
         self.on_begin: Callable[[float], None] = lambda seconds: None
         """Receives how long a request has waited when a sequence slot is free for it."""
@@ -122,22 +122,22 @@ class EngineClient:
 
     @property
     def is_ready(self) -> bool:
-        """Tell whether a request would run now."""
+        """Whether a request would run now."""
         return self._ready.is_set() and not self._is_draining
 
     @property
     def num_running(self) -> int:
-        """Requests that the engine process has."""
+        """How many requests the engine process has."""
         return len(self._pending) - len(self._waiting)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a sequence slot."""
+        """How many requests wait for a sequence slot."""
         return len(self._waiting)
 
     @property
     def pid(self) -> int | None:
-        """The number of the engine process."""
+        """The engine process's id."""
         return None if self._process is None else self._process.pid
 
     async def start(self) -> ModelInfo:
@@ -152,13 +152,13 @@ class EngineClient:
 
     @property
     def room(self) -> int:
-        """How many requests would be taken on now."""
+        """How many more requests would be accepted now."""
         if self._is_draining or self._is_lost:
             return 0
         return max(0, self._num_slots + self._max_waiting - len(self._pending))
 
     def require_room(self, number: int) -> None:
-        """Raise `ApiError` unless so many requests can be taken on now."""
+        """Raise `ApiError` unless `number` requests can be accepted now."""
         if self._is_draining:
             raise server_error("the server is shutting down; ask again later", status=503)
         if self._is_lost:
@@ -178,10 +178,10 @@ class EngineClient:
             )
 
     def submit(self, *requests: Request, images: bytes | None = None) -> TokenOutputs:
-        """Submit requests, all or none, which get their numbers here; `cancel` ends them early.
+        """Submit requests, all or none; they get their numbers here, and `cancel` ends them early.
 
-        `images` are those of each prompt, pickled. Raises `ApiError` if the queue has no room for
-        them or the server ends.
+        `images` are those of each prompt, pickled. Raises `ApiError` if the queue is full or the
+        server is stopping.
         """
         self.require_room(len(requests))
         first = self._next_number
@@ -195,7 +195,7 @@ class EngineClient:
         return token_outputs
 
     def cancel(self, numbers: Sequence[int]) -> None:
-        """Drop those requests that have not ended; their slots are free for the next."""
+        """Drop those of the requests that have not ended, which frees their slots."""
         self._drop(numbers)
         self._send_waiting()
 
@@ -210,7 +210,7 @@ class EngineClient:
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator["asyncio.Queue[str]"]:
-        """Yield a queue that receives snapshots, newest last, while the context is open."""
+        """Yield a queue that receives snapshots while the context is open."""
         snapshots: asyncio.Queue[str] = asyncio.Queue(_SNAPSHOTS)
         self._watchers.add(snapshots)
         self._tell_watching()
@@ -221,7 +221,7 @@ class EngineClient:
             self._tell_watching()
 
     async def drain(self, seconds: float) -> None:
-        """Take on nothing more; let what runs end within some seconds, then fail the rest."""
+        """Accept no more requests; let running ones end within `seconds`, then fail the rest."""
         self._is_draining = True
         end = time.monotonic() + seconds
         while self._pending and time.monotonic() < end:
@@ -229,7 +229,7 @@ class EngineClient:
         self.fail(list(self._pending), "the server is shutting down", status=503)
 
     async def close(self) -> None:
-        """End the engine process; requests that are left fail."""
+        """End the engine process; remaining requests fail."""
         self._is_draining = self._is_closed = True
         self.fail(list(self._pending), "the server is shutting down", status=503)
         for task in self._tasks:
@@ -350,7 +350,7 @@ class EngineClient:
             free -= 1
 
     def fail(self, numbers: Sequence[int], message: str, *, status: int = 500) -> None:
-        """Drop requests that have not ended, with a sentence for their clients."""
+        """Fail requests that have not ended, with a sentence for their clients."""
         self._tell(numbers, server_error(message, status=status))
 
     def _tell(self, numbers: Sequence[int], error: ApiError) -> None:

@@ -1,4 +1,4 @@
-"""A response that comes piece by piece, as events or as lines, and ends with its client."""
+"""A streamed response, as events or as lines, which ends when its client leaves."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ _SILENT_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
-    """How the events of a stream are written."""
+    """How the events of a stream are encoded."""
 
     encode: Callable[[Event], bytes]
     done: bytes = b""
@@ -43,7 +43,7 @@ def event(data: Event) -> bytes:
 
 
 def named_event(data: Event) -> bytes:
-    """Return one server-sent event that carries its type as its name, too."""
+    """Return one server-sent event whose name is its type."""
     return f"event: {data['type']}\n".encode() + event(data)
 
 
@@ -54,7 +54,7 @@ LINES = StreamForm(json_line, media_type="application/x-ndjson", life_sign=b" ")
 
 
 class EventStream(Response):
-    """Sends what an iterator yields; an error on the way becomes the stream's last event."""
+    """Sends what an iterator yields; an error becomes the stream's last event."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class EventStream(Response):
         form: StreamForm = EVENTS,
         write_error: Callable[[ApiError], bytes] = lambda error: event(error.body),
     ) -> None:
-        """`on_end` is called whatever happens, also if nothing was ever sent."""
+        """Prepare to send `events`; `on_end` is always called, even if nothing was sent."""
         own = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(headers={**own, **(headers or {})}, media_type=form.media_type)
         self._life_sign = form.life_sign

@@ -1,9 +1,9 @@
-"""What every request passes first: host, origin, key, kind and size of its body.
+"""Checks every request first: host, origin, key, content type and size of its body.
 
-A page of another site must not reach a server on the same machine: its script cannot send JSON
-without being asked by CORS, which is off, and a name that it made point here is not ours. What a
-page sends without saying that it is JSON carries the page's origin, and is refused; a program's
-body without a kind is read.
+A page of another site must not reach a server on the same machine. Its script cannot send JSON
+without a CORS request, which is refused, and a host name that it points here is not ours. A body
+that a page sends under another type carries the page's origin, and is refused; a program's body
+without a type is read.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -31,20 +31,20 @@ _UNCOUNTED = {"call": lambda: None}
 
 
 def is_own_name(headers: Mapping[bytes, bytes], names: Collection[str] | None) -> bool:
-    """Tell whether a request calls the server by one of its `names`; None: any name."""
+    """Tell whether a request's host is one of `names`; None: any host."""
     host = headers.get(b"host", b"").decode("latin-1").lower()
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
     return names is None or name in names
 
 
 class SignOfLife:
-    """Answers plain `GET /health`, by which others see that the server runs, however busy it is.
+    """Answers plain `GET /health`, so that health checks work however busy the server is.
 
-    A page of another site (`Origin`) is answered by the application, which knows what CORS allows.
+    The application answers pages of other sites (`Origin`), as it knows what CORS allows.
     """
 
     def __init__(self, allowed_hosts: Collection[str] | None) -> None:
-        """Know by which names the server may be called; None: any."""
+        """Remember the host names that the server answers to; None: any."""
         self._hosts = allowed_hosts
 
     def __call__(self, scope: Mapping[str, Any]) -> bytes | None:
@@ -58,7 +58,7 @@ class SignOfLife:
 
 
 class Gate:
-    """Lets through what may pass, with an error in its API's form for the rest."""
+    """Passes valid requests on, and answers the others with an error in their API's form."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Gate:
         allowed_hosts: list[str] | None,
         max_body_bytes: int,
     ) -> None:
-        """Guard `app`; no keys, and None, switch a check off."""
+        """Guard `app`; without keys, or with None, the check is off."""
         self._app = app
         self._keys = ApiKeys(api_keys)
         self._hosts = None if allowed_hosts is None else set(allowed_hosts)

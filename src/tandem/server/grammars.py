@@ -1,14 +1,14 @@
-"""Grammars as the HTTP side gets them: built first in a process that may be killed.
+"""Builds grammars for the HTTP side, first in a process that may be killed.
 
-What a grammar costs is seldom known before it is paid: a schema of 40 bytes may take minutes. So
-nothing is built in this process, and in the engine process only what has passed.
+The cost of a grammar is seldom known in advance: a schema of 40 bytes may take minutes. So nothing
+is built in this process, and the engine process builds only what has passed.
 
-The limit is processor time, not the wall's: on a busy machine the same grammar passes as on an idle
-one. There are two lanes. In the first one a grammar has a moment, which nearly all need less than;
-who needs more waits for the second one. So grammars made to be slow delay each other, and an honest
-one by moments. Both lines are bounded, and what has passed is not built again.
+The limit is processor time, so that a busy machine passes the same grammars as an idle one. There
+are two queues. In the first a grammar gets a moment, enough for nearly all; one that needs more
+waits in the second. So grammars made to be slow delay each other, and others only by moments. Both
+queues are bounded, and what has passed is not built again.
 
-Order: `submit` of a request comes after `build` has returned its grammar.
+A request is submitted after `build` has returned its grammar.
 """
 
 import asyncio
@@ -71,10 +71,10 @@ class _UnderWay:
 
 
 class Grammars:
-    """Builds grammars in a process of its own, which is started again if it ends."""
+    """Builds grammars in a separate process, which is restarted if it ends."""
 
     def __init__(self, tables: Callable[[], Tables]) -> None:
-        """Start nothing yet; `tables` is called in a thread."""
+        """Prepare; nothing is started yet. `tables` is called in a thread."""
         self.process = HelperProcess(
             main, lambda: framed(tables()), gone="grammars cannot be built now; ask again"
         )
@@ -85,7 +85,7 @@ class Grammars:
     async def build(self, writer: Writer) -> str | None:
         """Return the grammar that a job writes; raises `ConfigError` or `ApiError`.
 
-        Cancelling it ends the work, unless another request has the same grammar.
+        Cancelling the call ends the work, unless another request has the same grammar.
         """
         key = writer.key
         if key in self._passed:

@@ -1,7 +1,7 @@
-"""A helper process as the HTTP side sees it: started in the background, and again if it ends.
+"""A helper process as seen by the HTTP side: started in the background, and restarted if it ends.
 
-What it does is in `tandem.engine.helper`. A job is a socket of its own: closing it says that its
-client has gone, and its end without a whole answer says that the helper, or its fork, has ended.
+`tandem.engine.helper` has the helper's own side. A job is a socket: closing it says that its client
+has gone, and an end without a complete answer says that the helper, or its fork, has ended.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ _PIECE_BYTES = 1 << 18
 
 
 class HelperProcess:
-    """One helper, in all of its lives."""
+    """One helper process, restarted when it ends."""
 
     def __init__(self, main: Callable[[], None], first: Callable[[], bytes], *, gone: str) -> None:
-        """Start nothing yet.
+        """Prepare; nothing is started yet.
 
-        `main` is what it runs. `first` is called in a thread and returns its first message, framed.
-        `gone` is what clients are told where it cannot be started.
+        `main` is what it runs. `first` is called in a thread and returns the first message, framed.
+        `gone` is the error for clients if it cannot be started.
         """
         self._main, self._first, self._gone = main, first, gone
         self._starting: asyncio.Task[socket.socket] | None = None
@@ -37,23 +37,24 @@ class HelperProcess:
 
     @property
     def pid(self) -> int | None:
-        """The number of the process."""
+        """The process id."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Begin to start it, in the background, so that the first job finds it."""
+        """Start the process in the background, so that the first job finds it running."""
         self._control_soon()
 
     def close(self) -> None:
-        """End it, also while it is being started."""
+        """End the process, even while it is starting."""
         self._is_closed = True
         self._end()
 
     async def ask(self, job: bytes, *, kind: bytes = b"j", seconds: float | None = None) -> Any:
-        """Return the answer to a framed job; None if what did it ended before, by a limit perhaps.
+        """Return the answer to a framed job; None if its fork ended without one, perhaps at a
+        limit.
 
-        The helper itself is ended if the job takes more than `seconds`. Cancelling this closes
-        the job's socket. Raises `ApiError` where there is no helper.
+        If the job takes more than `seconds`, the helper itself is ended. Cancelling the call closes
+        the job's socket. Raises `ApiError` if there is no helper.
         """
         for _ in range(2):  # it may have been killed, which costs no job that had not begun
             starting = self._control_soon()
@@ -110,7 +111,7 @@ class HelperProcess:
 
 
 async def begun(control: socket.socket, kind: bytes, job: bytes) -> socket.socket:
-    """Return the socket of a job that has begun; raises `EOFError` or `OSError` if none does."""
+    """Start a job and return its socket; raises `EOFError` or `OSError` if it does not start."""
     ours, theirs = socket.socketpair()
     try:
         with theirs:

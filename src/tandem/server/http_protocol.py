@@ -1,17 +1,17 @@
-"""HTTP/1.1 as uvicorn speaks it, with bounds on what comes before a request is whole.
+"""HTTP/1.1 as uvicorn speaks it, with limits on everything before a request is complete.
 
-uvicorn times the pause between two requests alone, and limits no head where httptools parses it.
+uvicorn only limits the pause between two requests, and no header sizes with httptools.
 
-A client costs a file descriptor and some memory before it has shown a key. So connections have a
-bound below the process's file descriptors. At the bound the oldest of those that have shown no key
-is closed for the next one; if there is none, the one that has waited longest between two requests.
-A request with a key that is being answered is never closed for another connection.
+A client costs a file descriptor and some memory before it has shown a key. So the number of
+connections is limited below the process's file descriptors. At the limit, the oldest connection
+without a key is closed for a new one; if there is none, the one that has waited longest between two
+requests. A request with a key that is being answered is never closed for another connection.
 
-What has no end is timed: a head, a body, the pause between requests, an answer that is not read.
-A body has time by its length, so that a slow honest client is heard.
+Everything open-ended has a time limit: a head, a body, the pause between requests, an answer that
+is not read. A body's limit grows with its length, so that slow honest clients are served.
 
-One `BoundedHttp` is one connection. The parser may be in a head or a body, or between two requests;
-the application may be answering one request, while others that came behind it wait for it.
+One `BoundedHttp` is one connection. The parser may be in a head, in a body or between two requests;
+the application may be answering one request while others on the connection wait.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class _Parsing(enum.Enum):
 
 
 class Connections:
-    """All connections of a server; used in its event loop alone."""
+    """All connections of a server; used in its event loop only."""
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class Connections:
         clock: Callable[[], float] = time.monotonic,
         answer_at_once: Callable[[Mapping[str, Any]], bytes | None] = lambda scope: None,
     ) -> None:
-        """Begin with none. `clock` returns seconds.
+        """Start without connections. `clock` returns seconds.
 
-        `answer_at_once` returns the JSON that a request of this scope gets without the application.
+        `answer_at_once` returns the JSON for requests of a scope that the application need not see.
         """
         self.limits, self.clock, self.answer_at_once = limits, clock, answer_at_once
         self._all: set[BoundedHttp] = set()
@@ -68,7 +68,7 @@ class Connections:
         return len(self._all)
 
     def add(self, connection: "BoundedHttp") -> None:
-        """Take on a new connection; closes another one, or this one, at the bound."""
+        """Add a new connection; at the limit another one, or this one, is closed."""
         self._all.add(connection)
         self._strangers[connection] = None
         if len(self._all) > self.limits.connections:
@@ -79,40 +79,40 @@ class Connections:
             first.abort()
 
     def remove(self, connection: "BoundedHttp") -> None:
-        """Forget a connection that has ended."""
+        """Remove a connection that has ended."""
         self._all.discard(connection)
         self._strangers.pop(connection, None)
         self._waiting.pop(connection, None)
 
     def admit(self, connection: "BoundedHttp") -> None:
-        """Note that it has shown a key, where one is needed."""
+        """Record that a connection has shown a key, if one is needed."""
         if connection in self._all:
             self._strangers.pop(connection, None)
 
     def note_waiting(self, connection: "BoundedHttp", *, is_waiting: bool) -> None:
-        """Note whether a request of a connection is being answered, or the client's is awaited."""
+        """Record whether a connection waits for its client, or its request is being answered."""
         self._waiting.pop(connection, None)
         if is_waiting and connection in self._all and connection not in self._strangers:
             self._waiting[connection] = None
 
     def sweep(self) -> None:
-        """Close what takes too long."""
+        """Close connections that exceed a time limit."""
         now = self.clock()
         for connection in list(self._all):
             connection.end_if_late(now)
 
     async def watch(self) -> None:
-        """Sweep again and again, until cancelled."""
+        """Call `sweep` repeatedly, until cancelled."""
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             self.sweep()
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection, which ends when it takes too much or too long."""
+    """One connection, closed when it exceeds a limit of size or time."""
 
     def __init__(self, connections: Connections, **uvicorns: Any) -> None:
-        """Belong to `connections`; uvicorn gives the rest."""
+        """Register with `connections`; uvicorn supplies the other arguments."""
         super().__init__(**uvicorns)
         self._connections, self._limits = connections, connections.limits
         self._parsing = _Parsing.PAUSE
@@ -127,22 +127,22 @@ class BoundedHttp(HttpToolsProtocol):
     # ---- the connection --------------------------------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
-        """Take it on, as far as there is room."""
+        """Add the connection, if there is room."""
         super().connection_made(transport)
         self._allow(self._limits.head_seconds)
         self._connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it."""
+        """Remove the connection."""
         self._connections.remove(self)
         super().connection_lost(exc)
 
     def abort(self) -> None:
-        """Close it now, whatever it is in."""
+        """Close the connection at once."""
         self.transport.abort()
 
     def end_if_late(self, now: float) -> None:
-        """Close it if its client takes too long over something."""
+        """Close the connection if its client exceeds a time limit."""
         if self._is_stuck(now):
             self.abort()
         elif now < self._late or self.transport.is_closing():
@@ -185,7 +185,7 @@ class BoundedHttp(HttpToolsProtocol):
     # ---- what comes ------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come, unless it is too much."""
+        """Parse received bytes, unless they exceed a limit."""
         self._fed_bytes += len(data)
         self._chunk_bytes = len(data)
         self._is_first_of_read = True
@@ -214,7 +214,7 @@ class BoundedHttp(HttpToolsProtocol):
         )
 
     def on_message_begin(self) -> None:
-        """Begin a head."""
+        """Start a head."""
         super().on_message_begin()
         if self._num_open > self._limits.pipelined:
             self._refuse(ApiError(400, "too many requests were sent before one was answered"))
@@ -225,14 +225,14 @@ class BoundedHttp(HttpToolsProtocol):
         self._allow(self._limits.head_seconds)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header, or a trailer."""
+        """Add a header, or a trailer."""
         self._num_headers += 1
         if self._num_headers > self._limits.headers:
             self._refuse(self._too_large())
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Hand the request to the application."""
+        """Pass the request to the application."""
         self._ends_head_of_first, self._is_first_of_read = self._is_first_of_read, False
         super().on_headers_complete()
         self._ends_head_of_first = False
@@ -241,13 +241,13 @@ class BoundedHttp(HttpToolsProtocol):
         self._allow(self._limits.body_seconds)
 
     def on_body(self, body: bytes) -> None:
-        """Take a part of a body."""
+        """Add a part of a body."""
         self._body_bytes += len(body)
         self._chunk_bytes -= len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """End a request, of which the answer may have come before."""
+        """End a request; its answer may have been sent already."""
         super().on_message_complete()
         self._parsing = _Parsing.PAUSE
         self._fed_bytes = 0
@@ -284,7 +284,7 @@ class BoundedHttp(HttpToolsProtocol):
         raise httptools.HttpParserError(str(error))
 
     def send_400_response(self, msg: str) -> None:
-        """Say what was wrong with a request that could not be parsed."""
+        """Answer a request that could not be parsed, and say what was wrong."""
         self._end(self._problem or ApiError(400, "this is no HTTP/1.1 request"))
 
     # ---- what goes -------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""The server's log is written in a thread: who reads it slowly, or not at all, holds no client up.
+"""Writes the server's log in a thread, so that a slow or missing reader blocks no client.
 
-A pipe takes 64 KB; then a write waits for its reader. So lines wait in a queue of bounded length,
-and those that find it full are counted and left out.
+A pipe holds 64 KB; then a write waits for its reader. So lines wait in a bounded queue; lines that
+do not fit are counted and dropped.
 """
 
 import contextlib
@@ -43,9 +43,9 @@ class _Queue(logging.handlers.QueueHandler):
 def written_in_a_thread(
     most_lines: int = _MOST_LINES,
 ) -> Iterator[Lines]:
-    """Let a thread write what is logged meanwhile, by the handlers that there are.
+    """Write log records in a thread while the context is open, through the existing handlers.
 
-    Yields the queue of lines that are not written yet.
+    Yields the queue of unwritten lines.
     """
     root = logging.getLogger()
     handlers, log = root.handlers[:], _Queue(most_lines)

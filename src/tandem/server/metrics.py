@@ -1,4 +1,4 @@
-"""What Prometheus reads at /metrics."""
+"""The metrics for Prometheus at /metrics."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -14,10 +14,10 @@ _SECONDS_PER_TOKEN = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 class Metrics:
-    """Counts of the HTTP side, and a view of the engine process."""
+    """Counters of the HTTP side, and the state of the engine process."""
 
     def __init__(self, engine: EngineClient) -> None:
-        """Read the engine's state when asked."""
+        """Read the engine's state on each request for metrics."""
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "tandem_requests", "requests that have ended", ["endpoint", "status"],

@@ -1,4 +1,4 @@
-"""The OpenAPI description of bodies that routes read themselves."""
+"""The OpenAPI description of bodies that routes parse themselves."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ _ANY_JSON = {"application/json": {"schema": {"type": "object"}}}
 
 
 def described_body(kind: type[BaseModel]) -> dict[str, Any]:
-    """Return a route's arguments that describe its body, its answers and its errors."""
+    """Return route arguments that describe the body, its answers and its errors."""
     schema = {"$ref": _REF.format(model=kind.__name__)}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
     kinds = ("text/event-stream", "application/x-ndjson")
@@ -32,7 +32,7 @@ def described_body(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def described_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the description of errors: of those named, or of all that an answer may have."""
+    """Return the description of the named errors, or of all that an answer may have."""
     return {
         status: {"description": _ERRORS[status], "content": _ANY_JSON}
         for status in statuses or _ERRORS

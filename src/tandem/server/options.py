@@ -1,4 +1,4 @@
-"""What a user says about the server. Loads neither torch nor FastAPI."""
+"""The user's options of the server. Loads neither torch nor FastAPI."""
 
 import ipaddress
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _MAX_BODY, _MAX_BODY_WITH_IMAGES = "4MiB", "32MiB"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """Where the server listens, and how much it takes on."""
+    """Where the server listens, and its limits."""
 
     host: str = option("127.0.0.1", help="address to listen on", metavar="ADDRESS")
     port: int = option(8000, help="port to listen on; 0 takes a free one", metavar="PORT")
@@ -162,7 +162,7 @@ class ServerOptions:
 
     @property
     def kv_disk_bytes(self) -> int:
-        """Bytes that beginnings of prompts may take on disk; 0: none are kept there."""
+        """Bytes that prefixes of prompts may take on disk; 0: none are kept."""
         return 0 if self.kv_disk is None else parse_bytes(self.kv_disk, name="kv_disk")
 
     @property
@@ -171,22 +171,22 @@ class ServerOptions:
         return tuple(dict.fromkeys(name.strip() for name in given if name.strip()))
 
     def names(self, model: str) -> tuple[str, ...]:
-        """Return the names of a model that is called `model` unless the options rename it."""
+        """Return the names of a model: `model`, unless the options give others."""
         return self._names or (model,)
 
     @property
     def takes_any_name(self) -> bool:
-        """Whether the one model answers whatever name a request has."""
+        """Whether the model answers under any name in a request."""
         return not self.strict and self.served_model_name is None
 
     def max_body_bytes(self, *, has_images: bool) -> int:
-        """Return the largest request body in bytes, for a model that takes images or does not."""
+        """Return the largest request body in bytes, with or without images."""
         default = _MAX_BODY_WITH_IMAGES if has_images else _MAX_BODY
         return parse_bytes(self.max_body or default, name="max_body")
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine reaches an address."""
+    """Tell whether an address is reachable only from this machine."""
     if host == "localhost":
         return True
     try:
@@ -196,7 +196,7 @@ def is_loopback(host: str) -> bool:
 
 
 def require_key(host: str, api_keys: Sequence[str]) -> None:
-    """Raise `ConfigError` for a server that other machines reach and that has no API key."""
+    """Raise `ConfigError` for a server without an API key that other machines can reach."""
     if not api_keys and not is_loopback(host):
         raise ConfigError(
             f"listening on {host} lets other machines in; set TANDEM_API_KEY to a long random "

@@ -1,7 +1,7 @@
-"""What a body is turned into: in the prompt process, for the HTTP side.
+"""Turns a body into requests, in the prompt process, for the HTTP side.
 
-A body is checked, its prompt is written and cut into tokens, and the reply to it is begun. All that
-may fail, and what may be logged of it, is in what comes back.
+Checks the body, writes and tokenizes its prompt, and begins the reply. Errors, and what may be
+logged of them, are part of the result.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ LIMITS = Limits(processor_seconds=60.0, wall_seconds=600.0, memory_bytes=8 << 30
 
 
 class Setup(NamedTuple):
-    """What bodies are prepared for."""
+    """The settings for preparing bodies."""
 
     tokenizer: Tokenizer
     images: ImageReader | None
@@ -45,7 +45,7 @@ class Setup(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Turn a body into requests, or answer it."""
+    """A job: turn a body into requests, or answer it."""
 
     endpoint: str
     raw: bytes
@@ -58,7 +58,7 @@ class Job(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A body asks for more than came with its job."""
+    """The body needs more than came with its job."""
 
     num_answers: int
     earlier_id: str | None
@@ -66,7 +66,7 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What a body asks of the engine, and the reply to it."""
+    """The requests of a body, and the reply to it."""
 
     requests: Sequence[Request]
     images: bytes | None
@@ -82,7 +82,7 @@ class Prepared:
 
 @dataclass(slots=True)
 class Answered:
-    """What has come of a body."""
+    """The result of a job."""
 
     found: Prepared | bytes | Wanted | None = None
     """Bytes are the whole answer, as JSON."""
@@ -100,7 +100,7 @@ class Preparer:
     """Prepares bodies for one model."""
 
     def __init__(self, setup: Setup) -> None:
-        """Prepare them with a tokenizer of its own."""
+        """Prepare bodies with a tokenizer of its own."""
         self._options, self._names = setup.options, setup.names
         requests = GenerationRequests(
             setup.tokenizer, context=setup.options.context,
@@ -111,7 +111,7 @@ class Preparer:
             ChatFormat(setup.tokenizer).prompt([{"role": "user", "content": "x"}], (), {})
 
     def answer(self, job: Job) -> Answered:
-        """Return what comes of a body; raises nothing."""
+        """Return the result of a job; never raises."""
         answered = Answered()
         try:
             answered.found = self._found(job, answered)

@@ -1,9 +1,9 @@
-"""The prompt process: checks bodies, writes prompts and cuts them into tokens, for the HTTP side.
+"""The prompt process: checks bodies, writes prompts and tokenizes them, for the HTTP side.
 
-A helper (`tandem.engine.helper`): a pickled `Setup` comes first, and each job is a `Job`. Short
-ones are done one after the other, long ones in a fork each. So a long one holds up no other, is
-ended where it takes too much or its client has left, and leaves no memory behind. Torch is loaded
-for models that take images alone, and has threads in forks alone: else no fork would be safe.
+A helper (`tandem.engine.helper`): it first receives a pickled `Setup`, then jobs, each a `Job`.
+Short ones run one after the other, long ones in a fork each. So a long one blocks no other, is
+killed if it takes too much or its client leaves, and leaves no memory behind. Torch is loaded only
+for models with images, and has threads only in forks, because otherwise forking is unsafe.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _NICENESS, _NICER = 2, 3
 
 
 class Pickled(NamedTuple):
-    """A pickled `Setup`, and where its classes are found."""
+    """A pickled `Setup`, and where its classes are importable from."""
 
     path: list[str]
     setup: bytes

@@ -1,7 +1,7 @@
-"""Prompts as the HTTP side gets them: from the prompt process, which may be killed.
+"""Prompts for the HTTP side, from the prompt process, which may be killed.
 
-So this process moves bytes alone, and answers at once whatever bodies are made of. Short bodies and
-long ones wait in lines of their own.
+So this process only moves bytes, and answers at once whatever bodies contain. Short and long bodies
+wait in separate queues.
 """
 
 import asyncio
@@ -24,10 +24,12 @@ _SHORT_SECONDS = 60.0
 
 
 class Prompts:
-    """Turns bodies into requests, in a process that is started again if it ends."""
+    """Turns bodies into requests in a separate process, which is restarted if it ends."""
 
     def __init__(self, setup: Setup, *, most_seconds: float = _SHORT_SECONDS) -> None:
-        """Start nothing yet. The process is ended if a short body takes more than so long."""
+        """Prepare; nothing is started yet. A short body that takes more than `most_seconds` ends
+        the process.
+        """
         self._most_seconds = most_seconds
         first = functools.cache(lambda: framed(Pickled(sys.path, pickle.dumps(setup))))
         self.process = HelperProcess(main, first, gone="requests cannot be read now; ask again")
@@ -35,7 +37,7 @@ class Prompts:
         self._long = asyncio.Semaphore(_MOST_LONG)
 
     async def ask(self, job: Job) -> Answered:
-        """Return what comes of a body; cancelling it ends the work on a long one."""
+        """Return the result of a job; cancelling the call ends the work on a long body."""
         num_bytes = len(job.raw) + len(job.earlier or b"")
         # Images are opened in a fork.
         if num_bytes > _SHORT_BODY_BYTES or b"image" in job.raw:

@@ -1,4 +1,4 @@
-"""Errors as clients get them, and one log line for each, without its client and its text."""
+"""Errors for clients, with one log line for each, without the client or its text."""
 
 import logging
 
@@ -19,7 +19,7 @@ def refusal(scope: Scope, error: ApiError) -> JSONResponse:
 
 
 def log_refusal(scope: Scope, error: ApiError) -> None:
-    """Log method, path, status and reason; a client that has left was not refused."""
+    """Log method, path, status and reason, except for a client that has left."""
     if error.status != 499:
         _log.warning(
             "refused %s %s: %d, %s", scope["method"], plain(scope["path"], _LONGEST_PATH),
@@ -28,6 +28,6 @@ def log_refusal(scope: Scope, error: ApiError) -> None:
 
 
 def plain(text: str, longest: int) -> str:
-    """Return foreign text as one line that no terminal obeys."""
+    """Return foreign text as one line without terminal control sequences."""
     shown = "".join(char if char.isprintable() else " " for char in text[:longest])
     return shown if len(text) <= longest else f"{shown}..."

@@ -1,4 +1,4 @@
-"""An answer on its way: what it costs, when it is given up, and that it ends with its client."""
+"""A running answer: its cost, its time limits, and its end when the client leaves."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class RunningAnswer:
-    """Generation requests being answered: timed, counted, logged, and cancelled at the end."""
+    """Running generation requests: timed, counted, logged, and cancelled at the end."""
 
     def __init__(
         self,
@@ -37,9 +37,10 @@ class RunningAnswer:
         seconds: float | None = None,
         ended: Callable[[str, int, float], None] = lambda status, tokens, seconds: None,
     ) -> None:
-        """Submit them; raises `ApiError` if the queue is full. `endpoint` is for the counts.
+        """Submit the requests; raises `ApiError` if the queue is full. `endpoint` is for the
+        metrics.
 
-        After `seconds` they are given up, or earlier, if the options say so. `ended` is called
+        They are cancelled after `seconds`, or earlier if the options say so. `ended` is called
         once, with the status, the generated tokens and the seconds.
         """
         self._ended = ended
@@ -92,7 +93,7 @@ class RunningAnswer:
         )
 
     def cancel(self) -> None:
-        """Drop what has not ended: the client has left, or all is said."""
+        """Cancel what has not ended, because the client has left or the answer is complete."""
         self._engine.cancel(self._token_outputs.numbers)
         self._end("499")
 
@@ -117,7 +118,7 @@ class RunningAnswer:
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Do the work, but stop when the client leaves."""
+    """Await the work, but stop when the client leaves."""
     task = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(left(request.receive))
     try:

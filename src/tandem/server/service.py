@@ -1,4 +1,6 @@
-"""What the routes share: one engine, one model, and the way of a request from body to answer."""
+"""What the routes share: one engine, one model, and the processing of a request from body to
+answer.
+"""
 
 import asyncio
 import contextlib
@@ -45,7 +47,7 @@ _MOST_NOTED = 256
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What is answered by a body."""
+    """One endpoint: its kind of body, and how bodies become requests or answers."""
 
     name: str
     """In the counts."""
@@ -65,7 +67,7 @@ class Server:
         model: str,
         images: ImageReader | None = None,
     ) -> None:
-        """Serve `model`, by that name unless the options give it others."""
+        """Serve `model`, under its own name unless the options give others."""
         self.engine = engine
         self.tokenizer = tokenizer
         self.options = options
@@ -84,7 +86,7 @@ class Server:
     # ---- answers ---------------------------------------------------------------------------------
 
     async def answer(self, endpoint: Endpoint, request: Request) -> Response:
-        """Answer a body: whole, as a stream, or at once."""
+        """Answer a body: as a whole, as a stream, or at once without the model."""
         with self._counted(endpoint.name):
             found = await self._found(endpoint, request)
             if not isinstance(found, Prepared):
@@ -169,7 +171,7 @@ class Server:
         )
 
     def kept_of(self, owner: bytes) -> KeptResponses:
-        """Return the responses that are kept for an owner; each has a limit of its own."""
+        """Return the kept responses of an owner; each owner has its own limit."""
         return self._kept.setdefault(owner, KeptResponses())
 
     def _tables(self) -> Tables:
@@ -191,7 +193,7 @@ class Server:
             raise
 
     def start(self) -> None:
-        """Begin to start what prepares bodies, beside the model's loading."""
+        """Start the processes that prepare bodies, while the model loads."""
         self.prompts.process.start()
 
     def close(self) -> None:
@@ -201,7 +203,9 @@ class Server:
         self._use.close()
 
     def owner_of(self, request: Request) -> bytes:
-        """Return whose traces a request may find: all requests', unless keys are isolated."""
+        """Return the owner whose kept data a request may find; all share one unless keys are
+        isolated.
+        """
         return key_of(request) if self.options.isolate_keys else b""
 
     def _note(self, endpoint: Endpoint, model: str | None, ignored: Collection[str]) -> None:
@@ -224,13 +228,15 @@ class Server:
     # ---- the rest --------------------------------------------------------------------------------
 
     def models(self) -> dict[str, object]:
-        """Return the list of models: one, by each of its names; as OpenAI and Anthropic have it."""
+        """Return the list of models in the form of OpenAI and Anthropic: one model under each of
+        its names.
+        """
         page = {"has_more": False, "first_id": self.names[0], "last_id": self.names[-1]}
         data = [self.one_model(name) for name in self.names]
         return {"object": "list", "data": data, **page}
 
     def one_model(self, name: str) -> dict[str, object]:
-        """Return the model object; 404 for another name."""
+        """Return the model object; raises `ApiError` with status 404 for another name."""
         if name not in self.names:
             raise no_model(name, self.names)
         info, context = self.engine.info, self.context
@@ -250,12 +256,12 @@ class Server:
 
     @property
     def context(self) -> int | None:
-        """Tokens that prompt and answer may have together; None: that is not known yet."""
+        """The most tokens of prompt and answer together; None: not known yet."""
         info = self.engine.info
         return None if info is None else self._about.limit(info)
 
     def live(self) -> Response:
-        """Stream snapshots for the page."""
+        """Stream live snapshots to the page."""
         return EventStream(self._snapshots())
 
     async def _snapshots(self) -> AsyncIterator[bytes]:
@@ -314,7 +320,7 @@ def _with_hint(name: str, known: list[str]) -> str:
 
 
 def trimming_headers(num_turns: int) -> dict[str, str]:
-    """Say how many turns of a conversation were dropped, and log it."""
+    """Log how many turns of a conversation were dropped; return the headers that say so."""
     if not num_turns:
         return {}
     _log.info("a conversation did not fit: %d of its oldest turns were dropped", num_turns)

@@ -1,4 +1,4 @@
-"""Runs the server: uvicorn around the application, the engine process beside it."""
+"""Runs the server: uvicorn around the application, and the engine process."""
 
 import asyncio
 import functools
@@ -38,7 +38,7 @@ _KERNEL_QUEUE = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The model that is served."""
+    """The model to serve."""
 
     name: str
     load_model: ModelLoader
@@ -98,7 +98,7 @@ def serve(
 ) -> None:
     """Serve until a signal; `on_ready` receives the address once the model answers.
 
-    Raises `TandemError` for what a user can mend: a port that is taken, a model that cannot load.
+    Raises `TandemError` for errors that the user can fix: a port in use, a model that cannot load.
     """
     require_key(options.host, api_keys)
     listener = _listen(options.host, options.port)

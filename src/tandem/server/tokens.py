@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: a prompt's tokens and back, by vLLM's and llama.cpp's fields."""
+"""/tokenize and /detokenize, with vLLM's and llama.cpp's fields."""
 
 from typing import Annotated
 
@@ -36,7 +36,7 @@ class DetokenizeRequest(Asked):
 
 
 def detokenized(requests: GenerationRequests, body: DetokenizeRequest, info: ModelInfo) -> _Json:
-    """Answer /detokenize."""
+    """Return the response of /detokenize."""
     text = requests.text_of(body.tokens, info)
     return {"prompt": text, "content": text}
 
@@ -44,7 +44,7 @@ def detokenized(requests: GenerationRequests, body: DetokenizeRequest, info: Mod
 def tokenized(
     requests: GenerationRequests, tokenizer: Tokenizer, body: TokenizeRequest, info: ModelInfo
 ) -> _Json:
-    """Answer /tokenize."""
+    """Return the response of /tokenize."""
     ids = _ids(requests, body, info)
     answer: _Json = {
         "tokens": ids,

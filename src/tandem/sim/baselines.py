@@ -1,4 +1,4 @@
-"""Policies of papers, with which Tandem's are compared; no run has them."""
+"""Policies of papers for comparison with Tandem's; only the simulator uses them."""
 
 from collections.abc import Sequence
 
@@ -23,14 +23,14 @@ _RELEASED_GPU, _RELEASED_CPU_FIRST, _RELEASED_COPY = 0.5, 0.79, 0.4179
 
 
 class ReleasedHybriMoe(HybriMoe):
-    """HybriMoE as released: its schedule by the code's constants, whatever experts cost here."""
+    """HybriMoE as released: its schedule uses the code's constants, whatever experts cost here."""
 
     def __init__(self, *, cpu_token: float = 1.0) -> None:
-        """Take `cpu_token` milliseconds a token on the CPU: 1 DeepSeek, 0.8 Qwen2, 0.2 Mixtral."""
+        """Use `cpu_token` milliseconds per token on the CPU: 1 DeepSeek, 0.8 Qwen2, 0.2 Mixtral."""
         self._cpu_token = cpu_token
 
     def assign(self, problem: LayerProblem) -> Split:
-        """Return the schedule of the constants with its real times."""
+        """Return the schedule by the constants, with its real times."""
         tokens = problem.tokens
         split = super().assign(
             problem._replace(
@@ -44,12 +44,14 @@ class ReleasedHybriMoe(HybriMoe):
 
 
 class FirstTokenScore(HybriMoeScore):
-    """HybriMoE's score as released: of a batch it reads the first token alone."""
+    """HybriMoE's score as released: it reads only the first token of a batch."""
 
     reads_weights = False
 
     def touch(self, load: LayerLoad) -> None:
-        """Fold the first token's experts in, all with the same score; traces have no other."""
+        """Add the first token's experts to the score, all equally, because traces have no router
+        scores.
+        """
         if load.routes:
             first = tuple(sorted(load.routes[0]))
             load = LayerLoad(load.layer, first, (1,) * len(first))
@@ -57,29 +59,29 @@ class FirstTokenScore(HybriMoeScore):
 
 
 class IndexedCopyOnMiss(CopyOnMiss):
-    """Paper 2's N-index cache: misses of the first N layers are copied, the others' never.
+    """Paper 2's N-index cache: only misses of the first N layers are copied.
 
-    With a shared pool these layers have all slots; what leaves is the least recently used of all of
-    them, not of the layer as in its M ways.
+    With a shared pool these layers have all slots; the victim is the least recently used of all
+    layers, not of one as in its M ways.
     """
 
     def __init__(self, geometry: Geometry, *, quota: int = 64, share: float = 0.5) -> None:
-        """Copy for the first `share` of the layers (paper 2: 14 or 16 of 32)."""
+        """Copy misses of the first `share` of the layers (paper 2: 14 or 16 of 32)."""
         super().__init__(geometry, quota=quota)
         self._num_layers = round(share * geometry.num_layers)
 
     def candidates(
         self, layer: int, misses: Sequence[int], slot_of: Sequence[int]
     ) -> Sequence[int]:
-        """Return the misses that the quota still allows, none in other layers."""
+        """Return the misses within the remaining quota; none in other layers."""
         return super().candidates(layer, misses, slot_of) if layer < self._num_layers else ()
 
 
 class Popularity(Prediction):
-    """Predicts what a layer has used most (EdgeMoE's statistics): the decayed mean load."""
+    """Predicts the most used experts of a layer (EdgeMoE's statistics): the decayed mean load."""
 
     def __init__(self, geometry: Geometry) -> None:
-        """Start with nothing seen."""
+        """Start without loads."""
         self._num_experts = geometry.num_experts
         layers, experts = geometry.num_layers, geometry.num_experts
         self._counts = DecayedCounts(layers, experts, _POPULARITY_DECAY)
@@ -103,7 +105,7 @@ class Popularity(Prediction):
 
 
 class Transitions(Prediction):
-    """Predicts the mean of what followed each expert that the layer above uses now."""
+    """Predicts the mean load that followed each expert in use in the layer above."""
 
     def __init__(self, geometry: Geometry) -> None:
         """Start with all experts equally likely."""
@@ -112,7 +114,7 @@ class Transitions(Prediction):
         self._last: LayerLoad | None = None
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
-        """Start above the first layer."""
+        """Begin a step above the first layer."""
         self._last = None
 
     def observe(self, load: LayerLoad) -> None:
@@ -125,7 +127,7 @@ class Transitions(Prediction):
         self._last = load
 
     def predict(self, layer: int) -> Forecast | None:
-        """Return the mean of the active rows; only of the layer below the last observed."""
+        """Return the mean of the active rows; None except for the layer after the last observed."""
         if self._last is None or self._last.layer != layer - 1:
             return None
         return Forecast(self._rows[layer, list(self._last.experts)].mean(0).tolist(), 0.0, 1.0)
@@ -145,7 +147,7 @@ class TokenMemory(Prediction):
         self._tokens: Sequence[int] = ()
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
-        """Look the tokens up; a new one begins with what layers use on average."""
+        """Look up the tokens; a new token starts with the mean of its layers."""
         self._tokens = token_ids
         for token in token_ids:
             row = self._rows.pop(token, None)
@@ -154,7 +156,7 @@ class TokenMemory(Prediction):
             del self._rows[next(iter(self._rows))]
 
     def observe(self, load: LayerLoad) -> None:
-        """Move each token's row towards its experts; needs the routes of the tokens."""
+        """Move each token's row towards its experts; needs the tokens' routes."""
         _approach(self._mean[load.layer], load.experts, _MEAN_RATE)
         if len(load.routes) == len(self._tokens):
             for token, experts in zip(self._tokens, load.routes, strict=True):
@@ -175,25 +177,25 @@ def _approach(row: np.ndarray, experts: Sequence[int], rate: float) -> None:
 
 
 class Hinted(Prediction):
-    """Gate look-ahead: predicts what hints of one source say.
+    """Gate look-ahead: predicts what the hints of one source say.
 
-    The engine asks the next routers with the hidden state of this layer: "gate" as it is
-    (HybriMoE), "residual" after adding DALI's calibrated residual vector (equations 10 and 11).
+    The engine asks the next routers with this layer's hidden state: "gate" as it is (HybriMoE),
+    "residual" after adding DALI's calibrated residual vector (equations 10 and 11).
     """
 
     def __init__(self, geometry: Geometry, *, source: str) -> None:
-        """Listen to hints of `source`."""
+        """Use hints of `source`."""
         self._num_experts = geometry.num_experts
         self._source = source
         self._forecasts: dict[int, Forecast] = {}
         self._calibration = Calibration()
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
-        """Forget the hints of the step before."""
+        """Drop the hints of the last step."""
         self._forecasts.clear()
 
     def hint(self, hint: Hint) -> None:
-        """Keep a hint of the right source."""
+        """Keep a hint of this source."""
         if hint.source != self._source:
             return
         scores = [0.0] * self._num_experts
@@ -203,31 +205,31 @@ class Hinted(Prediction):
         self._forecasts[hint.load.layer] = Forecast(scores, 0.0, 1.0, frequencies)
 
     def observe(self, load: LayerLoad) -> None:
-        """Count how the hint came out."""
+        """Count the hint's outcome."""
         forecast = self._forecasts.pop(load.layer, None)
         if forecast is not None and self._calibration.is_due():
             self._calibration.observe(forecast, load.experts)
 
     def is_hinted(self, layer: int) -> bool:
-        """Tell whether there is a hint."""
+        """Tell whether there is a hint for a layer."""
         return layer in self._forecasts
 
     def predict(self, layer: int) -> Forecast | None:
-        """Return the hint of a layer."""
+        """Return a layer's hint as a forecast; None: there is none."""
         return self._forecasts.get(layer)
 
 
 class TopK(PrefetchChoice):
-    """DALI's choice: whatever of the k best is absent, whether or not the link has time for it."""
+    """DALI's choice: whichever of the k best are absent, even if the link has no time for them."""
 
     is_staged = True
 
     def __init__(self, *, count: int) -> None:
-        """Look at the `count` best."""
+        """Consider the `count` best experts."""
         self.count = count
 
     def choose(self, forecast: Forecast, terms: PrefetchTerms) -> list[int]:
-        """Return the absent ones among the experts with the highest predicted workload."""
+        """Return the absent experts among those with the highest predicted workload."""
         scores = forecast.scores
         best = sorted(range(len(scores)), key=lambda expert: (-scores[expert], expert))
         absent = [e for e in best[: self.count] if terms.slots[e] < 0 and scores[e] > forecast.base]

@@ -27,7 +27,7 @@ def compare(
     fractions: Sequence[float],
     progress: Callable[[str], None] | None = None,
 ) -> list[Speed]:
-    """Run every system at each batch (with the conditions' memory) and at each memory."""
+    """Run every system at each batch size (with the conditions' memory) and at each memory size."""
     cells = [(batch, conditions.gpu_experts) for batch in batches]
     cells += [(conditions.batch, fraction) for fraction in fractions]
     speeds = []
@@ -65,7 +65,7 @@ def _run(
 
 
 def table(speeds: Sequence[Speed]) -> str:
-    """Return the speeds as a Markdown table, a system per row and a condition per column."""
+    """Return the speeds as a Markdown table: a system per row, a condition per column."""
     cells = list(dict.fromkeys((speed.batch, speed.gpu_experts) for speed in speeds))
     names = list(dict.fromkeys(speed.system for speed in speeds))
     known = {(s.system, s.batch, s.gpu_experts): s.decode_tokens_per_second for s in speeds}
@@ -79,7 +79,7 @@ def table(speeds: Sequence[Speed]) -> str:
 
 
 def without_decode(speeds: Sequence[Speed], limit: int) -> str | None:
-    """Return the sentence about the conditions in which no token was decoded; None without any."""
+    """Return a sentence about conditions in which no token was decoded; None if there are none."""
     batches = sorted({speed.batch for speed in speeds if speed.decode_tokens_per_second is None})
     if not batches:
         return None

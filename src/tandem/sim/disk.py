@@ -1,10 +1,9 @@
-"""Experts in slots in memory over a disk, on a virtual clock: what the steps of a trace take.
+"""Experts in memory slots over a disk, on a virtual clock: the time of a trace's steps.
 
-As the runs do it (`csrc/disk`): a layer asks at once for the experts that are absent; those in
-memory are computed meanwhile, the others as they come, one after the other at the disk's rate. Of
-a prompt, the next layer's reads begin while a layer is computed; of layers that are routed by token
-they begin with the step. What the eviction does not let in is read all the same. The CPU computes
-all experts.
+As in real runs (`csrc/disk`): a layer requests its absent experts at once; those in memory are
+computed meanwhile, the others as they arrive, one after the other at the disk's rate. In a prompt
+the next layer's reads begin while a layer is computed; reads of layers routed by token id begin
+with the step. Experts that the eviction does not admit are read too. The CPU computes all experts.
 """
 
 import dataclasses
@@ -27,13 +26,13 @@ MakeEviction = Callable[[Geometry, int], Eviction]
 
 
 def whole_pages(num_bytes: int) -> int:
-    """Return what an expert of so many bytes takes in a file, and in a slot."""
+    """Return the bytes of an expert in a file and in a slot: whole pages."""
     return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DiskConditions:
-    """What a replay over a disk holds constant."""
+    """The constants of a replay over a disk."""
 
     costs: ShapeCosts
     """Of them those of the CPU and the dense parts."""
@@ -53,17 +52,17 @@ class DiskConditions:
 
     @property
     def read_bytes(self) -> int:
-        """What is read of the disk for one expert."""
+        """Bytes read from the disk for one expert."""
         return whole_pages(self.costs.expert_bytes)
 
     def set_sizes(self, geometry: Geometry) -> list[int]:
-        """Return the slots by layer."""
+        """Return the number of slots of each layer."""
         return [int(geometry.num_experts * self.share)] * geometry.num_layers
 
 
 @dataclasses.dataclass(slots=True)
 class DiskTally:
-    """What a replay over a disk adds up; of decode steps where nothing else is said."""
+    """The totals of a replay over a disk, of decode steps unless a name says otherwise."""
 
     tokens: int = 0  # prompts' too
     steps: int = 0  # likewise
@@ -80,12 +79,12 @@ class DiskTally:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the active experts that were in memory."""
+        """The share of active experts that were in memory."""
         return 1 - self.misses / self.demands if self.demands else 0.0
 
     @property
     def decode_tokens_per_second(self) -> float | None:
-        """The decode speed, all sequences together; None without any decode step."""
+        """The decode speed of all sequences together; None without decode steps."""
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else None
 
 
@@ -96,7 +95,9 @@ def replay_over_disk(
     *,
     progress: Callable[[int], None] | None = None,
 ) -> DiskTally:
-    """Replay until the trace or the limit ends; `progress` gets the tokens of each step."""
+    """Replay until the trace or the limit ends; `progress` gets the number of tokens of each
+    step.
+    """
     replay, reader = _Replay(trace.meta, conditions, make_eviction), LoadReader(trace)
     tally = replay.tally
     for step in replay_steps(trace, conditions.batch, conditions.prompt):
@@ -181,7 +182,7 @@ def simulate_over_disk(
     *,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Return everything that `tandem simulate --disk` reports about one trace: a JSON object."""
+    """Return what `tandem simulate --disk` reports about one trace: a JSON object."""
     geometry = trace.meta.geometry
     tally = replay_over_disk(trace, conditions, make_eviction, progress=progress)
     rates = disk_hit_rates(trace, conditions, make_eviction)
@@ -216,7 +217,9 @@ def simulate_over_disk(
 def disk_hit_rates(
     trace: RoutingTrace, conditions: DiskConditions, make_eviction: MakeEviction
 ) -> dict[str, float]:
-    """Return hit rates in as many slots, every token a decode step: ours, LRU's, Belady's."""
+    """Return the hit rates of our eviction, LRU and Belady in equal slots, every token a decode
+    step.
+    """
     geometry, sizes = trace.meta.geometry, conditions.set_sizes(trace.meta.geometry)
     loads = list(demand_loads(trace, conditions.batch, conditions.limit))
     lru, own = EVICTIONS.factory("lru")(geometry), make_eviction(geometry, sizes[0])

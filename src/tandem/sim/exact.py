@@ -1,8 +1,8 @@
-"""DALI's 0-1 program (equations 3 to 9) solved exactly, and a lower bound for layers too large.
+"""DALI's 0-1 program (equations 3 to 9) solved exactly, and a lower bound for larger layers.
 
-Experts are decided one after another; of the partial answers only those are kept that no other
-beats in both times (a Pareto frontier), and whose linear relaxation can still beat the best answer
-known. With an upper bound that is nearly optimal (`Balanced`) frontiers stay short.
+Experts are decided one after another. Partial answers are kept only if no other beats them in both
+times (a Pareto frontier) and their linear relaxation can still beat the best known answer. With a
+nearly optimal upper bound (`Balanced`) frontiers stay short.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Exact:
-    """The oracle: the least max(T_gpu, T_cpu) that equations 3 to 9 allow."""
+    """The oracle: the smallest max(T_gpu, T_cpu) under equations 3 to 9."""
 
     pipelined = False
 
@@ -57,7 +57,7 @@ class Partial(NamedTuple):
 
     @classmethod
     def start(cls, cpu_first: float = 0.0) -> "Partial":
-        """Return the answer that has decided nothing; the CPU's surcharge is in it."""
+        """Return the partial answer with no expert decided; it includes the CPU's surcharge."""
         zero = np.zeros(1)
         return cls(zero, zero + cpu_first, np.zeros(1, np.int64), np.zeros(1, np.uint64))
 
@@ -68,7 +68,9 @@ class Partial(NamedTuple):
     def branched(
         self, i: int, cpu: float, on_gpu: "Partial", gpu: Floats, copies: int
     ) -> "Partial":
-        """Return these with expert i on the CPU, and others with it on the GPU, done at `gpu`."""
+        """Return these answers with expert i on the CPU, and others with it on the GPU, ending at
+        `gpu`.
+        """
         return Partial(
             np.concatenate((self.gpu, gpu)),
             np.concatenate((self.cpu + cpu, on_gpu.cpu)),
@@ -77,7 +79,9 @@ class Partial(NamedTuple):
         )
 
     def pruned(self, bound: Floats, best: float) -> "Partial":
-        """Drop what cannot beat `best`, or what one with as many fetches beats in both times."""
+        """Drop answers that cannot beat `best`, or are beaten in both times with equally many
+        fetches.
+        """
         partial = self.keep(np.flatnonzero(bound < best * (1 - 1e-12)))
         partial = partial.keep(np.lexsort((partial.cpu, partial.gpu)))
         kept = [
@@ -87,7 +91,7 @@ class Partial(NamedTuple):
         return partial.keep(np.concatenate(kept)) if kept else partial
 
     def best(self, cpu: Floats, num_experts: int) -> list[bool] | None:
-        """Return which experts the best answer has on the GPU; None if there is no answer."""
+        """Return which experts the best answer puts on the GPU; None if there is no answer."""
         if not len(self.gpu):
             return None
         mask = int(self.mask[int(np.argmin(np.maximum(self.gpu, cpu)))])
@@ -119,10 +123,10 @@ def solve(
 
 
 class Relaxation:
-    """What the experts that are not decided yet must add at least, if they could be divided."""
+    """The least time that undecided experts add, if they could be divided."""
 
     def __init__(self, cpu: Floats, gpu: Floats) -> None:
-        """Sort by ratio; keep the processors' sums by the share that is on the GPU."""
+        """Sort by ratio; store the processors' sums by the share on the GPU."""
         ratio = np.divide(gpu, cpu, out=np.full(len(cpu), np.inf), where=cpu > 0)
         order = np.argsort(ratio, kind="stable")
         self._gpu = np.concatenate(([0.0], np.cumsum(gpu[order])))
@@ -146,7 +150,7 @@ def lower_bound(problem: LayerProblem) -> float:
 
 
 def optimal_seconds(problem: LayerProblem) -> float:
-    """Return the optimum up to 64 active experts, the lower bound above."""
+    """Return the optimum for up to 64 active experts, the lower bound for more."""
     if len(problem.experts) > MAX_EXPERTS:
         return lower_bound(problem)
     return Exact().assign(problem).seconds

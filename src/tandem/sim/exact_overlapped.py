@@ -1,9 +1,9 @@
-"""The optimum where copies overlap with computation: what `pipeline_seconds` can be at least.
+"""The optimum with copies that overlap computation: the least possible `pipeline_seconds`.
 
-Residents are decided first, in the order in which the GPU runs them, then absent experts by
-descending GPU time, which is the best order of their copies: what still has to run after a copy has
-arrived is then the least. Of the partial answers those are kept that no other answer with as many
-fetches beats in both times, and whose relaxation can still beat the best answer known.
+Residents are decided first, in the order in which the GPU runs them; then absent experts by
+descending GPU time, the best order of their copies, because it leaves the least to run after a copy
+has arrived. Partial answers are kept only if no other with as many fetches beats them in both times
+and their relaxation can still beat the best known answer.
 """
 
 from collections.abc import Sequence
@@ -37,15 +37,17 @@ class ExactOverlapped:
 
 
 def overlapped_optimal_seconds(problem: LayerProblem) -> float:
-    """Return the optimum up to 64 active experts, a lower bound above."""
+    """Return the optimum for up to 64 active experts, a lower bound for more."""
     if len(problem.experts) > MAX_EXPERTS:
         return overlapped_lower_bound(problem)
     return ExactOverlapped().assign(problem).seconds
 
 
 def overlapped_lower_bound(problem: LayerProblem) -> float:
-    """Return what no split is below: residents may be divided, and each number of fetches takes
-    the experts that are slowest on the CPU and, for the GPU, those that are quickest there.
+    """Return a lower bound on every split's time.
+
+    Residents may be divided. For each number of fetches it takes the experts that are slowest on
+    the CPU and, for the GPU, those that are fastest there.
     """
     everything = priced(problem, *_all_on_gpu(problem), pipelined=True)
     search = _Search(problem, float("inf"))

@@ -1,10 +1,10 @@
 """A trial of steps in one graph: at which sizes fetches and copies ahead pay.
 
-Steps of typical routing on the virtual clock, with a machine's costs, from a cache of the hottest
-experts: by the rule that leaves every miss to the CPU, and by the one that fetches; then by the
-better one without and with copies ahead of the next layer, from predictions as good as they usually
-are; then, if routers can be asked ahead, from what these usually say. A loaded model, `tandem plan`
-and `tandem simulate` ask here, so equal costs and slots are one answer.
+Steps of typical routing run on the virtual clock, with a machine's costs, from a cache of the
+hottest experts: by the rule that leaves every miss to the CPU, and by the one that fetches; then by
+the better one with and without copies ahead of the next layer, from predictions of usual quality;
+then, if routers can be asked ahead, from their usual answers. A loaded model, `tandem plan` and
+`tandem simulate` all ask here, so equal costs and slots give equal answers.
 """
 
 import dataclasses
@@ -40,13 +40,12 @@ def settled(
     *,
     tables: Native | None = None,
 ) -> PlannerSettings:
-    """Return settings whose steps in one graph fetch where that pays, if no rule is asked for.
+    """Return settings whose steps in one graph fetch where that pays, unless a rule is requested.
 
-    They copy predicted experts ahead if that is asked for, and where it pays in slots that are set
-    aside anyway; and ask routers ahead where that may be and pays. `shape` has the graph's host
-    costs in it; where an older profile says nothing of a second launch, nothing is fetched, and
-    where it says nothing of asking, nobody is asked. Policies learn in `tables`, which changes no
-    answer.
+    They copy predicted experts ahead if requested, and where it pays in slots that exist anyway;
+    and ask routers ahead where allowed and worth it. `shape` includes the graph's host costs. With
+    an older profile that lacks the cost of a second launch nothing is fetched; without the cost of
+    asking, no router is asked. Policies learn in `tables`, which changes no answer.
     """
     num_experts = geometry.num_layers * geometry.num_experts
     if num_slots >= num_experts and not settings.copies_prompts:

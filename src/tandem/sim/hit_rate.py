@@ -1,8 +1,8 @@
-"""Cache policies by themselves: demand residency of every token, with a link that costs nothing.
+"""Cache policies alone: demand residency of every token, with a link that costs nothing.
 
-Every token is one decode step (prompts too), sequences run side by side, there is no prefetch, and
+Every token is one decode step (prompts too), sequences run side by side, nothing is prefetched, and
 every admitted miss is ready at the next step. A hit is an active expert that is resident when its
-layer is reached. So measured, policies compare with Belady's bound at equal sets and slots.
+layer is reached. This compares policies with Belady's bound at equal sets and slots.
 """
 
 import heapq
@@ -26,7 +26,7 @@ Demand = Callable[[LayerLoad, Sequence[int], list[tuple[int, int]], str], None]
 
 
 def demand_loads(trace: RoutingTrace, batch: int, limit: int) -> Iterator[list[LayerLoad]]:
-    """Yield the loads of every step until `limit` tokens are through."""
+    """Yield the loads of every step until `limit` tokens have run."""
     reader = LoadReader(trace)
     tokens = 0
     for step in replay_steps(trace, batch, prompt=0):
@@ -37,7 +37,7 @@ def demand_loads(trace: RoutingTrace, batch: int, limit: int) -> Iterator[list[L
 
 
 class DemandCache:
-    """The experts that an eviction policy keeps; what it lets in is there at the next step."""
+    """The experts that an eviction policy keeps; admitted experts are there at the next step."""
 
     def __init__(self, geometry: Geometry, set_sizes: Sequence[int], eviction: Eviction) -> None:
         """Start empty."""
@@ -48,11 +48,11 @@ class DemandCache:
         eviction.resized(set_sizes)
 
     def begin_step(self, *, is_prefill: bool = False) -> None:
-        """Note that a new step starts."""
+        """Begin a step."""
         self._eviction.begin_step(is_prefill=is_prefill)
 
     def use(self, load: LayerLoad) -> tuple[list[int], list[tuple[int, int]]]:
-        """Use a layer's experts; return those that were absent, and (newcomer, victim) keys."""
+        """Use a layer's experts; return the absent ones, and (newcomer, victim) keys."""
         self._eviction.touch(load)
         first = load.layer * self._num_experts
         slot_of = self._residency.slot_of
@@ -103,7 +103,7 @@ def hit_rate(
 def belady_hit_rate(
     steps: Iterator[list[LayerLoad]], geometry: Geometry, set_sizes: Sequence[int]
 ) -> float:
-    """Return the hit rate of Belady's policy with bypass: no demand-filled cache has a higher one.
+    """Return the hit rate of Belady's policy with bypass, an upper bound for demand-filled caches.
 
     After each layer the set keeps, of residents and active experts, those whose next use is
     nearest; a miss whose own next use is farthest never enters.

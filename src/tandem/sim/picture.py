@@ -1,4 +1,4 @@
-"""Line charts as SVG text, written by hand: no plotting library is needed to see a comparison."""
+"""Line charts as SVG text, written directly, so that no plotting library is needed."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -17,7 +17,7 @@ class Chart(NamedTuple):
 
 
 def svg(charts: Sequence[Chart]) -> str:
-    """Draw charts side by side, with one legend; values start at 0."""
+    """Draw charts side by side with one legend; values start at 0."""
     width = len(charts) * WIDTH + LEGEND
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{HEIGHT}" '

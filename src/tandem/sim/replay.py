@@ -1,4 +1,4 @@
-"""Replay a routing trace through a planner on a virtual clock, and add up what happened."""
+"""Replays a routing trace through a planner on a virtual clock, and sums up what happened."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ from tandem.trace import RoutingTrace
 
 
 class Compared(NamedTuple):
-    """One layer's problem, the policy's answer under equations 3 to 9, and what is optimal."""
+    """One layer's problem, the policy's answer under equations 3 to 9, and the optimum."""
 
     problem: LayerProblem
     split: Split
@@ -43,12 +43,11 @@ COMPARE_EVERY = 31
 
 @dataclasses.dataclass(slots=True)
 class Tally:
-    """What a replay adds up.
+    """The totals of a replay.
 
-    Of the layers compared: `over_optimal`, the policy's answer under equations 3 to 9 over their
-    optimum; `executed_over_optimal`, the plan that was executed over the same;
-    `overlapped_over_optimal`, the plan that was executed over the optimum of overlapped copies,
-    both by `pipeline_seconds`.
+    Over compared layers: `over_optimal` is the policy's answer under equations 3 to 9 over their
+    optimum; `executed_over_optimal` is the executed plan over the same; `overlapped_over_optimal`
+    is the executed plan over the optimum with overlapped copies, both by `pipeline_seconds`.
     """
 
     tokens: int = 0
@@ -76,17 +75,18 @@ class Tally:
     overlapped_over_optimal: list[float] = dataclasses.field(default_factory=list)
 
     def decode_tokens_per_second(self) -> float:
-        """Return the decode speed, all sequences together; 0 without any decode step."""
+        """Return the decode speed of all sequences together; 0 without decode steps."""
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     def prefill_tokens_per_second(self) -> float | None:
-        """Return the prefill speed; None without any prefill."""
+        """Return the prefill speed; None without prefills."""
         return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else None
 
     def plan_microseconds(self) -> dict[str, float]:
-        """Return median and p99 of the time that one plan took on this machine.
+        """Return the median and p99 time of one plan on this machine.
 
-        `learning_median`: what is learned from a layer while CPU and GPU compute it.
+        `learning_median` is the time of learning from a layer, which runs while CPU and GPU compute
+        it.
         """
         times = sorted(self.plan_seconds) or [0.0]
         at = min(len(times) - 1, int(0.99 * len(times)))
@@ -99,7 +99,7 @@ class Tally:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings:
-    """One replay's conditions."""
+    """The conditions of one replay."""
 
     settings: PlannerSettings
     profile: HardwareProfile
@@ -123,9 +123,9 @@ def replay(
     progress: Callable[[int], None] | None = None,
     clock: Timeline | None = None,
 ) -> Tally:
-    """Replay until the trace or the limit ends; `progress` gets the tokens of each step.
+    """Replay until the trace or the limit ends; `progress` gets the number of tokens of each step.
 
-    On a new timeline, unless there is a `clock` that knows better how long things take.
+    On a new timeline, unless `clock` gives a more accurate one.
     """
     return _Replay(trace, run, resident, watch, clock).run(progress)
 

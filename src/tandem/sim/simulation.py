@@ -24,7 +24,7 @@ Report = dict[str, Any]  # a JSON object
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What a simulation holds constant: machine, memory, batch, how much is replayed."""
+    """The constants of a simulation: machine, memory, batch, and how much is replayed."""
 
     profile: HardwareProfile
     gpu_experts: float  # fraction of all experts that the GPU has slots for
@@ -48,20 +48,22 @@ class Conditions:
         SIMULATED_STARTS.factory(self.start)
 
     def path(self, settings: PlannerSettings) -> StepPath:
-        """Return the way of decode steps; raises `ConfigError` if it cannot follow the settings."""
+        """Return the path of decode steps; raises `ConfigError` if it cannot follow the
+        settings.
+        """
         why = settings.why_planned()
         if why is None and self.batch > MAX_GRAPH_TOKENS:
             why = f"batch {self.batch}, as it has at most {MAX_GRAPH_TOKENS} tokens"
         return step_path(self.profile, self.host_path, why)
 
     def costs(self, trace: RoutingTrace, settings: PlannerSettings) -> ShapeCosts:
-        """Return the costs of the trace's model with the host's own work."""
+        """Return the costs of the trace's model, including the host's own work."""
         return self.profile.charged(self.plain_costs(trace), self.path(settings).host_path)
 
     def settled(self, trace: RoutingTrace, settings: PlannerSettings) -> PlannerSettings:
-        """Return settings as a run with such costs has them: see `graph_trial`.
+        """Return settings as a real run with these costs has them: see `graph_trial`.
 
-        What is known of layers that are routed by token goes into the slots that a GPU sets aside.
+        Known loads of layers routed by token id use the slots that a GPU sets aside.
         """
         if trace.meta.by_token:
             settings = dataclasses.replace(settings, copies_prompts=True)
@@ -71,19 +73,19 @@ class Conditions:
         return settled(settings, self.profile, costs, trace.meta.geometry, num_slots)
 
     def plain_costs(self, trace: RoutingTrace) -> ShapeCosts:
-        """Return the costs of the trace's model, or of the shape that was asked for."""
+        """Return the costs of the trace's model, or of the requested shape."""
         if self.shape is not None:
             return self.profile.shape(self.shape)
         return shape_for(self.profile, trace.meta.model, trace.meta.geometry)
 
     def num_slots(self, trace: RoutingTrace) -> int:
-        """Return the expert slots on the GPU, ring and staging included."""
+        """Return the number of expert slots on the GPU, including ring and staging."""
         geometry = trace.meta.geometry
         return round(self.gpu_experts * geometry.num_layers * geometry.num_experts)
 
 
 def split_trace(trace: RoutingTrace, hold_out: int) -> tuple[RoutingTrace, RoutingTrace | None]:
-    """Return the sequences that are replayed, and the last `hold_out` ones (None for 0)."""
+    """Return the sequences to replay, and the last `hold_out` ones (None for 0)."""
     if hold_out == 0:
         return trace, None
     if hold_out >= trace.num_sequences:
@@ -148,9 +150,10 @@ def hit_rates(
     *,
     dump: Dump | None = None,
 ) -> dict[str, float]:
-    """Return demand residency of the settings' eviction, of LRU and of Belady, at equal slots.
+    """Return the demand residency of the settings' eviction, of LRU and of Belady, at equal slots.
 
-    Every slot counts as cache for LRU and Belady; ours keeps one for fetches, prefetch is off.
+    Every slot counts as cache for LRU and Belady; ours keeps one for fetches. Nothing is
+    prefetched.
     """
     replayed, _ = split_trace(trace, conditions.hold_out)
     geometry, num_slots = trace.meta.geometry, conditions.num_slots(trace)
@@ -181,7 +184,7 @@ def simulate(
     dump_to: TextIO | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Return everything that `tandem simulate` reports about one trace."""
+    """Return what `tandem simulate` reports about one trace."""
     costs = conditions.costs(trace, settings)  # raises for an unknown shape before a long replay
     settings = conditions.settled(trace, settings)
     dump = None

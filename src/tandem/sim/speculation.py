@@ -1,7 +1,7 @@
 """Decode steps that verify drafted tokens, on a trace's routing.
 
-Accepted tokens route as they did in the trace. A rejected one routes as some other token of the
-trace does; where the trace has that token, as it did there.
+Accepted tokens route as in the trace. A rejected one routes as another token of the trace; if the
+trace contains the token, as it did there.
 """
 
 import random
@@ -43,7 +43,7 @@ class SpeculationChoice:
 
     @classmethod
     def parsed(cls, drafter: str, length: str) -> "SpeculationChoice":
-        """Read `n-gram`, `mtp=ACCEPTANCE` or `sure-mtp=ACCEPTANCE`, and `auto` or a number.
+        """Parse `n-gram`, `mtp=ACCEPTANCE` or `sure-mtp=ACCEPTANCE`, and `auto` or a number.
 
         Raises `ConfigError`.
         """
@@ -69,7 +69,7 @@ def _number(what: str, text: str, kind: Callable[[str], float], most: float) -> 
 
 
 class TraceSpeculation:
-    """Chooses what the decode steps of a replay verify: a `Decoding` of `replay_steps`."""
+    """Chooses what the decode steps of a replay verify; a `Decoding` of `replay_steps`."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class TraceSpeculation:
         clock: Timeline,
         layer_seconds: StepShape,
     ) -> None:
-        """Choose by what a layer takes for so many tokens; an MTP layer takes as long for one.
+        """Choose by a layer's time for so many tokens; an MTP layer takes a layer's time for one.
 
         Raises `ConfigError` for look-up on a trace without token ids.
         """
@@ -106,7 +106,7 @@ class TraceSpeculation:
         self.drafted = self.accepted = 0
 
     def next(self, running: Sequence[tuple[int, int]]) -> tuple[Ints, list[int]]:
-        """Return the tokens of a step for sequences (at, end), and how far each one comes."""
+        """Return a step's tokens for sequences (at, end), and how far each sequence advances."""
         histories = {end: self._history(at) for at, end in running}
         rooms = {end: end - at - 1 for at, end in running}
         drafts = self._drafts(histories, rooms, len(running))
@@ -124,7 +124,7 @@ class TraceSpeculation:
         return np.array(tokens), moved
 
     def done(self) -> None:
-        """Note what the step took."""
+        """Record the step's duration."""
         self._costs.add(self._num_tokens, self._clock.now - self._begin)
 
     def _history(self, at: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Splits a trace into steps: sequences side by side, prompts at once, then token after token."""
+"""Splits a trace into steps: sequences side by side, each prompt at once, then token by token."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Step(NamedTuple):
-    """The tokens of a trace that run together."""
+    """Tokens of a trace that run together."""
 
     tokens: Ints  # indices into the trace
     is_prefill: bool
@@ -24,17 +24,19 @@ class Step(NamedTuple):
 
 
 class Decoding(Protocol):
-    """What decode steps are made of."""
+    """Chooses the tokens of decode steps."""
 
     def next(self, running: Sequence[tuple[int, int]]) -> tuple[Ints, list[int]]:
-        """Return a step's tokens for sequences (next token, end), and how far each one comes."""
+        """Return a step's tokens for sequences (next token, end), and how far each sequence
+        advances.
+        """
 
     def done(self) -> None:
-        """Hear that the step is through."""
+        """Called when the step has ended."""
 
 
 class OneEach:
-    """A token of each sequence."""
+    """One token of each sequence."""
 
     def next(self, running: Sequence[tuple[int, int]]) -> tuple[Ints, list[int]]:
         """Return the next tokens."""
@@ -49,11 +51,11 @@ def replay_steps(
 ) -> Iterator[Step]:
     """Yield steps of `batch` sequences side by side; the first `prompt` tokens of each at once.
 
-    With `prompt` None they are as long as when they were recorded (meta `prompt_tokens`).
-    A sequence that ends gives its slot to the next one, whose prompt then runs as a step. When
-    no sequence is left for a free slot, the replay ends: every decode step is a full batch.
-    A trace of fewer sequences than slots has its longest ones halved until there are enough.
-    `decoding` says which tokens a decode step has; None: one of each sequence.
+    With `prompt` None prompts are as long as recorded (meta `prompt_tokens`). A sequence that ends
+    gives its slot to the next one, whose prompt then runs as a step. When no sequence is left for a
+    free slot, the replay ends, so that every decode step is a full batch. If a trace has fewer
+    sequences than slots, its longest ones are halved until there are enough. `decoding` chooses the
+    tokens of a decode step; None: one of each sequence.
     """
     decoding = decoding or OneEach()
     waiting = _spans(trace, batch)
@@ -107,7 +109,7 @@ def _spans(trace: RoutingTrace, batch: int) -> list[tuple[int, int]]:
 
 
 class LoadReader:
-    """Turns steps into the loads of all layers, as a router would report them."""
+    """Converts steps to the loads of all layers, as routers would report them."""
 
     def __init__(self, trace: RoutingTrace) -> None:
         """Read from `trace`."""
@@ -137,11 +139,11 @@ class LoadReader:
         ]
 
     def known(self, loads: Sequence[LayerLoad]) -> list[LayerLoad]:
-        """Return which of a step's loads, one per layer, are known before it."""
+        """Return those of a step's loads, one per layer, that are known beforehand."""
         return [loads[layer] for layer in self._trace.meta.by_token]
 
     def hints(self, step: Step) -> list[list[Hint]]:
-        """Return by layer what the trace's predictors predicted; empty lists without any."""
+        """Return the hints of the trace's predictors by layer; empty lists without predictors."""
         layers = self._geometry.num_layers
         predicted, names = self._trace.predicted, self._trace.meta.predictors
         hints: list[list[Hint]] = [[] for _ in range(layers)]

@@ -48,7 +48,7 @@ POLICIES = Policies(
 
 
 class SimulatedSettings(PlannerSettings):
-    """Settings of a planner with any policy that the simulator knows."""
+    """Planner settings with any policy that the simulator knows."""
 
     __slots__ = ()
     policies: ClassVar[Policies] = POLICIES
@@ -58,7 +58,7 @@ TANDEM = PlannerSettings(prediction="regression", prefetch_count=2, must_prefetc
 
 
 class System(NamedTuple):
-    """One system: a planner's settings and what its cache starts with."""
+    """One system: a planner's settings and its initial cache."""
 
     name: str
     settings: PlannerSettings

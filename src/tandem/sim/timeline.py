@@ -1,11 +1,11 @@
-"""CPU, GPU and link on a virtual clock: how long a plan takes when they work at the same time.
+"""CPU, GPU and link on a virtual clock: the time of a plan when they work in parallel.
 
-A layer: its dense part on the GPU, then the plan; residents run on the GPU, fetched experts after
-their copies, the CPU works beside; the layer ends when both are done. In a step that is one graph
-fetched experts run behind all of that, in a launch of their own, and other copies begin behind the
-CPU's share; where the next layer's router is asked, all of them begin behind its answer. The link
-serves copies one after another, also across layers. While CPU and link work at the same time, each
-slows the other down by the profile's factors.
+A layer is its dense part on the GPU, then the plan: residents run on the GPU, fetched experts after
+their copies, the CPU works beside; the layer ends when both are done. In a step in one graph,
+fetched experts run after all of that in a launch of their own, and other copies begin after the
+CPU's share; if the next layer's router is asked, after its answer. The link serves copies one after
+another, also across layers. While CPU and link work at the same time, each slows the other down by
+the profile's factors.
 """
 
 from collections import deque
@@ -70,7 +70,7 @@ class Timeline:
             yield under_way.popleft()
 
     def issue(self, copies: tuple[Copy, ...]) -> None:
-        """Queue copies that no layer waits for while the CPU is idle."""
+        """Queue copies for which no layer waits while the CPU is idle."""
         for copy in copies:
             self._copy(copy, 0.0, 0.0)
 

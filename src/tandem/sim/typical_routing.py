@@ -1,9 +1,9 @@
-"""Routing as models have it on average, for forecasts before there is a trace of the model.
+"""Average routing of models, for forecasts without a trace of the model.
 
-Experts are unequally popular in each layer, and a token takes some of the experts of the token
-before. Both are set so that traces of DeepSeek-V2-Lite and gpt-oss-20b lie around it: of a token's
-experts 25 and 40 % are the previous token's (of this, in their geometries, 30 and 35 %), and the
-most popular quarter has 42 and 52 % of all choices (48 and 46 %).
+Experts have unequal popularity in each layer, and a token repeats some of the previous token's
+experts. Both are set so that traces of DeepSeek-V2-Lite and gpt-oss-20b lie around it: of a token's
+experts 25 and 40 % are the previous token's (here, in their geometries, 30 and 35 %), and the most
+popular quarter has 42 and 52 % of all choices (48 and 46 %).
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ ONE_WRONG_IN = 6
 def typical_routing(
     geometry: Geometry, *, num_sequences: int, num_tokens: int, by_token: Sequence[int] = ()
 ) -> RoutingTrace:
-    """Return sequences of so many tokens each; always the same for a geometry.
+    """Return sequences of `num_tokens` tokens each; always the same for a geometry.
 
-    What the layers `by_token` choose depends on no token before.
+    In the layers `by_token` a choice does not depend on earlier tokens.
     """
     random = np.random.default_rng(SEED)
     shape = (geometry.num_layers, geometry.num_experts)
@@ -56,7 +56,7 @@ def typical_routing(
 
 
 def with_guesses(trace: RoutingTrace) -> RoutingTrace:
-    """Return a trace with what routers asked ahead would say of it, as often wrong as they are."""
+    """Return a trace with routers' answers to being asked ahead, as often wrong as real ones."""
     random, experts = np.random.default_rng(SEED), trace.experts
     is_wrong = random.random(experts.shape) < 1 / ONE_WRONG_IN
     others = random.integers(0, trace.meta.n_experts, experts.shape)

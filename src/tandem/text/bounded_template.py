@@ -1,9 +1,9 @@
-"""Chat templates are programs that came with a model: they end, or they are ended.
+"""Runs chat templates, which are programs from a model's files, within limits.
 
-Jinja's sandbox keeps a template from Python's inner parts and bounds a range; loops within loops,
-and texts that double, it lets run. So a template runs in a thread of its own, of whose processor
-time the caller takes note. At the limit an exception is raised in it, which comes between two of
-Python's instructions; one instruction that takes gigabytes is not interrupted.
+Jinja's sandbox hides Python's internals from a template and limits ranges, but not nested loops or
+texts that double. So a template runs in its own thread, whose processor time the caller watches. At
+the limit an exception is raised in the thread, between two Python instructions; a single
+instruction that takes gigabytes is not interrupted.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class _End(BaseException):
 
 
 def rendered(tokenizer: Tokenizer, messages: object, /, **options: object) -> str:
-    """Return a conversation as a tokenizer's or a processor's template writes it.
+    """Return a conversation as written by a tokenizer's or processor's template.
 
     Raises what the template raises, or `TemplateEndedError`.
     """

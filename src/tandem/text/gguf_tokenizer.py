@@ -1,4 +1,4 @@
-"""The tokenizer and chat template that are in a GGUF file."""
+"""The tokenizer and chat template in a GGUF file."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,9 +19,9 @@ _PROBE = (
 def load_gguf_tokenizer(file: Path) -> Tokenizer:
     """Return the tokenizer of a file; raises what Transformers and tokenizers raise.
 
-    Its class is the one that takes tokenizers as they are: a model's own class would build its
-    pre-tokenizer again from a copy. Transformers would take a tokenizer.json beside the file
-    instead, whatever model that is of, so it sees the file alone.
+    Its class takes tokenizers as they are; a model's own class would rebuild the pre-tokenizer from
+    a copy. Transformers would prefer a tokenizer.json beside the file, whatever model it belongs
+    to, so it sees the file alone.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -35,9 +35,9 @@ def load_gguf_tokenizer(file: Path) -> Tokenizer:
 
 
 def save_gguf_tokenizer(file: Path, directory: Path) -> None:
-    """Write a file's tokenizer for a packed copy in a directory, if there is one in the file.
+    """Write a file's tokenizer into the directory of a packed copy, if the file has one.
 
-    Raises `ModelError`, also if Transformers takes another tokenizer for a copy with these files.
+    Raises `ModelError`, also if Transformers would load another tokenizer from these files.
     """
     header = read_gguf_header(file)
     if header.at("tokenizer.ggml.model") is None:

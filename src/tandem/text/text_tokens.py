@@ -1,7 +1,7 @@
-"""From text to tokens: a text that no context can take is refused before its tokens are counted.
+"""Tokenizes text; a text that no context can hold is refused before it is tokenized.
 
-A tokenizer takes seconds and hundreds of bytes for each token of a text that is too long, and a
-Rust panic in it is no `Exception`. Both are a sentence here.
+For a text that is too long a tokenizer takes seconds, and hundreds of bytes per token; and a Rust
+panic in it is no `Exception`. Both become one sentence.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ class TextTooLongError(ConfigError):
     """A text has more tokens than a context."""
 
     def __init__(self, num_tokens: int | str, most_tokens: int) -> None:
-        """Say so of a text of that many tokens, or "at least" so many."""
+        """State the text's number of tokens, or "at least" some number."""
         super().__init__(
             # Clients know a full context by these words of OpenAI's and Anthropic's.
             f"the prompt is too long: this model's maximum context length is {most_tokens} tokens "
@@ -29,7 +29,7 @@ class TextTooLongError(ConfigError):
 
 
 def require_room(tokenizer: Tokenizer, num_characters: int, most_tokens: int | None) -> None:
-    """Raise `TextTooLongError` for a text that has too many tokens however they are cut."""
+    """Raise `TextTooLongError` for a text that has too many tokens however it is tokenized."""
     if most_tokens is None or num_characters <= _SHORT_CHARACTERS:
         return
     longest = _longest_token(tokenizer)
@@ -45,7 +45,7 @@ def _longest_token(tokenizer: Tokenizer) -> int:
 def token_ids(
     tokenizer: Tokenizer, text: str, *, has_special: bool, most_tokens: int | None
 ) -> list[int]:
-    """Return a text's tokens; `ConfigError` if it cannot have as few as `most_tokens`."""
+    """Return a text's token ids; `ConfigError` if there must be more than `most_tokens`."""
     require_room(tokenizer, len(text), most_tokens)
     with told_panics():
         # What is too long by less is refused later, in better words than the tokenizer's own.

@@ -1,7 +1,7 @@
-"""Checks a tokenizer's files before Transformers reads them: types, code, and how text grows.
+"""Checks a tokenizer's files before Transformers reads them: types, code, and text growth.
 
-A chain of replacements in tokenizer.json multiplies: thirty of them make gigabytes of one letter.
-What a step can make of a character is in the file, so the bound is the product of its steps.
+A chain of replacements in tokenizer.json multiplies: thirty of them turn one letter into gigabytes.
+The file says how much each step can make of a character, so the product of all steps is the bound.
 """
 
 import base64
@@ -29,9 +29,9 @@ _AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 
 
 def require_possible_tokenizer(directory: Path) -> None:
-    """Raise `ModelError` for tokenizer files that hold something else than a tokenizer's.
+    """Raise `ModelError` for tokenizer files with unexpected content.
 
-    Files that are not there are none of this.
+    Missing files are no error.
     """
     found = {name: read_json(directory, name) for name in _FILES if (directory / name).exists()}
     for name, content in found.items():

@@ -1,8 +1,8 @@
-"""A routing trace in memory, and the checks that make it one. Knows no files.
+"""A routing trace in memory, and its validation. Knows no files.
 
-Sequences lie one after another, split by `seq_offsets`. `weights`, `token_ids` and `predicted`
-are optional. `predicted[t, l, p]` are the experts that predictor `p` named for token t in MoE
-layer l before that layer's router ran; `meta.predictors` names the predictors.
+Sequences are concatenated and split by `seq_offsets`. `weights`, `token_ids` and `predicted` are
+optional. `predicted[t, l, p]` are the experts that predictor `p` named for token t in MoE layer l
+before that layer's router ran; `meta.predictors` names the predictors.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _CHUNK_TOKENS = 8192
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TraceMeta:
-    """What a trace says about itself; `more` keeps keys that Tandem does not use."""
+    """The metadata of a trace; `more` keeps keys that Tandem does not use."""
 
     model: str
     n_moe_layers: int
@@ -35,13 +35,13 @@ class TraceMeta:
 
     @property
     def geometry(self) -> Geometry:
-        """Return the numbers that decisions depend on."""
+        """The numbers on which decisions depend."""
         return Geometry(self.n_moe_layers, self.n_experts, self.top_k)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoutingTrace:
-    """Routing of whole sequences; `check` has passed."""
+    """The validated routing of whole sequences."""
 
     meta: TraceMeta
     experts: Array  # (tokens, moe_layers, top_k), unsigned
@@ -52,16 +52,16 @@ class RoutingTrace:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens."""
+        """The number of tokens."""
         return int(self.experts.shape[0])
 
     @property
     def num_sequences(self) -> int:
-        """Return the number of sequences."""
+        """The number of sequences."""
         return len(self.seq_offsets) - 1
 
     def sequences(self, first: int, last: int) -> "RoutingTrace":
-        """Return the sequences first .. last - 1 as a trace of their own; arrays are views."""
+        """Return the sequences first .. last - 1 as a trace; arrays are views."""
         start, end = int(self.seq_offsets[first]), int(self.seq_offsets[last])
 
         def part_of(array: Array | None) -> Array | None:
@@ -77,7 +77,9 @@ class RoutingTrace:
         )
 
     def check(self, where: str) -> None:
-        """Raise `FileFormatError` naming `where`, the index, what was found and what expected."""
+        """Raise `FileFormatError` naming `where`, the index, what was found and what was
+        expected.
+        """
         meta = self.meta
         shape = (self.num_tokens, meta.n_moe_layers, meta.top_k)
         _require_kind(where, "experts", self.experts, "u", "uint8 or uint16")

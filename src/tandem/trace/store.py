@@ -1,4 +1,4 @@
-"""Read and write routing traces: an `.npz` file, format 1 of the design."""
+"""Reads and writes routing traces: an `.npz` file, format 1 of the design."""
 
 import io
 import json
@@ -17,7 +17,9 @@ _COUNTS = ("n_moe_layers", "n_experts", "top_k")
 
 
 def read_trace(path: str | Path) -> RoutingTrace:
-    """Read and check a trace; `FileFormatError` names file, field, what was found and expected."""
+    """Read and validate a trace; `FileFormatError` names file, field, what was found and
+    expected.
+    """
     where = str(path)
     arrays = _read_arrays(Path(path), where)
     for name in ("experts", "seq_offsets", "meta"):
@@ -36,7 +38,7 @@ def read_trace(path: str | Path) -> RoutingTrace:
 
 
 def write_trace(path: str | Path, trace: RoutingTrace) -> None:
-    """Check a trace and write it, compressed; the file appears whole or not at all."""
+    """Validate a trace and write it, compressed, atomically."""
     trace.check(str(path))
     meta = {
         "model": trace.meta.model,

@@ -1,1 +1,1 @@
-"""Expert kernels for GPUs, in Triton: they read the packed layout as it lies in a slot."""
+"""Expert kernels for GPUs, in Triton; they read the packed layout in a slot directly."""

@@ -74,7 +74,7 @@ def store_token(
 ) -> None:
     """Append each token to its slot, at its position. A program is (KV head, token).
 
-    Without `has_values` values are the first dimensions of the keys.
+    Without `has_values` the values are the first dimensions of the keys.
     """
     head, token = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     lines = (tl.load(slots + token) * num_kv_heads + head) * tl.load(where + 4)
@@ -283,8 +283,8 @@ def join_parts(
 ) -> None:
     """Write out (n_tokens, heads, value_dim). A program is (columns, head, token).
 
-    `sinks` (heads,), or (n_tokens, heads) `sink_stride` apart, are scores of nothing, which take
-    their share of the weight.
+    `sinks` (heads,), or (n_tokens, heads) `sink_stride` apart, take a share of the softmax without
+    a value.
     """
     head, token = tl.program_id(1), tl.program_id(2).to(tl.int64)
     line, part = token * num_heads + head, tl.arange(0, num_parts)

@@ -1,6 +1,6 @@
-"""Chains of operations value by value, each as one launch: activations, gates, decays.
+"""Chains of elementwise operations, each as one launch: activations, gates, decays.
 
-A chain is a list of steps over a few tensors: a kernel is compiled for each kind of chain. Results
+A chain is a list of steps over a few tensors; a kernel is compiled for each kind of chain. Results
 are rounded where torch rounds them, to the dtype of each step.
 """
 
@@ -29,7 +29,7 @@ _LINEAR_FROM = constexpr(20.0)  # of softplus, as torch has it
 
 
 class Chain(NamedTuple):
-    """Steps: step i makes value i of those behind the sources, numbers and earlier steps."""
+    """A list of steps: step i computes a value from sources, numbers and earlier steps."""
 
     kinds: tuple[int, ...]
     first: tuple[int, ...]
@@ -42,7 +42,7 @@ class Chain(NamedTuple):
 
 
 def dtype_code(dtype: torch.dtype) -> int | None:
-    """Return what a chain calls a dtype; None: it has none."""
+    """Return a chain's code for a dtype; None: it is not supported."""
     return _DTYPES.get(dtype)
 
 
@@ -112,7 +112,7 @@ def run_chain(
     numbers: constexpr,
     block: constexpr,
 ) -> None:
-    """Write out (rows, cols) of sources with the strides of each. A program is a block of it."""
+    """Write out (rows, cols) from sources with their strides. A program is one block of it."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     mask, row, col = at < num_values, (at // num_cols).to(tl.int64), at % num_cols
     values = (_source(a, row, col, mask, strides_a),)
@@ -131,9 +131,9 @@ def run_chain(
 
 
 def strides_in(x: Tensor, shape: Sequence[int]) -> tuple[int, int] | None:
-    """Return how far rows and columns of a tensor lie apart that is broadcast to a shape.
+    """Return the row and column strides of a tensor when broadcast to a shape.
 
-    None: its rows do not lie evenly.
+    None: its rows are not evenly spaced.
     """
     lines = x.expand(shape)
     dims = [(n, s) for n, s in zip(shape[:-1], lines.stride()[:-1], strict=True) if n > 1]
@@ -146,7 +146,7 @@ def strides_in(x: Tensor, shape: Sequence[int]) -> tuple[int, int] | None:
 def chain(
     sources: Sequence[Tensor], steps: Chain, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """Return the last step's values, of a shape to which the sources broadcast evenly."""
+    """Return the last step's values, in a shape to which the sources broadcast evenly."""
     result: Tensor = _chain(list(sources), *map(list, steps), list(shape), dtype)
     return result
 

@@ -1,4 +1,4 @@
-"""Adds computed rows up to tokens, in the router's order: the same order as on the CPU."""
+"""Sums computed rows to tokens in the router's order, which is the CPU's order too."""
 
 import triton
 import triton.language as tl

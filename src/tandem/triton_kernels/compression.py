@@ -1,7 +1,7 @@
-"""Compressed windows of tokens: a step's tokens are kept, and those that end a window get its key.
+"""Compressed windows of tokens: stores a step's tokens, and computes keys at the ends of windows.
 
-As `tandem.kernels.device_compression` has it. A window's tokens of the same step are read where the
-step has them, as other programs write them to the ring meanwhile.
+See `tandem.kernels.device_compression`. Tokens of the same window and step are read from the step,
+because other programs write them to the ring meanwhile.
 """
 
 import triton

@@ -1,6 +1,6 @@
-"""Attention of a decode step on a GPU: launches `attention` and `windows`, and never waits.
+"""Decode attention on a GPU: launches `attention` and `windows`, and never waits.
 
-A step's launches depend on its shapes alone: not on how long texts are, nor on where keys lie.
+A step's launches depend on its shapes alone, not on the lengths of texts or the addresses of keys.
 """
 
 import torch
@@ -102,13 +102,13 @@ def _append_and_attend_in_windows(
 
 
 class DecodeAttention:
-    """Attends by splitting the keys among as many programs as a GPU needs to be busy.
+    """Attends by splitting the keys among enough programs to keep a GPU busy.
 
-    A step's part is one operation of torch, so that recordings and captures see it.
+    In a step this is one torch operation, so that recordings and captures see it.
     """
 
     def __init__(self, num_processors: int, *, has_small_tiles: bool = False) -> None:
-        """Launch for a GPU of so many processors; small tiles fit into 64 KiB of shared memory."""
+        """Launch for a GPU with `num_processors`; small tiles fit in 64 KiB of shared memory."""
         self._num_processors, self._has_small_tiles = num_processors, has_small_tiles
 
     def __call__(
@@ -174,7 +174,9 @@ class DecodeAttention:
         most: int,
         length: int,
     ) -> Tensor:
-        """Keep tokens' index keys, and select some before each; see `triton_kernels.index_keys`."""
+        """Store tokens' index keys, and select some before each; see
+        `triton_kernels.index_keys`.
+        """
         result: Tensor = select_keys(
             keys, slots, positions, key, query, weights, block, scale, most, length
         )
@@ -192,7 +194,7 @@ class DecodeAttention:
         most: int,
         first: int,
     ) -> Tensor:
-        """Tell which keys tokens of a prompt see; see `triton_kernels.index_keys`."""
+        """Tell which keys a prompt's tokens see; see `triton_kernels.index_keys`."""
         return select_prompt_keys(keys, positions, query, weights, block, scale, most, first)
 
     def store(

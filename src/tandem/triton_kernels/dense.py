@@ -1,4 +1,6 @@
-"""One packed matrix on a GPU: nn.Linear's product, by kernels that layers of a format share."""
+"""One packed matrix on a GPU: nn.Linear's product, with kernels shared by all layers of a
+format.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ _MATRIX_UNITS = (8, 0)  # the capability from which on Triton can use them
 
 
 class DeviceWeight(NamedTuple):
-    """A packed weight in the memory of a device."""
+    """A packed weight in device memory."""
 
     image: Tensor  # (n,) uint8: codes, scales, the bias in fp32
     format: str
@@ -34,7 +36,7 @@ class DeviceWeight(NamedTuple):
 
 
 def bring(weight: DenseWeight, device: torch.device) -> DeviceWeight:
-    """Return a packed weight of the host on a device."""
+    """Copy a packed weight from the host to a device."""
     matrix, bias = weight.matrix, weight.bias
     parts = [matrix.data, matrix.scales, bias]
     offsets = _sections(matrix.format, matrix.rows, matrix.cols)
@@ -49,7 +51,7 @@ def bring(weight: DenseWeight, device: torch.device) -> DeviceWeight:
 
 
 def fetch(weight: DeviceWeight) -> DenseWeight:
-    """Return a copy of a packed weight on the host."""
+    """Copy a packed weight from a device to the host."""
     fmt, shape = find_format(weight.format), (weight.out_features, weight.in_features)
     matrix = PackedMatrix.empty(*shape, fmt)
     bias = torch.empty(fmt.padded_rows(shape[0]), device="cpu") if weight.has_bias else None
@@ -98,7 +100,7 @@ MOST_TOGETHER = 3
 
 
 def can_join(rows: int, *weights: DeviceWeight) -> bool:
-    """Tell whether products of so many rows with some weights can be one launch."""
+    """Tell whether products of `rows` rows with these weights can be one launch."""
     kinds = {(weight.format, weight.in_features) for weight in weights}
     return len(kinds) == 1 and 0 < rows <= MAX_VECTOR_TOKENS
 

@@ -18,7 +18,7 @@ PLAIN = constexpr(-1)
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """What follows an expert's first projection: a constant that kernels are compiled for."""
+    """What follows an expert's first projection; kernels are compiled for each value."""
 
     activation: int
     is_gated: bool

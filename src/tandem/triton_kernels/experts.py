@@ -1,6 +1,6 @@
-"""All experts of a batch in two launches: up with its activation, then down. Launches, no waiting.
+"""All experts of a batch in two launches: up with its activation, then down. Never waits.
 
-Checks nothing that costs time: addresses, rows and tokens are the executor's promise.
+Does no costly checks: the executor guarantees addresses, rows and tokens.
 """
 
 import functools
@@ -26,7 +26,7 @@ _COMBINE_COLS = 1024
 
 
 class Tiling(NamedTuple):
-    """How large a program's tile is. Results do not depend on it, speed does."""
+    """The size of a program's tile. It affects speed, not results."""
 
     block_lanes: int
     block_cols: int  # columns of weights in registers at once
@@ -37,7 +37,7 @@ class Tiling(NamedTuple):
 class Tilings(NamedTuple):
     """The tilings of both regimes; large ones are for tiles of 128 rows.
 
-    `ordinary` are for products on ordinary cores, which hold a tile's columns in registers: 32
+    `ordinary` are for products on ordinary cores, which keep a tile's columns in registers: 32
     columns of fp32 spill, and 64 take 120 KiB of shared memory, more than a consumer card has.
     """
 
@@ -49,7 +49,7 @@ class Tilings(NamedTuple):
     ordinary_large: Tiling = Tiling(64, 16, 8)
 
     def vector_constants(self, packed: Packed, num_tokens: int) -> dict[str, Any]:
-        """Return what the vector kernels are compiled for, beside the matrix."""
+        """Return the constants that the vector kernels are compiled for, besides the matrix."""
         tiling = self.vector if num_tokens <= 2 else self.vector_many
         return {
             "num_tokens": num_tokens,
@@ -61,7 +61,7 @@ class Tilings(NamedTuple):
     def matrix_constants(
         self, packed: Packed, block_rows: int, dtype: torch.dtype, *, has_matrix_units: bool
     ) -> dict[str, Any]:
-        """Return what the matrix kernels are compiled for, beside the matrix."""
+        """Return the constants that the matrix kernels are compiled for, besides the matrix."""
         is_fp32 = dtype == torch.float32  # which the matrix units would round
         on_matrix_units = has_matrix_units and not is_fp32
         tiling = self._of_matrix(block_rows, on_matrix_units=on_matrix_units)
@@ -95,9 +95,10 @@ class TritonExperts:
     def __init__(
         self, tilings: Tilings = DEFAULT_TILINGS, *, has_matrix_units: bool = True
     ) -> None:
-        """Kernels are compiled when they are first launched, and kept on disk by Triton.
+        """Prepare to launch; kernels are compiled on first launch, and Triton caches them on disk.
 
-        `has_matrix_units` tells whether Triton can use the GPU's: from capability 8.0 on.
+        `has_matrix_units` tells whether Triton can use the GPU's matrix units: from capability 8.0
+        on.
         """
         self.tilings = tilings
         self.has_matrix_units = has_matrix_units

@@ -35,7 +35,7 @@ _LOST = constexpr(-1)
 
 @triton.jit
 def ring(doorbell: tensor, on_gpu: constexpr) -> None:
-    """Set a word behind all that this program has written, as the host sees it."""
+    """Set a word after all writes of this program, in the order that the host sees."""
     tl.debug_barrier()  # what all threads have written, before one of them rings
     if on_gpu:
         tl.inline_asm_elementwise(
@@ -46,10 +46,10 @@ def ring(doorbell: tensor, on_gpu: constexpr) -> None:
 
 @triton.jit
 def wait_for(word: tensor, wanted: tensor, most: constexpr, on_gpu: constexpr) -> tensor:
-    """Wait until a word is `wanted` or -1, and not for ever; return what it is then.
+    """Wait, within a limit, until a word is `wanted` or -1; return its value.
 
-    All that was written before is seen behind it. `most` is nanoseconds of the GPU's clock, and off
-    a GPU, which has neither clock nor pauses here, looks.
+    Earlier writes are visible afterwards. `most` is nanoseconds of the GPU's clock; off a GPU,
+    which has neither clock nor pauses here, it is a number of looks.
     """
     value = tl.load(word, volatile=True)
     if on_gpu:
@@ -82,7 +82,7 @@ def wait_for_host(
 ) -> tensor:
     """Wait until the host has answered the layer of this number; return whether it has.
 
-    The first program asks the host's memory, and the others hear it from that one: reads of waiting
+    The first program reads the host's memory, and the others a word that it sets: reads of waiting
     programs would share the link with copies.
     """
     state = tl.load(turn, volatile=True)
@@ -242,11 +242,11 @@ def take_fetched(
     most: constexpr,
     on_gpu: constexpr,
 ) -> None:
-    """Bring where the misses lie that the host has copied meanwhile: one program, behind the hits.
+    """Look up where misses that the host has copied meanwhile are: one program, after the hits.
 
-    `fetched` is the layer's mailbox, `brought` (rows * top_k,) int64 what a second launch reads, 0
-    where the host has computed the row. In `addresses` both are together, for `combine`. A layer
-    without misses does not wait. `most` and `number` are as there.
+    `fetched` is the layer's mailbox, `brought` (rows * top_k,) int64 is what a second launch reads,
+    0 where the host has computed the row. `addresses` has both together, for `combine`. A layer
+    without misses does not wait. `most` and `number` are as in `combine`.
     """
     place = tl.arange(0, choice_width)
     is_there = place < num_choices

@@ -130,7 +130,9 @@ def add_streams(
     y: tensor, weights: tensor, streams: tensor, out: tensor, num_streams: constexpr,
     dim: constexpr, block_streams: constexpr, block_cols: constexpr,
 ) -> None:  # fmt: skip
-    """Write out (tokens, streams, dim), rounded as models do it. A program is (columns, token)."""
+    """Write out (tokens, streams, dim), rounded as the models round. A program is (columns,
+    token).
+    """
     token = tl.program_id(1).to(tl.int64)
     dtype: constexpr = out.dtype.element_ty
     stream, col = tl.arange(0, block_streams), tl.arange(0, block_cols)

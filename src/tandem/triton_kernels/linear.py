@@ -1,7 +1,7 @@
-"""One packed matrix times some rows, whatever its shape: linear layers of a format share kernels.
+"""One packed matrix times some rows, of any shape: linear layers of a format share kernels.
 
-Shapes are arguments, or a model would compile a kernel for each of its layers' shapes. Of some
-arguments the compiler is not to look at the alignment, for the same reason.
+Shapes are arguments; otherwise a model would compile a kernel for each shape. For the same reason
+the compiler must not specialise on the alignment of some arguments.
 """
 
 import triton
@@ -116,9 +116,9 @@ def few_rows_of_three(
     num_tokens: constexpr,
     block_chunks: constexpr,
 ) -> None:
-    """Do what `few_rows` does with up to three layers of one input; a missing one has 0 blocks.
+    """Do the same as `few_rows` for up to three layers with one input; a missing one has 0 blocks.
 
-    The layers' arguments stand one by one: Triton would compile a tuple of them for its values.
+    The layers' arguments are separate, because Triton would compile a tuple of them for its values.
     """
     first_b = (num_blocks + 1) // 2  # a program has 32 lanes, two blocks
     first_c = first_b + (num_blocks_b + 1) // 2
@@ -166,7 +166,7 @@ def many_rows(
     block_chunks: constexpr,
     precision: constexpr,
 ) -> None:
-    """Do what `few_rows` does; a program is (block of lanes, block of rows)."""
+    """Do the same as `few_rows`; a program is (block of lanes, block of rows)."""
     row = (tl.program_id(1) * block_rows + tl.arange(0, block_rows)).to(tl.int64)
     is_row = row < num_rows
     lanes = tl.program_id(0) * block_lanes + tl.arange(0, block_lanes)

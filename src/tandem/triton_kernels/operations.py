@@ -1,6 +1,6 @@
-"""The kernels of `small` as operations of torch: what records or captures a step sees them.
+"""The kernels of `small` as torch operations, so that recordings and captures see them.
 
-Each is one launch, checks nothing that costs time, and returns new tensors without gaps.
+Each is one launch, does no costly checks, and returns new contiguous tensors.
 """
 
 import torch
@@ -14,9 +14,10 @@ _FEW_WARPS_WIDTH = 1024
 
 @torch.library.custom_op("tandem::norm", mutates_args=())
 def norm(x: Tensor, weight: Tensor | None, eps: float, rounds_first: bool) -> Tensor:
-    """Return the root mean square norm of x (..., n), whose rows lie evenly apart.
+    """Return the RMS norm of x (..., n), whose rows must be evenly spaced.
 
-    `weight` is (n,) fp32; `rounds_first` says that values are rounded before they meet it.
+    `weight` is (n,) fp32; `rounds_first` says that values are rounded before they are multiplied by
+    it.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_cols = x.shape[-1]
@@ -32,7 +33,7 @@ def norm(x: Tensor, weight: Tensor | None, eps: float, rounds_first: bool) -> Te
 def add_and_norm(
     x: Tensor, other: Tensor, weight: Tensor | None, eps: float, rounds_first: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return x + other and the norm of it, both (..., n); see `norm`."""
+    """Return x + other and its RMS norm, both (..., n); see `norm`."""
     total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     num_cols = x.shape[-1]
     small.add_and_norm_rows[(x.numel() // num_cols,)](
@@ -58,7 +59,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
 def rotate_two(
     x: Tensor, other: Tensor, cos: Tensor, sin: Tensor, heads: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the embeddings of two tensors that differ in how many heads they have."""
+    """Return the rotary embeddings of two tensors that differ only in their number of heads."""
     out, other_out = (torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in (x, other))
     _rotate((x, other), cos, sin, (out, other_out), heads, num_others=other.shape[heads])
     return out, other_out
@@ -84,9 +85,10 @@ def _rotate(
 
 @torch.library.custom_op("tandem::rotate_pairs", mutates_args=())
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """Return x (rows, ., ., dim), whose dimension `heads` has the heads, with last pairs turned.
+    """Return x (rows, ., ., dim), whose dimension `heads` has the heads, with its last pairs
+    rotated.
 
-    Pairs are neighbours; cos and sin are (rows, tokens, pairs).
+    Pairs are adjacent values; cos and sin are (rows, tokens, pairs).
     """
     x, cos, sin = x if x.stride(3) == 1 else x.contiguous(), cos.contiguous(), sin.contiguous()
     out, tokens = torch.empty(x.shape, dtype=x.dtype, device=x.device), 3 - heads

@@ -1,6 +1,6 @@
-"""What a kernel must know of a packed matrix: constants that it is compiled for.
+"""What a kernel needs to know about a packed matrix: constants that it is compiled for.
 
-They say how weights lie and what they stand for, never a format's name; see `docs/formats.md`.
+They describe layout and meaning of weights, never a format's name; see `docs/formats.md`.
 """
 
 import functools
@@ -12,9 +12,9 @@ from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, Encoding, Weigh
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """How the numbers of packed matrices lie and what they stand for, whatever their shape.
+    """The layout and meaning of the numbers of packed matrices, independent of shape.
 
-    Columns are read in chunks, as many as lie in a dword of the codes' lowest plane.
+    Columns are read in chunks, as many as share a dword of the codes' lowest plane.
     """
 
     per_chunk: int
@@ -65,7 +65,7 @@ class Extent:
 
 @functools.lru_cache(maxsize=64)
 def packed_as(fmt: WeightFormat) -> Packed:
-    """Return what the kernels must know of a format."""
+    """Return what the kernels need to know about a format."""
     encoding = fmt.encoding
     low_bits, *higher = encoding.planes if encoding.grid is None else (4,)
     assert len(higher) <= 1, "codes have at most two planes"

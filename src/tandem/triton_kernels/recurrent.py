@@ -65,9 +65,10 @@ def convolve_tokens(
     block_channels: constexpr,
     block_tokens: constexpr,
 ) -> None:
-    """Write the convolution of each run's tokens if it `computes`; then, if it `keeps`, the inputs
-    that are kept and logged: what all blocks of the run's tokens have read by then.
+    """Write the convolution of each run's tokens, if it `computes`; then store states, if it
+    `keeps`.
 
+    What is stored are the inputs to keep and to log, which all blocks of the run have read by then.
     `out` is (n_tokens, channels), `weight` (width, channels), `states` (slots, width - 1,
     channels), `log` (slots, 2, most_drafted, channels). A program is (block of channels, block of
     tokens, run).

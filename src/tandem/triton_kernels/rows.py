@@ -1,4 +1,4 @@
-"""Which rows belong to which expert, as one buffer that goes to the device in one copy."""
+"""The rows of each expert, in one buffer that one copy takes to the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class GroupedRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowTable:
-    """`GroupedRows` as they lie in one int64 tensor on the host."""
+    """`GroupedRows` laid out in one int64 tensor on the host."""
 
     memory: Tensor  # (n,) int64
     num_experts: int
@@ -48,7 +48,7 @@ class RowTable:
     block_rows: int
 
     def on(self, memory: Tensor) -> GroupedRows:
-        """Return views of a copy of `memory`, wherever that is."""
+        """Return the rows as views of `memory`, a copy on any device."""
         addresses = memory[: self.num_experts]
         rest = memory[self.num_experts :].view(torch.int32)
         sizes = (self.num_experts + 1, self.num_rows, self.num_tiles, self.num_tiles)
@@ -59,7 +59,7 @@ class RowTable:
 
 
 def row_table(addresses: Sequence[int], begin: Sequence[int], row_token: Tensor) -> RowTable:
-    """Lay rows out; `begin` need not start at 0. `row_token` is (n_rows,) int32 on the host."""
+    """Lay out rows; `begin` need not start at 0. `row_token` is (n_rows,) int32 on the host."""
     starts = np.asarray(begin, dtype=np.int32)
     starts = starts - starts[0]
     counts = np.diff(starts)
@@ -77,12 +77,14 @@ def row_table(addresses: Sequence[int], begin: Sequence[int], row_token: Tensor)
 
 
 def vector_tokens(most: int) -> int:
-    """Return how many tokens the vector kernel for at most so many computes."""
+    """Return how many tokens the vector kernel for at most `most` tokens computes."""
     return next(size for size in VECTOR_TOKENS if most <= size)
 
 
 def block_rows(most: int, mean: float) -> int:
-    """Return the rows of a tile for experts that have so many; 0: the vector kernels serve."""
+    """Return the rows of a tile, given the largest and the mean count; 0: use the vector
+    kernels.
+    """
     if most <= MAX_VECTOR_TOKENS:
         return 0
     return next((size for size in TILE_ROWS if mean <= size), TILE_ROWS[-1])

@@ -1,6 +1,6 @@
-"""Keys that an indexer selects in a decode step, or a prompt: launches `index_keys`.
+"""Keys that an indexer selects in a decode step or a prompt: launches `index_keys`, never waits.
 
-A step's is one operation of torch, so that recordings and captures see it. Nothing waits.
+A step's selection is one torch operation, so that recordings and captures see it.
 """
 
 import torch
@@ -29,7 +29,7 @@ def select_keys(
     most: int,
     length: int,
 ) -> Tensor:
-    """Do what `DecodeKernels.select_keys` says."""
+    """See `DecodeKernels.select_keys`."""
     (_, room, dim), (num_tokens, num_heads, _) = keys.shape, query.shape
     key, query, weights = (
         x if x.stride(-1) == 1 else x.contiguous() for x in (key, query, weights)
@@ -65,7 +65,7 @@ def select_prompt_keys(
     most: int,
     first: int,
 ) -> Tensor:
-    """Do what `DecodeKernels.select_keys_of_prompt` says."""
+    """See `DecodeKernels.select_keys_of_prompt`."""
     num_keys, dim = keys.shape
     query, weights = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, weights))
     at_once = max(1, _MOST_SCORES // num_keys)

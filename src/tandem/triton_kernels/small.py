@@ -1,4 +1,4 @@
-"""What stands between a layer's matrices, for a few rows: norms, rotary embeddings, the choice.
+"""Operations between a layer's matrices, for few rows: norms, rotary embeddings, routing.
 
 Numbers are rounded where the models' own code rounds them.
 """
@@ -44,7 +44,7 @@ def norm_rows(
     has_weight: constexpr,
     rounds_first: constexpr,
 ) -> None:
-    """Write the root mean square norm of each row: out (rows, num_cols). A program is a row."""
+    """Write the RMS norm of each row: out (rows, num_cols). A program is a row."""
     row, col = tl.program_id(0).to(tl.int64), tl.arange(0, width)
     values = tl.load(x + row * row_stride + col, mask=col < num_cols, other=0.0).to(tl.float32)
     dtype: constexpr = out.dtype.element_ty
@@ -67,7 +67,7 @@ def add_and_norm_rows(
     has_weight: constexpr,
     rounds_first: constexpr,
 ) -> None:
-    """Write total = x + other and its norm, both (rows, num_cols). A program is a row."""
+    """Write total = x + other and its RMS norm, both (rows, num_cols). A program is a row."""
     row, col = tl.program_id(0).to(tl.int64), tl.arange(0, width)
     mask = col < num_cols
     values = tl.load(x + row * row_stride + col, mask=mask, other=0.0).to(tl.float32)
@@ -150,7 +150,7 @@ def rotate_pairs(
     token_stride: tensor, out_head_stride: tensor, out_token_stride: tensor, num_heads: constexpr,
     num_tokens: constexpr, num_pairs: constexpr, half: constexpr, width: constexpr,
 ) -> None:  # fmt: skip
-    """Write heads whose last `num_pairs` of `half` pairs of neighbours are turned.
+    """Write heads with the last `num_pairs` of `half` adjacent pairs rotated.
 
     The tables are (rows, tokens, num_pairs). A program is (head, token, row).
     """

@@ -1,6 +1,6 @@
 """Layers with states on a GPU: launches `recurrent` and `compression`, and never waits.
 
-Each is one operation of torch, so that what records or captures a step sees it.
+Each is one torch operation, so that recordings and captures see it.
 """
 
 import torch
@@ -27,7 +27,7 @@ _MOST_COLUMNS = 128  # of a key
 
 
 class TritonStates:
-    """Advances states by Triton kernels; see `tandem.kernels.device_states.StateKernels`."""
+    """Advances states with Triton kernels; see `tandem.kernels.device_states.StateKernels`."""
 
     loops_on_device = True
 

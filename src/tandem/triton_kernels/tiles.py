@@ -295,7 +295,7 @@ def section(address: tensor, offset: tensor, dtype: constexpr) -> tensor:
 
 @triton.jit
 def scale_section(address: tensor, offset: tensor, packed: constexpr) -> tensor:
-    """Return a pointer to the scales, in their type; to bytes where there are super-blocks."""
+    """Return a pointer to the scales, in their dtype; with super-blocks, to bytes."""
     if packed.factor_bytes > 0 or packed.scale == "e8m0":
         pointer = section(address, offset, tl.uint8)
     elif packed.scale == "fp32":

@@ -1,7 +1,7 @@
-"""Every kernel that a model's batches can need, launched once: compiled, and loaded by the driver.
+"""Launches every kernel that a model's batches can need once, so that it is compiled and loaded.
 
-Triton compiles a kernel for each size of tile and keeps it on disk. A model of one layout needs 18
-of them, which take seconds each; met one by one they would make the first requests slow.
+Triton compiles a kernel for each tile size and caches it on disk. A model with one layout needs 18
+of them, seconds each; compiled on demand they would make the first requests slow.
 """
 
 from collections.abc import Callable

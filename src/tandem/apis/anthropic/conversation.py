@@ -1,4 +1,4 @@
-"""A body of Anthropic's Messages API as the chat that it means."""
+"""Converts a request body of Anthropic's Messages API to a chat of the server's own."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -40,7 +40,9 @@ _ACCOUNTS_LINE = "x-anthropic-billing-header:"
 
 
 def as_chat(body: CountTokensRequest) -> ChatRequest:
-    """Return the chat that a body asks for; raises `ApiError` for what no model here can read."""
+    """Return the chat that a body asks for; raises `ApiError` for content that no model here can
+    read.
+    """
     choice = body.tool_choice
     chat = ChatRequest.model_construct(
         model=body.model,
@@ -63,7 +65,7 @@ def as_chat(body: CountTokensRequest) -> ChatRequest:
 
 
 def has_cache_marks(body: CountTokensRequest) -> bool:
-    """Tell whether a body marks a beginning as worth remembering."""
+    """Tell whether a body has a `cache_control` mark."""
     return body.cache_control is not None or any(
         marked.cache_control is not None for marked in _marked(body)
     )

@@ -18,13 +18,13 @@ _UNSUPPORTED = {
 
 
 class CacheMarked(Body):
-    """What may be marked as the end of a beginning that is worth remembering."""
+    """A content block that may carry `cache_control`: its prompt prefix is worth keeping."""
 
     cache_control: _Json | None = None
 
 
 class TextBlock(CacheMarked):
-    """Text."""
+    """A block of text."""
 
     type: Literal["text"]
     text: str
@@ -32,14 +32,14 @@ class TextBlock(CacheMarked):
 
 
 class ImageBlock(CacheMarked):
-    """A picture."""
+    """An image block."""
 
     type: Literal["image"]
     source: _Json
 
 
 class DocumentBlock(CacheMarked):
-    """A document; plain text is read."""
+    """A document block; only plain text is read."""
 
     type: Literal["document"]
     source: _Json
@@ -49,7 +49,7 @@ class DocumentBlock(CacheMarked):
 
 
 class ThinkingBlock(Body):
-    """What the model thought before."""
+    """The model's reasoning in an earlier answer."""
 
     type: Literal["thinking"]
     thinking: str
@@ -57,14 +57,14 @@ class ThinkingBlock(Body):
 
 
 class RedactedThinkingBlock(Body):
-    """Another model's reasoning, which nobody here can read."""
+    """Another model's encrypted reasoning, which cannot be read here."""
 
     type: Literal["redacted_thinking"]
     data: str | None = None
 
 
 class ToolUseBlock(CacheMarked):
-    """A call in an earlier answer."""
+    """A tool call in an earlier answer."""
 
     type: Literal["tool_use"]
     id: _Id
@@ -74,7 +74,7 @@ class ToolUseBlock(CacheMarked):
 
 
 class ToolResultBlock(CacheMarked):
-    """What a call has returned."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: _Id
@@ -118,7 +118,7 @@ class ToolDefinition(CacheMarked):
 
 
 class ToolChoice(Body):
-    """Whether a tool is called, and which."""
+    """Whether the model must, may or must not call a tool, and which one."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: _Id | None = None
@@ -126,7 +126,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model may reason, and how many tokens long."""
+    """Whether the model may reason, and with how many tokens."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=0)
@@ -134,14 +134,14 @@ class Thinking(Body):
 
 
 class OutputFormat(Body):
-    """The schema that the answer follows."""
+    """The JSON schema that the answer must follow."""
 
     type: Literal["json_schema"]
     json_schema: _Json = Field(alias="schema")
 
 
 class OutputConfig(Body):
-    """How much is thought, and what form the answer has."""
+    """How much the model reasons, and the form of its answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None

@@ -1,4 +1,4 @@
-"""A body of Ollama's API as the chat, or the completion, that it means."""
+"""Converts a body of Ollama's API to a chat or a completion of the server's own."""
 
 import json
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def chat_of(body: OllamaChatRequest) -> ChatRequest:
 
 
 def generated_chat(body: OllamaGenerateRequest) -> ChatRequest:
-    """Return the chat that a body of /api/generate means."""
+    """Return the chat that a body of /api/generate asks for."""
     system = [OllamaMessage.model_construct(role="system", content=body.system)]
     user = OllamaMessage.model_construct(role="user", content=body.prompt, images=body.images)
     messages = [*(system if body.system else []), user]
@@ -49,7 +49,7 @@ def generated_chat(body: OllamaGenerateRequest) -> ChatRequest:
 
 
 def raw_completion(body: OllamaGenerateRequest) -> CompletionRequest:
-    """Return the completion that a body of /api/generate with `raw` means."""
+    """Return the completion that a body of /api/generate with `raw` asks for."""
     if body.system or body.images or body.think:
         raise ApiError(
             400, "raw takes the prompt as it is, without system, images and think", param="raw"

@@ -1,4 +1,4 @@
-"""Ollama's endpoints: what their bodies ask of the model, or the answer at once."""
+"""Ollama's endpoints: what each body asks of the model, or the answer if it needs no model."""
 
 from tandem.apis.answering import GenerationRequest, GenerationRequests
 from tandem.apis.api import Api, Question
@@ -17,7 +17,7 @@ from tandem.foreign_types import Tokenizer
 
 
 def chat_api(requests: GenerationRequests, model: str) -> Api[OllamaChatRequest]:
-    """Return what answers /api/chat."""
+    """Return the handler of /api/chat."""
 
     def made(body: OllamaChatRequest, info: ModelInfo, _: bytes) -> list[GenerationRequest]:
         _require_thinker(body, requests, info, model)
@@ -32,7 +32,7 @@ def chat_api(requests: GenerationRequests, model: str) -> Api[OllamaChatRequest]
 
 
 def generate_api(requests: GenerationRequests, model: str) -> Api[OllamaGenerateRequest]:
-    """Return what answers /api/generate."""
+    """Return the handler of /api/generate."""
 
     def made(body: OllamaGenerateRequest, info: ModelInfo, _: bytes) -> list[GenerationRequest]:
         if body.raw:
@@ -55,7 +55,7 @@ def generate_api(requests: GenerationRequests, model: str) -> Api[OllamaGenerate
 def show_question(
     requests: GenerationRequests, tokenizer: Tokenizer, model: str
 ) -> Question[ShowRequest]:
-    """Return what answers /api/show."""
+    """Return the handler of /api/show."""
     return Question(ShowRequest, lambda body, info, _: shown(model, requests, tokenizer, info))
 
 

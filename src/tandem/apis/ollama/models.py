@@ -20,7 +20,9 @@ _FOREVER = datetime(2318, 1, 1).timestamp()
 def listed(
     names: Sequence[str], info: ModelInfo | None, memory: Mapping[str, int], since: float
 ) -> _Json:
-    """Return the models for /api/tags: one, by each of its names. `memory` is bytes by kind."""
+    """Return the body of /api/tags: the one model under each of its names. `memory` is bytes by
+    kind.
+    """
     models = [_entry(name, info, memory) | {"modified_at": timestamp(since)} for name in names]
     return {"models": models}
 
@@ -28,7 +30,7 @@ def listed(
 def running(
     name: str, info: ModelInfo | None, memory: Mapping[str, int], context: int | None
 ) -> _Json:
-    """Return what is loaded for /api/ps: nothing before the model is."""
+    """Return the body of /api/ps: the loaded model, or nothing before it is loaded."""
     if info is None:
         return {"models": []}
     entry = _entry(name, info, memory) | {
@@ -42,7 +44,7 @@ def running(
 def shown(
     name: str, requests: GenerationRequests, tokenizer: Tokenizer, info: ModelInfo
 ) -> dict[str, object]:
-    """Return what /api/show says of the model."""
+    """Return the body of /api/show."""
     kind = info.model_type
     template = tokenizer.chat_template
     known: _Json = {

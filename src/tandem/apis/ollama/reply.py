@@ -17,7 +17,7 @@ _Piece = _Json
 
 
 def timestamp(seconds: float) -> str:
-    """Return a time as Ollama's objects carry it."""
+    """Return a time in the format of Ollama's objects."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -43,7 +43,7 @@ class OllamaReply(Reply):
         self._num_sent_logprobs = 0
 
     def arrive(self, surroundings: Surroundings) -> None:
-        """Take what tokens' texts come from; the answer's time begins."""
+        """Attach the tokenizer's text function, and start the answer's clock."""
         self._text_of = surroundings.text_of
         self._began = self._clock()
 
@@ -129,7 +129,9 @@ class OllamaReply(Reply):
 
 
 def loaded(model: str, *, is_chat: bool, is_unloaded: bool) -> _Json:
-    """Return what is said to a body without a prompt, which asks that the model be loaded."""
+    """Return the response to a body without a prompt, which only asks for the model to be
+    loaded.
+    """
     empty: _Json = {"message": {"role": "assistant", "content": ""}}
     return {
         "model": model,

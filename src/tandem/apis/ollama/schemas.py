@@ -42,7 +42,7 @@ _UNSUPPORTED_BY_GENERATE = {
 
 
 class OllamaOptions(Body):
-    """How tokens are chosen; those of loading are taken and change nothing."""
+    """Sampling options; options about loading are accepted and ignored."""
 
     unsupported = _UNSUPPORTED_OPTIONS
 
@@ -76,7 +76,7 @@ class OllamaOptions(Body):
 
 
 class OllamaBody(Asked):
-    """What the bodies of Ollama's API share: a model by its name, perhaps with its tag."""
+    """The field that all of Ollama's bodies share: the model's name, perhaps with a tag."""
 
     @field_validator("model", mode="after")
     @classmethod
@@ -85,7 +85,7 @@ class OllamaBody(Asked):
 
 
 class OllamaRequest(OllamaBody):
-    """What every body that asks for an answer has."""
+    """The fields that all bodies asking for an answer share."""
 
     options: OllamaOptions | None = None
     format: Literal["", "json"] | _Json | None = None
@@ -98,7 +98,7 @@ class OllamaRequest(OllamaBody):
 
     @property
     def is_stream(self) -> bool:
-        """Whether the answer comes piece by piece: unless the body says otherwise."""
+        """Whether the answer is streamed; True unless the body says otherwise."""
         return self.stream is not False
 
     @field_validator("format", mode="before")
@@ -110,7 +110,7 @@ class OllamaRequest(OllamaBody):
 
 
 class OllamaFunctionCall(Body):
-    """What an earlier answer called."""
+    """The function that an earlier answer called."""
 
     name: _Name
     arguments: _Json
@@ -118,7 +118,7 @@ class OllamaFunctionCall(Body):
 
 
 class OllamaToolCall(Body):
-    """A call in an earlier answer."""
+    """A tool call in an earlier answer."""
 
     id: _Name | None = None
     type: str | None = None

@@ -1,4 +1,4 @@
-"""A body of OpenAI's Responses API as the chat that it means."""
+"""Converts a request body of OpenAI's Responses API to a chat of the server's own."""
 
 from collections.abc import Iterable, Sequence
 
@@ -37,7 +37,7 @@ from tandem.apis.schemas import (
 
 
 def new_messages(body: CountRequest) -> list[Message]:
-    """Return the messages that a body adds to the conversation before it."""
+    """Return the messages that a body adds to the earlier conversation."""
     if isinstance(body.input, str):
         return [Message.model_construct(role="user", content=body.input)]
     messages = _Messages()

@@ -1,4 +1,4 @@
-"""Answers that later requests go on from, by their ids: in memory, the latest within a limit.
+"""Keeps finished responses in memory, by id, so that later requests can continue from them.
 
 They are kept as JSON, so that what they take is what is counted: a list of lists in a tool's schema
 takes twenty times its JSON as Python's objects. Each has the whole conversation before it, as the
@@ -25,45 +25,47 @@ _MESSAGES = TypeAdapter(list[Message])
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """An answer, and the conversation up to its end without its instructions, as JSON."""
+    """A response, and its conversation without instructions, both as JSON."""
 
     response: bytes
     messages: bytes
 
     @property
     def num_bytes(self) -> int:
-        """What it takes in memory."""
+        """Bytes that it takes in memory."""
         return len(self.response) + len(self.messages) + _ENTRY_BYTES
 
 
 def joined(earlier: bytes, new: Sequence[Message]) -> bytes:
-    """Return a conversation with some messages behind it, as JSON."""
+    """Return a conversation extended by new messages, as JSON."""
     added = _MESSAGES.dump_json(list(new), exclude_none=True, by_alias=True)
     both = earlier[:-1] + b"," + added[1:] if min(len(earlier), len(added)) > 2 else None
     return both or max(earlier, added, key=len)
 
 
 def messages_of(conversation: bytes) -> Sequence[Message]:
-    """Return the messages of a conversation that is JSON."""
+    """Parse the messages of a conversation from JSON."""
     return _MESSAGES.validate_json(conversation)
 
 
 class KeptResponses:
-    """The latest answers."""
+    """The latest responses, within limits of number and size."""
 
     def __init__(self, most_answers: int = _MOST_ANSWERS, most_bytes: int = _MOST_BYTES) -> None:
-        """Keep so many answers at most, which have so many bytes at most."""
+        """Keep at most `most_answers` responses and `most_bytes` bytes; the oldest go first."""
         self._most_answers, self._most_bytes = most_answers, most_bytes
         self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
         self._num_bytes = 0
 
     @property
     def num_bytes(self) -> int:
-        """What all of them take."""
+        """Bytes that all responses take."""
         return self._num_bytes
 
     def put(self, response: Mapping[str, object], before: bytes, answer: Message) -> None:
-        """Keep an answer, with the conversation before it, as `conversation` has it."""
+        """Keep a response with the conversation before it, in the form that `conversation`
+        returns.
+        """
         messages = joined(before, [answer])
         written = json.dumps(response, ensure_ascii=False, separators=(",", ":")).encode()
         kept = KeptResponse(written, messages)
@@ -88,11 +90,11 @@ class KeptResponses:
         return kept.messages
 
     def response(self, response_id: str) -> bytes:
-        """Return an answer as JSON; 404 if it is not kept."""
+        """Return a response as JSON; raises `ApiError` with status 404 if it is not kept."""
         return self._require(response_id).response
 
     def drop(self, response_id: str) -> None:
-        """Forget an answer; 404 if it is not kept."""
+        """Delete a response; raises `ApiError` with status 404 if it is not kept."""
         self._num_bytes -= self._require(response_id).num_bytes
         del self._kept[response_id]
 

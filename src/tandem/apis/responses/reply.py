@@ -17,7 +17,7 @@ _REASONING = ("reasoning", "reasoning_text")
 
 
 class ResponseReply(Reply):
-    """One answer as it comes."""
+    """One response while it is generated."""
 
     def __init__(
         self,
@@ -26,7 +26,9 @@ class ResponseReply(Reply):
         model: str,
         before: bytes | None,
     ) -> None:
-        """Begin the answer; `before` is the conversation up to it. None: it is not kept."""
+        """Begin the answer; `before` is the conversation up to it, or None if the response is not
+        to be kept.
+        """
         self._answer, self._before = ComingAnswer(request), before
         self._head = _head(body, model)
         self._items: list[_Json] = []
@@ -37,11 +39,11 @@ class ResponseReply(Reply):
         self._number = 0
 
     def arrive(self, surroundings: Surroundings) -> None:
-        """Take what keeps responses."""
+        """Attach the store of kept responses."""
         self._keep = surroundings.keep
 
     def first_events(self) -> list[Event]:
-        """Return what says that the response has begun."""
+        """Return the events that open the stream."""
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response=self._response("in_progress")) for kind in kinds]
 

@@ -23,7 +23,7 @@ _UNSUPPORTED_IN_TEXT = {
 
 
 class InputText(Body):
-    """Text of a message, in either direction."""
+    """Text in a message of the user or the model."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -33,14 +33,14 @@ class InputText(Body):
 
 
 class Refusal(Body):
-    """What an earlier answer refused."""
+    """A refusal in an earlier answer."""
 
     type: Literal["refusal"]
     refusal: str
 
 
 class InputImage(Body):
-    """A picture."""
+    """An image in a message."""
 
     type: Literal["input_image"]
     image_url: str | None = None
@@ -49,7 +49,7 @@ class InputImage(Body):
 
 
 class InputFile(Body):
-    """A file."""
+    """A file in a message."""
 
     type: Literal["input_file"]
     file_id: str | None = None
@@ -86,7 +86,7 @@ class MessageItem(_Item):
 
 
 class CallItem(_ToolItem):
-    """A call in an earlier answer."""
+    """A tool call in an earlier answer."""
 
     type: Literal["function_call"]
     name: _Id
@@ -102,7 +102,7 @@ class CustomCallItem(_ToolItem):
 
 
 class CallOutputItem(_ToolItem):
-    """What a call has returned."""
+    """The result of a tool call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     output: str | list[Part]
@@ -110,14 +110,14 @@ class CallOutputItem(_ToolItem):
 
 
 class ReasoningText(Body):
-    """Text of an earlier reasoning, or of its summary."""
+    """Text of earlier reasoning, or of its summary."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
 class ReasoningItem(_Item):
-    """What the model thought before."""
+    """The model's reasoning in an earlier answer."""
 
     type: Literal["reasoning"]
     summary: list[ReasoningText] | None = None
@@ -147,7 +147,7 @@ class FunctionTool(_NamedTool):
 
 
 class CustomTool(_NamedTool):
-    """A tool that takes a text."""
+    """A tool whose input is plain text."""
 
     type: Literal["custom"]
     format: _Json | None = None
@@ -166,7 +166,7 @@ Tool = FunctionTool | CustomTool | NamespaceTool
 
 
 class NamedTool(Body):
-    """A tool by its name."""
+    """The name of a tool that must be called."""
 
     type: Literal["function", "custom"]
     name: _Id
@@ -174,7 +174,7 @@ class NamedTool(Body):
 
 
 class AllowedTools(Body):
-    """The tools that may be called now, of those that are described."""
+    """The subset of the described tools that may be called now."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -182,7 +182,7 @@ class AllowedTools(Body):
 
 
 class TextFormat(Body):
-    """What form the answer has."""
+    """The format of the answer: text, JSON or a JSON schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = Field(None, max_length=128)
@@ -192,7 +192,7 @@ class TextFormat(Body):
 
 
 class TextConfig(Body):
-    """How the answer's text is."""
+    """How the answer's text is formatted."""
 
     unsupported = _UNSUPPORTED_IN_TEXT
 
@@ -200,7 +200,7 @@ class TextConfig(Body):
 
 
 class Reasoning(Body):
-    """How much is thought."""
+    """How much the model reasons."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     summary: str | None = None
@@ -226,7 +226,9 @@ class CountRequest(Asked):
 
     @property
     def earlier_id(self) -> str | None:
-        """The earlier answer that it goes on from."""
+        """The id of the earlier response that this one continues; None: it starts a
+        conversation.
+        """
         return self.previous_response_id
 
     @field_validator("tools", mode="before")

@@ -25,7 +25,7 @@ _INPUT_SCHEMA: dict[str, object] = {
 
 
 class CalledTool(NamedTuple):
-    """One tool as its calls show it."""
+    """What the items of a tool's calls need to know about the tool."""
 
     name: str
     namespace: str | None
@@ -35,18 +35,18 @@ class CalledTool(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KnownTool:
-    """One tool as the client knows it."""
+    """A tool as the client described it."""
 
     tool: FunctionTool | CustomTool
     namespace: str | None = None
 
     @property
     def called(self) -> "CalledTool":
-        """What its calls need to know of it."""
+        """The part of it that its calls need."""
         return CalledTool(self.tool.name, self.namespace, isinstance(self.tool, CustomTool))
 
     def as_function(self, name: str) -> Tool:
-        """Return the function that stands for it in a chat."""
+        """Return the chat function that stands for this tool."""
         tool = self.tool
         if isinstance(tool, FunctionTool):
             parameters, strict, description = tool.parameters, tool.strict, tool.description
@@ -67,7 +67,7 @@ def _described(tool: CustomTool) -> str | None:
 
 
 def known_tools(tools: list[ResponsesTool] | None) -> dict[str, KnownTool]:
-    """Return tools by the names of the functions that stand for them."""
+    """Return the tools by the names of the chat functions that stand for them."""
     found: dict[str, KnownTool] = {}
     for tool in tools or ():
         if isinstance(tool, NamespaceTool):
@@ -79,22 +79,22 @@ def known_tools(tools: list[ResponsesTool] | None) -> dict[str, KnownTool]:
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """Return the name of the function that stands for a tool."""
+    """Return the name of the chat function that stands for a tool."""
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith("_") else f"{namespace}__{name}"
 
 
 def as_arguments(text: str) -> str:
-    """Return a custom tool's input as the arguments of its function."""
+    """Return a custom tool's text input as JSON arguments of its chat function."""
     return json.dumps({_INPUT: text}, ensure_ascii=False)
 
 
 class OpenCall:
-    """An item of a call that is being written."""
+    """An output item for a tool call that is still being generated."""
 
     def __init__(self, name: str, known: Mapping[str, CalledTool]) -> None:
-        """Begin the call of a function, which stands for one of some tools or is none of them."""
+        """Begin an item for a call of function `name`, which may be unknown."""
         found = known.get(name)
         self.is_custom = found is not None and found.is_custom
         self.arguments = ""
@@ -110,12 +110,12 @@ class OpenCall:
 
     @property
     def kind(self) -> str:
-        """What its events begin with."""
+        """The prefix of its events' types."""
         of = "custom_tool_call_input" if self.is_custom else "function_call_arguments"
         return f"response.{of}"
 
     def end(self, status: str) -> dict[str, object]:
-        """Complete the item; return what the event of its end says."""
+        """Complete the item; return the payload of its last event."""
         if self.is_custom:
             self.item[_INPUT] = _input_of(self.arguments)
             return {_INPUT: self.item[_INPUT]}

@@ -14,7 +14,7 @@ TANDEM = "tandem"
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """First choices of two systems after each token of one text."""
+    """The first choices of two systems after each token of one text."""
 
     num_tokens: int
     num_sure: int
@@ -26,7 +26,7 @@ class Agreement:
 
     @property
     def line(self) -> str:
-        """What it says in a sentence."""
+        """The result as a sentence."""
         text = (
             f"First choices agree after {self.num_agreed} of {self.num_sure} tokens of a text "
             f"after which the other's two best logits differ by more than {MARGIN:g}"
@@ -37,7 +37,7 @@ class Agreement:
 
 
 def agreement(ours: Sequence[Choice], theirs: Sequence[Choice]) -> Agreement:
-    """Compare first choices after each token of the same text."""
+    """Compare two systems' first choices after each token of the same text."""
     sure = [pair for pair in zip(ours, theirs, strict=True) if pair[1].margin > MARGIN]
     apart = [their.margin for our, their in sure if our.token != their.token]
     return Agreement(len(ours), len(sure), len(sure) - len(apart), max(apart, default=0.0))
@@ -69,7 +69,7 @@ class Comparison:
 
     @property
     def paragraph(self) -> str:
-        """What may be pasted elsewhere."""
+        """A paragraph to paste elsewhere."""
         peer = next(name for name in self.speeds if name != TANDEM)
         depth = min(self.speeds[TANDEM])
         ours, theirs = (median(self.speeds[name][depth]) for name in (TANDEM, peer))
@@ -92,7 +92,9 @@ class Comparison:
         return f" They take {sizes} of memory at most."
 
     def json(self) -> dict[str, object]:
-        """Return all of it for programs: speeds are medians, ratios Tandem's over the row's."""
+        """Return all results as JSON; speeds are medians, ratios are Tandem's speed over the
+        row's.
+        """
         ours = self.speeds[TANDEM]
         cells = []
         for name, rounds in self.speeds.items():

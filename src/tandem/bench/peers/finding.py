@@ -20,7 +20,7 @@ _BESIDE = (_BENCH, "llama-cli", "llama-server", "llama-completion")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """What Tandem is compared with."""
+    """A program or library to compare Tandem with."""
 
     name: str
     command: tuple[str, ...]
@@ -30,10 +30,10 @@ class Peer:
 
 
 def find_peer(wanted: str = LLAMA_CPP, path: str | None = None) -> Peer:
-    """Return llama.cpp as it is found here, or a program that is named.
+    """Return llama.cpp as installed here, or the program that `wanted` names.
 
-    The program may have options of its own behind it. `path` is searched in place of PATH. Raises
-    `ConfigError`, which says what installs it.
+    `wanted` may have options after the program. `path` is searched instead of PATH. Raises
+    `ConfigError`, which says what to install.
     """
     library = _library_version()
     if wanted != LLAMA_CPP:

@@ -25,11 +25,11 @@ class LlamaBench:
     """Runs the program for each measurement; the file stays in the page cache."""
 
     def __init__(self, command: Sequence[str], setting: Setting) -> None:
-        """Take the program and what it is always given."""
+        """Remember the program and the options that every measurement has."""
         self._command, self._setting = list(command), setting
 
     def measure(self, depth: int) -> Speeds:
-        """Return what it reports of a prompt and of a few tokens behind `depth` others."""
+        """Return the speeds that it reports for a prompt and for decoding after `depth` tokens."""
         setting = self._setting
         words = [
             *self._command, "-m", str(setting.gguf), "-t", str(setting.threads), "-r", "1",

@@ -1,4 +1,4 @@
-"""llama.cpp by its library, in this process."""
+"""Runs llama.cpp's library in this process."""
 
 import ctypes
 import statistics
@@ -40,7 +40,7 @@ class LlamaCpp:
     _PART = 512  # tokens of history that are computed once and repeated
 
     def __init__(self, setting: Setting, gpu_layers: int | None = None) -> None:
-        """Map the file; a context is made for each depth. `gpu_layers` go to a GPU."""
+        """Map the file. Each depth gets its own context. `gpu_layers` layers go to a GPU."""
         import llama_cpp
 
         self._lib: Any = llama_cpp.llama_cpp
@@ -62,7 +62,7 @@ class LlamaCpp:
         self._next_token = 0
 
     def answers(self, ids: list[int]) -> NDArray[np.float32]:
-        """Return the logits of every token of a text: (tokens, vocabulary)."""
+        """Return the logits after every token of a text: (tokens, vocabulary)."""
         lib, count = self._lib, len(ids)
         params = lib.llama_context_default_params()
         params.n_ctx = params.n_batch = params.n_ubatch = -(-count // 256) * 256
@@ -85,7 +85,7 @@ class LlamaCpp:
             lib.llama_free(context)
 
     def choices(self, ids: Sequence[int]) -> list[Choice]:
-        """Return the first choice after each token of a text, whatever comes next in it."""
+        """Return the first choice after each token of a text, whatever token follows."""
         logits = self.answers(list(ids))
         first = logits.argmax(-1)
         best = np.partition(logits, -2, axis=-1)[:, -2:]
@@ -186,9 +186,9 @@ def llama_cpp_isa() -> str:
 
 
 def widest_isa(told: str) -> str:
-    """Read the widest instruction set from what llama.cpp tells of itself: `AVX2 = 1 | ...`.
+    """Return the widest instruction set in llama.cpp's system information: `AVX2 = 1 | ...`.
 
-    AMX is refused (`_refuse_amx`).
+    AMX does not count (`_refuse_amx`).
     """
     flags = [flag.rpartition(":")[2].partition("=") for flag in told.split("|")]
     here = {name.strip() for name, _, value in flags if value.strip() == "1"}

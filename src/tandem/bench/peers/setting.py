@@ -1,4 +1,4 @@
-"""What systems are asked, and what they answer."""
+"""What a compared system is given, and what it returns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One file and what is done with it, the same for each system."""
+    """One file and one workload, the same for every system."""
 
     gguf: Path
     threads: int
@@ -36,7 +36,7 @@ class Speeds:
 
 
 class Choice(NamedTuple):
-    """What a model would say after one more token of a text."""
+    """The token that a model would choose after a prefix of the text."""
 
     token: int
     margin: float
@@ -44,14 +44,14 @@ class Choice(NamedTuple):
 
 
 class System(Protocol):
-    """One system with its model in memory."""
+    """One compared system, with its model in memory."""
 
     def measure(self, depth: int) -> Speeds:
-        """Prefill a prompt behind `depth` tokens and decode some steps; ceilings 0 if not known."""
+        """Prefill a prompt after `depth` tokens and decode some steps; unknown ceilings are 0."""
 
 
 class Chooser(System, Protocol):
-    """A system that also says what it would choose."""
+    """A system that can also report its first choices."""
 
     def choices(self, ids: Sequence[int]) -> list[Choice]:
-        """Return the first choice after each token of a text, whatever comes next in it."""
+        """Return the first choice after each token of a text, whatever token follows."""

@@ -1,7 +1,7 @@
-"""A process that stands still but while it is asked: systems that are timed in turns.
+"""A process that is stopped except while it answers: for systems that are timed in turns.
 
-They keep threads that spin when they have nothing to do, bring their own OpenMP, and may crash:
-none of it may touch what is measured beside them.
+Such systems spin their idle threads, bring their own OpenMP and may crash. None of this may disturb
+the measurement of the others.
 """
 
 import multiprocessing
@@ -19,10 +19,12 @@ Prepare = Callable[..., tuple[object, Callable[[Any], object]]]
 
 
 class StillProcess:
-    """One process. Raises `OSError` with its own sentence if it fails; close it in the end."""
+    """One stopped process. Raises `OSError` with its own sentence if it fails. Close it when
+    done.
+    """
 
     def __init__(self, prepare: Prepare, *arguments: object, seconds: float) -> None:
-        """Start it, wait for what it says, and stop it."""
+        """Start the process, wait up to `seconds` until it is ready, and stop it."""
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
@@ -38,7 +40,7 @@ class StillProcess:
         os.kill(self.pid, signal.SIGSTOP)
 
     def ask(self, question: object, seconds: float) -> Any:
-        """Let it go on until it has answered."""
+        """Let the process run until it has answered; raises `OSError` after `seconds`."""
         os.kill(self.pid, signal.SIGCONT)
         self._connection.send(question)
         answer = self._receive(seconds)
@@ -46,7 +48,7 @@ class StillProcess:
         return answer
 
     def close(self) -> None:
-        """End it: by itself, so that it leaves nothing behind, unless that takes too long."""
+        """End the process: let it exit by itself, or kill it if that takes too long."""
         self._connection.close()
         if self._process.is_alive():
             os.kill(self.pid, signal.SIGCONT)
@@ -56,13 +58,13 @@ class StillProcess:
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The process id."""
         assert self._process.pid is not None
         return self._process.pid
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that it has had so far, files that it maps included; 0: not known."""
+        """The peak resident bytes of the process, mapped files included; 0: unknown."""
         try:
             status = Path(f"/proc/{self.pid}/status").read_text(encoding="ascii", errors="replace")
         except OSError:

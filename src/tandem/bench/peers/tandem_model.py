@@ -1,4 +1,4 @@
-"""Tandem on the file that its peers read."""
+"""Tandem as one of the compared systems."""
 
 import statistics
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ class Tandem:
     """Tandem, as `tandem bench` runs it."""
 
     def __init__(self, setting: Setting) -> None:
-        """Load the GGUF file, whose codes stay as they are."""
+        """Load the GGUF file without converting its weights."""
         model = load(
             setting.gguf, dense_dtype="auto", threads=setting.threads, isa=setting.isa or None
         )
@@ -27,7 +27,9 @@ class Tandem:
         self._bench = KernelBench(num_threads=setting.threads, isa=setting.isa)
 
     def measure(self, depth: int) -> Speeds:
-        """Measure; multiplications at best before and after, reading between decode steps."""
+        """Measure speeds, with compute ceilings before and after and read rates between decode
+        steps.
+        """
         work = Workload(
             prompt_tokens=self._setting.prompt, new_tokens=self._setting.steps, depth=depth
         )
@@ -43,7 +45,7 @@ class Tandem:
         )
 
     def choices(self, ids: Sequence[int]) -> list[Choice]:
-        """Return the first choice after each token of a text, whatever comes next in it."""
+        """Return the first choice after each token of a text, whatever token follows."""
         pool = self._generator.slot_pool(1, capacity=len(ids))
         best = pool.prefill_with_logits(0, list(ids)).float().topk(2, dim=-1)
         margins = best.values[:, 0] - best.values[:, 1]

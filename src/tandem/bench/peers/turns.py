@@ -1,4 +1,4 @@
-"""Systems that take turns: each is a process that stands still while another is timed."""
+"""Systems timed in turns: each is a process that is stopped while another one is timed."""
 
 import itertools
 import statistics
@@ -28,10 +28,10 @@ def _prepared(make: Maker, setting: Setting) -> tuple[bool, Callable[[Any], obje
 
 
 class Turns:
-    """Systems of which one runs at a time."""
+    """Several systems of which one runs at a time."""
 
     def __init__(self, processes: Mapping[str, StillProcess]) -> None:
-        """Take the processes that stand still."""
+        """Remember the stopped processes by name."""
         self._processes = processes
 
     def measure(self, name: str, depth: int) -> Speeds:
@@ -40,19 +40,19 @@ class Turns:
         return found
 
     def choices(self, name: str, ids: Sequence[int]) -> list[Choice]:
-        """Let one system, a `Chooser`, read a text."""
+        """Let one system, a `Chooser`, return its first choices for a text."""
         asked = methodcaller("choices", list(ids))
         found: list[Choice] = self._processes[name].ask(asked, _SECONDS)
         return found
 
     def peak_bytes(self, name: str) -> int:
-        """Return the most memory that a system's process has had so far; 0: not known."""
+        """Return the peak resident bytes of a system's process; 0: unknown."""
         return self._processes[name].peak_bytes
 
 
 @contextmanager
 def standing_still(makers: Mapping[str, Maker], setting: Setting) -> Iterator[Turns]:
-    """Start systems, each in a process of its own; `OSError` says which one cannot."""
+    """Start each system in a process of its own; `OSError` names the one that cannot start."""
     with ExitStack() as running:
         processes = {}
         for name, make in makers.items():
@@ -70,7 +70,7 @@ def measure_rounds(
     depths: list[int],
     rounds: int,
 ) -> dict[str, dict[int, list[Speeds]]]:
-    """Measure the systems of each group in turn, depth by depth, and print."""
+    """Measure the systems of each group in turn, depth by depth, and print the results."""
     found: dict[str, dict[int, list[Speeds]]] = {}
     for makers in groups:
         with standing_still(makers, setting) as turns:
@@ -81,7 +81,7 @@ def measure_rounds(
 def measured(
     turns: Turns, names: Sequence[str], depths: Sequence[int], rounds: int, tell: Tell
 ) -> dict[str, dict[int, list[Speeds]]]:
-    """Measure systems that have been started, in turn, depth by depth."""
+    """Measure systems that are running already, in turn, depth by depth."""
     found: dict[str, dict[int, list[Speeds]]] = {
         name: {depth: [] for depth in depths} for name in names
     }
@@ -92,7 +92,9 @@ def measured(
 
 
 def ratios(ours: list[Speeds], theirs: list[Speeds]) -> tuple[float, float]:
-    """Return prefill and decode over another's: medians over rounds of turns next to each other."""
+    """Return prefill and decode speed over another system's: medians of ratios of adjacent
+    turns.
+    """
     pairs = list(zip(ours, theirs, strict=True))
     return (
         statistics.median(a.prefill / b.prefill for a, b in pairs),
@@ -123,7 +125,7 @@ def table(found: Mapping[str, Rounds], depths: Sequence[int]) -> list[str]:
 
 
 def line(speeds: Speeds) -> str:
-    """Return speeds for people."""
+    """Return speeds as one line of text."""
     text = f"prefill {speeds.prefill:7.1f} tok/s, decode {speeds.decode:6.1f} tok/s"
     if speeds.decode_ceiling:
         text += (

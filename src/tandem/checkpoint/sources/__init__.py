@@ -1,5 +1,5 @@
-"""Checkpoints that others have quantised: their codes and scales, as they are.
+"""Checkpoints quantised by others, read with their own codes and scales.
 
-A source finds the weights among the tensors of its files; a `StoredWeight` stands for one of them,
+A source finds the weights among its files' tensors. A `StoredWeight` stands for one that is still
 unread, and knows which packed formats hold it exactly.
 """

@@ -25,7 +25,9 @@ _PLACES = sum(nibble << 4 * output for output, nibble in enumerate(_NIBBLE_OF_OU
 
 
 def find_awq(files: TensorFiles, config: JsonObject) -> Found:
-    """Return the weights of an AWQ checkpoint; `UnsupportedModelError` for other versions."""
+    """Return the weights of an AWQ checkpoint; `UnsupportedModelError` for versions other than
+    gemm.
+    """
     version, bits = str(config.get("version", "gemm")).lower(), int(config.get("bits", _BITS))
     if version != "gemm" or bits != _BITS:
         raise UnsupportedModelError(
@@ -61,7 +63,7 @@ class AwqWeight(FileWeight):
     has_zeros: bool
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields | None:
-        """Return codes and scales where they lie: eight outputs share a word."""
+        """Return codes and scales where they lie in the file; None for a format of other width."""
         if fmt.bits != _BITS:
             return None
         words, scales, zeros = self._parts()

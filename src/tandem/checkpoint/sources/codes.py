@@ -1,4 +1,4 @@
-"""One weight matrix as a quantised checkpoint stores it: codes, scales, and what they stand for."""
+"""One weight matrix as a quantised checkpoint stores it: codes, scales and their meaning."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Codes:
     super_minima: Tensor | None = None
 
     def coded(self, fmt: WeightFormat, name: str) -> CodedMatrix:
-        """Return the codes as a packed format stores them; `ModelError` where they do not fit."""
+        """Return the codes in the layout of a packed format; `ModelError` if they do not fit."""
         if self.super_scales is not None or fmt.encoding.table:
             assert fmt.name == self.kind, "stored codes fit one format"
             return stored_matrix(
@@ -62,7 +62,7 @@ class Codes:
         return coded_matrix(codes, scales, fmt, zeros=zeros, name=name)
 
     def values(self, name: str) -> Tensor:
-        """Return what the codes stand for: (rows, cols) fp32, columns in the layer's order."""
+        """Return the dequantised matrix, (rows, cols) fp32, columns in the layer's order."""
         values = self._values(name)
         if self.input_order is None:
             return values
@@ -110,7 +110,7 @@ class Codes:
 def stored_codes(
     coded: CodedMatrix, fmt: WeightFormat, *, input_order: Tensor | None = None
 ) -> Codes:
-    """Return the codes of a matrix as its format stores them."""
+    """Return the codes of a packed matrix as a checkpoint would store them."""
     kind, codes = fmt.name, coded.codes
     if fmt.encoding.element == "integer" and not fmt.encoding.super_cols:
         kind, codes = "int", codes.to(torch.int16) - fmt.encoding.offset
@@ -126,7 +126,8 @@ def integer_formats(
 ) -> list[WeightFormat]:
     """Return the formats that hold integer codes of a group size exactly, the smallest first.
 
-    A scale may stand several times, so groups may be split; one scale for all `cols` fits any size.
+    A format with smaller groups holds them too, as scales may repeat; one scale for all `cols` fits
+    any group size.
     """
     sizes = [size for size in GROUP_SIZES if group_size % size == 0 or group_size >= cols]
     if bits not in (4, 8) or (bits == 8 and has_zeros):
@@ -147,10 +148,10 @@ def _group_size(cols: int, groups: int, name: str) -> int:
 
 
 def input_order(group_of_input: Tensor, group_size: int, name: str) -> Tensor | None:
-    """Return which input each column is to hold so that groups lie together; None: as they are.
+    """Return the input that each column must hold so that groups are contiguous; None: they are.
 
-    `group_of_input` (cols,) is what checkpoints with activation order call g_idx. Raises
-    `ModelError` with `name` unless every group has `group_size` inputs.
+    `group_of_input` (cols,) is g_idx of checkpoints with activation order. Raises `ModelError` with
+    `name` unless every group has `group_size` inputs.
     """
     group_of_input = group_of_input.long()
     inputs = torch.arange(len(group_of_input), device="cpu")

@@ -32,7 +32,7 @@ _PARTS = ("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
 
 
 def find_compressed_tensors(files: TensorFiles, config: JsonObject) -> Found:
-    """Return the weights; raises `UnsupportedModelError` for other ways of packing."""
+    """Return the weights; raises `UnsupportedModelError` for other kinds of packing."""
     found = find_nvfp4(files)
     if not found.weights:
         found = find_fp8(files, config)
@@ -116,7 +116,7 @@ class PackedIntegers(FileWeight):
     bits: int
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields | None:
-        """Return codes and scales where they lie, unless inputs are in another order."""
+        """Return codes and scales where they lie; None if the inputs are reordered."""
         words, scales, zeros, order = self._parts()
         if fmt.bits != self.bits or order is not None:
             return None

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint by name, in files that are mapped and read when asked for."""
+"""The tensors of a checkpoint by name, in mapped files; each is read when it is asked for."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -20,13 +20,13 @@ class TensorFiles:
     """The safetensors files of a directory as one collection."""
 
     def __init__(self, directory: Path, entries: dict[str, TensorEntry]) -> None:
-        """Serve these entries."""
+        """Serve the tensors of these entries."""
         self.directory = directory
         self.entries = entries
         self._open: dict[Path, Any] = {}
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor; its memory is the mapped file's."""
+        """Return a tensor, a view of the mapped file."""
         file = self.entries[name].file
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt")
@@ -34,7 +34,7 @@ class TensorFiles:
         return tensor
 
     def slice_of(self, name: str) -> Any:
-        """Return the tensor unread, in the form in which Transformers' loader takes it."""
+        """Return the unread tensor in the form that Transformers' loader takes."""
         file = self.entries[name].file
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt")
@@ -45,11 +45,13 @@ class TensorFiles:
         return self.entries[name].shape
 
     def num_bytes(self, *names: str) -> int:
-        """Return what tensors take in their files."""
+        """Return the bytes that the tensors take in their files."""
         return sum(self.entries[name].num_bytes for name in names)
 
     def layers_with(self, first: str, others: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-        """Yield (layer, tensors) for layers with a tensor `first`, with those of `others` too."""
+        """Yield (layer, tensor names) for each layer with a tensor `first`; the names include
+        `others`.
+        """
         for name in self.entries:
             prefix, _, part = name.rpartition(".")
             if part == first:
@@ -60,10 +62,10 @@ class TensorFiles:
 
 
 def open_tensors(directory: Path, index_name: str | None = None) -> TensorFiles:
-    """Return the tensors of a directory whose files are all there and whole.
+    """Return the tensors of a directory after checking that all files are there and whole.
 
-    Raises `ModelError` naming the first file that is missing, truncated or damaged, or the tensor
-    that two files hold.
+    Raises `ModelError` naming the first missing, truncated or damaged file, or a tensor that is in
+    two files.
     """
     if index_name is None and (directory / INDEX_FILE).exists():
         index_name = INDEX_FILE
@@ -112,10 +114,9 @@ def _weight_map(directory: Path, index_name: str) -> dict[str, str]:
 
 
 def is_inside(name: object) -> TypeGuard[str]:
-    """Whether a value names a file below the directory of what names it.
+    """Whether a value names a file inside the directory of the file that names it.
 
-    The file may be a link to anywhere, as those of the hub's cache are: a file that lies does not
-    make links.
+    Links to other places are fine, as in the hub's cache: a malicious file cannot create links.
     """
     if not isinstance(name, str) or not name.isprintable() or "\\" in name:
         return False

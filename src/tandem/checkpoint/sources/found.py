@@ -1,4 +1,4 @@
-"""What a source finds among the tensors of its files."""
+"""The weights that a source has found among the tensors of its files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from tandem.kernels.formats.file_rows import FileFields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileWeight:
-    """A weight of safetensors files, not read yet; each format adds `read`."""
+    """An unread weight of safetensors files; each format implements `read`."""
 
     name: str
     """In an unquantised checkpoint."""
@@ -34,7 +34,7 @@ class FileWeight:
 
     @property
     def why_not(self) -> str:
-        """Why no format holds it; empty if one does."""
+        """Why no format holds the weight; empty if one does."""
         return "" if self.formats else self.what
 
     @property
@@ -43,38 +43,45 @@ class FileWeight:
         return self.files.num_bytes(*self.parts)
 
     def read_part(self, part: str) -> Tensor:
-        """Read one of its tensors by the end of its name, after the layer's."""
+        """Read one tensor of the weight, by the last part of its name."""
         return self.files.read(f"{self.name.removesuffix('.weight')}.{part}")
 
     def read(self, expert: int | None = None) -> Codes:
-        """Read the matrix, or one expert's; raises `ModelError` for what is damaged."""
+        """Read the matrix, or one expert's; raises `ModelError` if it is damaged."""
         raise NotImplementedError
 
     def in_file(self, fmt: WeightFormat, expert: int | None = None) -> list[FileFields] | None:
-        """Return where rows lie that go to their places natively; None where they are not."""
+        """Return where the rows lie if native code can place them; None if it cannot."""
         fields = self.fields(fmt, expert) if fmt in self.formats else None
         return None if fields is None or not fields.fit(fmt) else [fields]
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields | None:
-        """Return the codes of a format that holds them, for those that can say where they lie."""
+        """Return the codes where they lie in the file, for a format that holds them; None:
+        unknown.
+        """
         return None
 
 
 @dataclass(slots=True)
 class Found:
-    """Quantised weights by the name that they would have unquantised, and the tensors they are."""
+    """Quantised weights by the name of their unquantised parameter, and the tensors they consist
+    of.
+    """
 
     weights: dict[str, FileWeight] = field(default_factory=dict)
     parts: set[str] = field(default_factory=set)
 
     def add(self, weight: FileWeight) -> None:
-        """Note a weight, and the tensors of which it consists."""
+        """Record a weight and the tensors that it consists of."""
         self.weights[weight.name] = weight
         self.parts.update(weight.parts)
 
 
 def checked_group_size(files: TensorFiles, prefix: str, said: int, rows: int, cols: int) -> int:
-    """Return how many inputs share a scale, 0 and less being all; `ModelError` by the scales."""
+    """Return how many inputs share a scale; a `said` of 0 or less means all of them.
+
+    Raises `ModelError` if the scales' shape disagrees.
+    """
     group_size = cols if said <= 0 else said
     shape = files.shape(f"{prefix}.scales")
     if cols % group_size or shape != (cols // group_size, rows):

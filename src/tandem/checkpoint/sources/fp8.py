@@ -25,7 +25,7 @@ _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 
 
 def find_fp8_and_e2m1(files: TensorFiles, config: JsonObject) -> Found:
-    """Return the weights of an FP8 checkpoint, and those that are e2m1 in it."""
+    """Return the FP8 weights of a checkpoint, and those stored as e2m1."""
     found = find_fp8(files, config)
     for name, entry in files.entries.items():
         if entry.dtype == "I8" and name.endswith(".weight"):
@@ -34,7 +34,7 @@ def find_fp8_and_e2m1(files: TensorFiles, config: JsonObject) -> Found:
 
 
 def find_fp8(files: TensorFiles, config: JsonObject) -> Found:
-    """Return the weights of a checkpoint that are FP8."""
+    """Return the FP8 weights of a checkpoint."""
     found = Found()
     for name, entry in files.entries.items():
         if entry.dtype != "F8_E4M3" or not name.endswith(".weight"):

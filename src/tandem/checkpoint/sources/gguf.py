@@ -27,10 +27,9 @@ _IN_LAYER = re.compile(r"(?:.*\.)?layers\.(?P<layer>\d+)\.(?P<name>.+)")
 
 
 def read_gguf_header(file: Path) -> GgufHeader:
-    """Read what a GGUF file (with its other parts) holds; its tensors stay unread.
+    """Read the metadata and tensor list of a GGUF file and its other parts; no tensor is read.
 
-    Raises `ModelError` for a damaged file and `UnsupportedModelError` for an architecture that is
-    not read.
+    Raises `ModelError` for a damaged file and `UnsupportedModelError` for an unknown architecture.
     """
     header = read_header(file)
     architecture = header.architecture
@@ -62,10 +61,10 @@ def open_gguf(
     *,
     adapt: Callable[[PreTrainedConfig], None] = lambda _: None,
 ) -> tuple[PreTrainedConfig, Source]:
-    """Return Transformers' config of a GGUF file, and its weights.
+    """Return the Transformers config of a GGUF file, and its weights.
 
-    `model_of` builds a config's model without memory; `adapt` changes the config before. Raises as
-    `read_gguf_header` does.
+    `model_of` builds the config's model on the meta device; `adapt` changes the config before.
+    Raises as `read_gguf_header` does.
     """
     header = read_gguf_header(file)
     config = config_of(header)
@@ -80,7 +79,9 @@ def open_gguf(
 
 
 def config_of(header: GgufHeader) -> PreTrainedConfig:
-    """Return the config of a file, or say that the installed Transformers is too old for it."""
+    """Return the config of a file; `UnsupportedModelError` if the installed Transformers is too
+    old.
+    """
     try:
         return ARCHITECTURES[header.architecture].config(header)
     except TandemError:
@@ -132,7 +133,9 @@ def _dense_dtype(header: GgufHeader) -> torch.dtype:
 def gguf_source(
     header: GgufHeader, shapes: Mapping[str, torch.Size], config: PreTrainedConfig
 ) -> Source:
-    """Return the file's tensors by the names of `config`'s parameters, which have these shapes."""
+    """Return the file's tensors under the names of `config`'s parameters, which have these
+    shapes.
+    """
     architecture = ARCHITECTURES[header.architecture]
     recipes = {
         name: recipe
@@ -172,7 +175,9 @@ def gguf_source(
 def find_recipe(
     architecture: Architecture, parameter: str, tensors: Container[str]
 ) -> Recipe | None:
-    """Return how a parameter of the model is made of the file's tensors, by their whole names."""
+    """Return how to make a parameter of the model from the file's tensors; None: it cannot be
+    made.
+    """
     found = _IN_LAYER.fullmatch(parameter)
     before = f"blk.{found['layer']}." if found else ""
     own = found["name"] if found else parameter

@@ -1,4 +1,4 @@
-"""Blocks in GGUF files: which packed format holds which, and what their codes become in it."""
+"""Which packed format holds which GGUF blocks, and how their codes are translated."""
 
 from collections.abc import Collection
 from functools import cache
@@ -25,7 +25,9 @@ _WIDER = {
 
 
 def common_format(kinds: Collection[str]) -> WeightFormat | None:
-    """Return the smallest packed format that holds blocks of all these types, if one does."""
+    """Return the smallest packed format that holds blocks of all these types; None: there is
+    none.
+    """
     held = [(name, *_WIDER.get(name, ())) for name in map(FORMATS.get, kinds) if name is not None]
     common = [name for name in held[0] if all(name in others for others in held)] if held else []
     return find_format(common[0]) if common and len(held) == len(kinds) else None
@@ -33,7 +35,9 @@ def common_format(kinds: Collection[str]) -> WeightFormat | None:
 
 @cache
 def code_table(kind: str, fmt: WeightFormat) -> Tensor | None:
-    """Return what `FileBlocks.table` is for blocks of a type that a format holds; None: nothing."""
+    """Return the `FileBlocks.table` for blocks of a type in a format; None: codes stay as they
+    are.
+    """
     own = find_format(FORMATS[kind])
     if own == fmt:
         return None

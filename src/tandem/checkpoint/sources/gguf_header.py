@@ -51,7 +51,7 @@ PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor where it lies in its file."""
+    """A tensor in its GGUF file, unread."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a GGUF file says of itself, and its tensors by name, unread."""
+    """The metadata of a GGUF file, and its unread tensors by name."""
 
     file: Path
     """The first one of a model in parts."""
@@ -76,11 +76,13 @@ class GgufHeader:
     tensors: Mapping[str, GgufTensor]
 
     def value(self, key: str, default: Value = None) -> Value:
-        """Return a number or text of the metadata, by its name after the architecture's."""
+        """Return a metadata value by its key without the architecture's prefix."""
         return self.at(f"{self.architecture}.{key}", default)
 
     def at(self, key: str, default: Value = None) -> Value:
-        """Return a number or text of the metadata by its whole name; `ModelError` by its kind."""
+        """Return a metadata value by its whole key; `ModelError` if it has another type than
+        `default`.
+        """
         value = self.fields.get(key)
         if value is None:
             return default
@@ -93,19 +95,23 @@ class GgufHeader:
         return value
 
     def rows(self, tensor_name: str) -> int | None:
-        """Return the outputs of a matrix (or of each expert's); None if there is no such tensor."""
+        """Return the number of outputs of a matrix (or of each expert's); None if it does not
+        exist.
+        """
         tensor = self.tensors.get(tensor_name)
         return None if tensor is None or len(tensor.shape) < 2 else tensor.shape[1]
 
     @property
     def held(self) -> HeldTensors:
-        """What the tensors say of the size of the model."""
+        """The bounds that the tensors set on the model's size."""
         elements = sum(math.prod(tensor.shape) for tensor in self.tensors.values())
         return HeldTensors(self.tensors, len(self.tensors), elements)
 
     @property
     def experts(self) -> GgufTensor | None:
-        """A tensor of a layer's experts, the first projection or a part of it."""
+        """One tensor of a layer's experts: the first projection or a part of it. None: no
+        experts.
+        """
         ends = (f"{end}.weight" for end in _EXPERTS)
         return next((t for end in ends for name, t in self.tensors.items() if end in name), None)
 
@@ -133,9 +139,9 @@ def _why_not(key: str, value: Value) -> str:
 
 
 def read_header(file: Path) -> GgufHeader:
-    """Read what a GGUF file and its other parts hold; tensors stay unread.
+    """Read the headers of a GGUF file and its other parts; tensors stay unread.
 
-    Raises `ModelError` for a file that is damaged or lacks a part, with one sentence.
+    Raises `ModelError`, one sentence, for a damaged file or a missing part.
     """
     files = parts_of(file)
     fields: dict[str, Value] = {}
@@ -161,9 +167,9 @@ def read_header(file: Path) -> GgufHeader:
 
 
 def parts_of(file: Path) -> list[Path]:
-    """Return the files of a model of which `file` is one part, in order; itself if it is whole.
+    """Return all parts of the model that `file` belongs to, in order; only `file` if it is whole.
 
-    Raises `ModelError` if one is not there.
+    Raises `ModelError` if a part is missing.
     """
     found = PART.fullmatch(file.name)
     if found is None:

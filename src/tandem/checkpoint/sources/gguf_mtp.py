@@ -25,9 +25,9 @@ _NORM = "blk.0.nextn.shared_head_norm.weight"
 
 
 def find_mtp(file: Path, hidden_size: int) -> list[GgufHeader]:
-    """Return a model's MTP layers, each as the file of a model of one layer, the first one first.
+    """Return the headers of a model's MTP layers, one single-layer model each, in order.
 
-    They are in its GGUF file, or in one beside it, of a model as wide. Raises
+    The layers are in the model's GGUF file, or in one beside it with the same hidden size. Raises
     `UnsupportedModelError` if there are none, and `ModelError` for a damaged file.
     """
     header = read_header(file)
@@ -49,9 +49,9 @@ def find_mtp(file: Path, hidden_size: int) -> list[GgufHeader]:
 def mtp_source(
     header: GgufHeader, shapes: Mapping[str, torch.Size], config: PreTrainedConfig
 ) -> Source:
-    """Return the tensors of a layer that `find_mtp` found, and what joins tokens in it.
+    """Return the tensors of one MTP layer, with the projection that joins its two inputs.
 
-    `shapes` are those of the parameters of `config`'s model, which has this layer alone.
+    `shapes` are those of the parameters of `config`'s model, which has only this layer.
     """
     source, width = gguf_source(header, shapes, config), config.hidden_size
     both = _values(header, _JOINS.format(0), 2 * width, width)

@@ -1,4 +1,4 @@
-"""Weights of a GGUF file, unread: in blocks, or in plain numbers."""
+"""Unread weights of a GGUF file, as blocks or as plain numbers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,7 @@ PLAIN_DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufWeight:
-    """A weight of one tensor, or of several whose rows follow each other (gate, then up)."""
+    """A weight made of one tensor, or of several stacked along the rows (gate, then up)."""
 
     name: str
     tensors: tuple[GgufTensor, ...] = field(repr=False)
@@ -40,12 +40,12 @@ class GgufWeight:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether columns are in another order than the layer's inputs."""
+        """Whether its columns are in another order than the layer's inputs."""
         return self.column_order is not None
 
     @property
     def is_plain(self) -> bool:
-        """Whether no tensor is in blocks."""
+        """Whether none of its tensors is in blocks."""
         return all(tensor.tensor_type.name in PLAIN_DTYPES for tensor in self.tensors)
 
     @property
@@ -57,7 +57,7 @@ class GgufWeight:
 
     @property
     def formats(self) -> Sequence[WeightFormat]:
-        """The format that holds these blocks exactly, also of several types; maybe none."""
+        """The formats that hold these blocks exactly: one or none."""
         found = common_format({tensor.tensor_type.name for tensor in self.tensors})
         if found is None or (self.factors and found.name != "nvfp4"):
             return ()
@@ -65,13 +65,15 @@ class GgufWeight:
 
     @property
     def why_not(self) -> str:
-        """What blocks these are, where no format holds them."""
+        """The types of its blocks, if no format holds them; empty otherwise."""
         kinds = sorted({tensor.tensor_type.name for tensor in self.tensors})
         return "" if self.formats else f"GGUF blocks {' and '.join(kinds)}"
 
     @property
     def near_format(self) -> WeightFormat | None:
-        """What blocks of several types are rounded to: half a percent of a group's values."""
+        """The format that blocks of mixed types are rounded to; it costs half a percent of a
+        group's values.
+        """
         are_held = all(tensor.tensor_type.name in FORMATS for tensor in self.tensors)
         return find_format("int8-g32") if are_held and not self.formats else None
 
@@ -81,9 +83,9 @@ class GgufWeight:
         return sum(int(tensor.n_bytes) for tensor in self.tensors)
 
     def in_file(self, fmt: WeightFormat, expert: int | None = None) -> list[FileBlocks] | None:
-        """Return the blocks of the matrix (or an expert's), a part for each tensor.
+        """Return the blocks of the matrix (or of an expert's), one part per tensor.
 
-        None where a format does not take them as they are; `read` returns their codes then.
+        None if a format cannot take them as they are; then `read` returns their codes.
         """
         is_joined = self.row_order is not None and len(self.tensors) > 1
         if fmt not in self.formats or self.is_ordered or is_joined:
@@ -91,7 +93,7 @@ class GgufWeight:
         return [replace(part, order=self.row_order) for part in self._blocks(fmt, expert)]
 
     def read(self, expert: int | None = None) -> Codes:
-        """Read the matrix, or one expert's, as codes where a format holds them, else as values."""
+        """Read the matrix, or one expert's: as codes if a format holds them, else as values."""
         fmt = next(iter(self.formats), None)
         if fmt is None:
             values = self.in_order([_dequantised(tensor, expert) for tensor in self.tensors])
@@ -110,7 +112,7 @@ class GgufWeight:
             yield FileBlocks(rows, tensor.tensor_type.value, table=table, factor=number)
 
     def in_order(self, parts: list[Tensor], axis: int = 0) -> Tensor:
-        """Join what each tensor has for its rows, along `axis`, in Transformers' order."""
+        """Join the tensors' parts along `axis`, with rows in Transformers' order."""
         if len(parts) > 1 and self.is_interleaved:
             return torch.stack(parts, dim=axis + 1).flatten(axis, axis + 1)
         joined = torch.cat(parts, dim=axis) if len(parts) > 1 else parts[0]
@@ -118,7 +120,9 @@ class GgufWeight:
 
 
 class PlainTensor:
-    """Numbers that are in no blocks, or are made of others, read when Transformers indexes them."""
+    """A weight that is not quantised, or is computed from others; it is read when Transformers
+    indexes it.
+    """
 
     def __init__(
         self,
@@ -126,19 +130,19 @@ class PlainTensor:
         shape: torch.Size,
         made: Callable[[list[Tensor]], Tensor] | None = None,
     ) -> None:
-        """Stand for a weight, to be read in `shape`; `made` of its tensors' values."""
+        """Stand for a weight of this shape; `made` computes it from the values of its tensors."""
         self.weight = weight
         self.shape = shape
         self._made = made
 
     @property
     def are_experts(self) -> bool:
-        """Whether these are a projection of a layer's experts."""
+        """Whether it is a projection of a layer's experts."""
         return self.weight.tensors[0].name.endswith(f"{_EXPERTS}weight")
 
     @property
     def expert_format(self) -> WeightFormat | None:
-        """The format that holds these numbers; None: of fp32, which none does."""
+        """The format that holds these numbers; None for fp32, which no format holds."""
         kinds = {tensor.tensor_type.name for tensor in self.weight.tensors}
         name = {"BF16": "bf16", "F16": "fp16"}.get(kinds.pop()) if len(kinds) == 1 else None
         return None if name is None else find_format(name)
@@ -181,7 +185,7 @@ def _factor(factor: GgufTensor, expert: int | None) -> Tensor:
 
 
 def tensor_values(tensor: GgufTensor, factor: GgufTensor | None = None) -> Tensor:
-    """Return the numbers of a tensor that is no layer's experts, times what `factor` holds."""
+    """Return the values of a tensor outside the experts, multiplied by those of `factor`."""
     if tensor.tensor_type.name in PLAIN_DTYPES:
         return _plain_values(tensor)
     values = _dequantised(tensor, None)

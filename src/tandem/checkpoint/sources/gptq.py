@@ -26,7 +26,9 @@ from tandem.kernels.formats.source_codes import minima_of
 
 
 def find_gptq(files: TensorFiles, config: JsonObject) -> Found:
-    """Return the weights of a GPTQ checkpoint; raises `UnsupportedModelError` for odd widths."""
+    """Return the weights of a GPTQ checkpoint; raises `UnsupportedModelError` for unsupported bit
+    widths.
+    """
     bits = int(config.get("bits", 4))
     if bits not in (4, 8):
         raise UnsupportedModelError(
@@ -71,7 +73,7 @@ class GptqWeight(FileWeight):
     zero_offset: int
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields | None:
-        """Return codes and scales where they lie, unless inputs are in another order."""
+        """Return codes and scales where they lie; None if the inputs are reordered."""
         if fmt.bits != self.bits or self._order() is not None:
             return None
         words, scales, zeros = self._parts()

@@ -1,7 +1,7 @@
-"""llama.cpp's imatrix files: mean squares of inputs, by its own names of tensors.
+"""llama.cpp's imatrix files: mean squares of inputs, under llama.cpp's tensor names.
 
-The form of today is GGUF, with sums and counts of tokens; the old one (.dat) has means, and no
-counts: experts that no token reached have ones there.
+The current form is GGUF, with sums and token counts. The old form (.dat) has means without counts;
+experts that no token reached have ones there.
 """
 
 import struct
@@ -24,7 +24,7 @@ Find = Callable[[str], InputSquares | None]
 
 
 def read_gguf(path: Path) -> Find:
-    """Open an imatrix in GGUF; raises `FileFormatError`."""
+    """Open an imatrix in GGUF form; raises `FileFormatError`."""
     try:
         _, tensors = read_part(path)
     except ModelError as error:
@@ -45,7 +45,7 @@ def read_gguf(path: Path) -> Find:
 
 
 def read_dat(path: Path) -> Find:
-    """Read an imatrix of the old form; raises `FileFormatError`."""
+    """Read an imatrix in the old form; raises `FileFormatError`."""
     content = path.read_bytes()
     found: dict[str, InputSquares] = {}
     at = 4

@@ -48,7 +48,9 @@ def find_mxfp4(files: TensorFiles, config: JsonObject) -> Found:
 
 
 def mxfp4_matrix(files: TensorFiles, name: str) -> "Mxfp4Weight":
-    """Return a matrix of int8 codes by its tensor's name; `ModelError` for other exponents."""
+    """Return a matrix of int8 codes by its tensor's name; `ModelError` if its scales are not
+    E8M0.
+    """
     scales = f"{name.removesuffix('.weight')}.scale"
     found, codes = files.entries.get(scales), files.entries[name]
     cols = 2 * codes.shape[-1] if codes.shape else 0
@@ -70,7 +72,7 @@ def mxfp4_matrix(files: TensorFiles, name: str) -> "Mxfp4Weight":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mxfp4Weight(FileWeight):
-    """A matrix, or those of a layer's experts; rows are the outputs, whatever the model's order."""
+    """A matrix, or the matrices of a layer's experts; rows are always the outputs."""
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields:
         """Return one matrix's codes and exponents where they lie."""

@@ -27,7 +27,9 @@ _UNUSED = ("input_scale", "input_global_scale", "k_scale", "v_scale")
 
 
 def find_modelopt(files: TensorFiles, config: JsonObject) -> Found:
-    """Return the weights of a ModelOpt checkpoint: NVFP4 or FP8; `UnsupportedModelError` else."""
+    """Return the NVFP4 or FP8 weights of a ModelOpt checkpoint; `UnsupportedModelError` for
+    others.
+    """
     algorithm = str(config.get("quant_algo"))
     if algorithm == "FP8":
         return find_fp8(files, config)
@@ -41,7 +43,7 @@ def find_modelopt(files: TensorFiles, config: JsonObject) -> Found:
 
 
 def find_nvfp4(files: TensorFiles) -> Found:
-    """Return the weights that are in NVFP4."""
+    """Return the NVFP4 weights of a checkpoint."""
     found = Found()
     for name in files.entries:
         prefix, _, part = name.rpartition(".")
@@ -82,12 +84,12 @@ class Nvfp4Weight(FileWeight):
     """Whether values are divided by the factor of the whole matrix, not multiplied with it."""
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields:
-        """Return codes, scales, and the factor of all of them."""
+        """Return codes, scales and the common factor where they lie."""
         codes, scales, factor = self._parts()
         return FileFields(codes, self.shape, scales, factor=factor)
 
     def read(self, expert: int | None = None) -> Codes:
-        """Read codes, scales, and the factor of all of them."""
+        """Read codes, scales and the common factor."""
         codes, scales, factor = self._parts()
         factors = factor.reshape(1, 1).repeat(self.shape[0], 1)
         return Codes("nvfp4", nibbles(codes), scales, super_scales=factors)

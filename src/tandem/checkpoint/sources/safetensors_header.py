@@ -21,7 +21,7 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """What a file's header says of one tensor."""
+    """One tensor in a file's header."""
 
     file: Path
     dtype: str
@@ -32,16 +32,18 @@ class TensorEntry:
 
     @property
     def most_elements(self) -> int:
-        """How many weights these bytes can hold: codes may have few bits, floats are one each."""
+        """The most weights that these bytes can hold: codes may be narrow, floats count one
+        each.
+        """
         bits = _BITS[self.dtype]
         is_float = self.dtype.startswith(("F", "BF")) and bits >= 8
         return math.prod(self.shape) if is_float else self.num_bytes * 8
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """Return the tensors that a safetensors file announces; its size must agree with them.
+    """Return the tensors that a safetensors header lists, checked against the file's size.
 
-    Raises `ModelError`; tensors may leave no byte out and share none.
+    Raises `ModelError`. Tensors must cover every byte and may not overlap.
     """
     if not file.is_file():
         raise ModelError(f"{file} is not a file; expected safetensors")

@@ -1,4 +1,4 @@
-"""A quantised checkpoint as Transformers' loader and the host store take it."""
+"""A quantised checkpoint in the form that Transformers' loader and the host store take."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -37,13 +37,13 @@ StoredWeight = FileWeight | GgufWeight
 
 
 class SourceTensor:
-    """A weight that Transformers passes on unread, until an operation of ours takes it.
+    """An unread weight that passes through Transformers' loader to an operation of ours.
 
-    Its loader indexes a tensor to read it, and then casts it; here neither reads anything.
+    The loader would index it to read it, and then cast it; both return this object unread.
     """
 
     def __init__(self, weight: StoredWeight, dtype: torch.dtype | None = None) -> None:
-        """Stand for a weight; `dtype` is the type that its values are read as."""
+        """Stand for a weight; `dtype` is the dtype that its values will have."""
         self.weight = weight
         self.dtype = dtype or torch.float32
         self.shape = torch.Size(weight.shape)
@@ -52,7 +52,7 @@ class SourceTensor:
         return self
 
     def to(self, device: object = None, dtype: torch.dtype | None = None) -> "SourceTensor":
-        """Remember a dtype; the values are made where they are used, on the CPU."""
+        """Remember a dtype; nothing is read."""
         return self if dtype is None else SourceTensor(self.weight, dtype)
 
     def values(self) -> Tensor:
@@ -65,7 +65,7 @@ class SourceTensor:
 
 
 class FormatFound(NamedTuple):
-    """The packed formats of a module's experts."""
+    """The packed formats that hold a module's experts."""
 
     format: ExpertFormat | None
     """None: they are not quantised in the checkpoint."""
@@ -76,7 +76,7 @@ class FormatFound(NamedTuple):
 
 
 class Source:
-    """The weights of a quantised checkpoint, and its tensors that are not quantised."""
+    """The weights of a quantised checkpoint, and its unquantised tensors."""
 
     def __init__(
         self,
@@ -86,10 +86,10 @@ class Source:
         *,
         plain_experts: Mapping[str, WeightFormat | None] = MappingProxyType({}),
     ) -> None:
-        """`plain` holds the unquantised tensors in the form in which Transformers takes them.
+        """Describe a checkpoint; `plain` holds the unquantised tensors as Transformers takes them.
 
-        `plain_experts` are the experts among them by their parameter, with the format that holds
-        them; None: of fp32, which none does.
+        `plain_experts` maps the experts' parameters among them to the format that holds them; None
+        for fp32, which no format holds.
         """
         self.method = method
         self.weights = weights
@@ -102,14 +102,14 @@ class Source:
         return sum(weight.num_bytes for weight in self.weights.values())
 
     def state_dict(self) -> dict[str, object]:
-        """Return all tensors by the names that they would have in an unquantised checkpoint."""
+        """Return all tensors under the names that they have in an unquantised checkpoint."""
         return self.plain | {name: SourceTensor(weight) for name, weight in self.weights.items()}
 
     def expert_format(self, targets: Mapping[str, str], module: str) -> "FormatFound":
         """Return the packed formats that hold a module's experts.
 
-        `targets` says in which parameter each checkpoint name ends. No format if these experts are
-        not quantised; `UnsupportedModelError` if no format holds all of a projection.
+        `targets` maps checkpoint names to parameters. Returns no format if these experts are not
+        quantised. Raises `UnsupportedModelError` if no format holds all of a projection.
         """
         names = ("gate_up_proj", "up_proj"), ("down_proj",)
         projections = [[f"{module}.{name}" for name in of_one] for of_one in names]
@@ -149,7 +149,7 @@ class Source:
 
 
 def open_source(files: TensorFiles, quantization: JsonObject) -> Source:
-    """Return a quantised checkpoint; `UnsupportedModelError` for methods that are not read."""
+    """Return a quantised checkpoint; `UnsupportedModelError` for an unknown method."""
     method = str(quantization.get("quant_method"))
     if method not in READERS:
         raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""What attends in decode steps on a GPU: Triton kernels, tried once, or torch."""
+"""Chooses decode attention on a GPU: Triton kernels if a trial succeeds, else torch."""
 
 import dataclasses
 import functools
@@ -26,7 +26,9 @@ _TRIED_RING = 16  # positions
 
 @functools.lru_cache(maxsize=8)
 def decode_kernels(device: torch.device) -> DecodeKernels | None:
-    """Return what attends on a GPU; None: torch, also where Triton is missing or fails."""
+    """Return the attention kernels of a GPU; None: use torch, because Triton is missing or
+    fails.
+    """
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -43,9 +45,9 @@ def decode_kernels(device: torch.device) -> DecodeKernels | None:
 
 @functools.lru_cache(maxsize=8)
 def compressed_kernels(device: torch.device) -> DecodeKernels | None:
-    """Return the same for a model with compressed keys; None: torch.
+    """Return the attention kernels for a model with compressed keys; None: use torch.
 
-    What such a model has beside them, compressors and residual streams, is tried, too.
+    Compressors and residual streams, which such a model has too, are tried as well.
     """
     kernels = decode_kernels(device)
     if kernels is None:
@@ -71,12 +73,12 @@ def _works(trial: Callable[[], None], device: torch.device) -> bool:
 
 
 def kernels_for(model: PreTrainedModel) -> DecodeKernels | None:
-    """Return what attends in a model on a GPU; None: torch."""
+    """Return the attention kernels for a model on a GPU; None: use torch."""
     return (compressed_kernels if compresses(model) else decode_kernels)(model.device)
 
 
 def state_kernels(kernels: DecodeKernels | None) -> StateKernels | None:
-    """Return what advances states where `kernels` attend; None: torch."""
+    """Return the kernels that advance states beside `kernels`; None: use torch."""
     if kernels is None:
         return None
     from tandem.triton_kernels.states import TritonStates
@@ -85,7 +87,9 @@ def state_kernels(kernels: DecodeKernels | None) -> StateKernels | None:
 
 
 def stream_kernels(kernels: DecodeKernels | None) -> StreamKernels | None:
-    """Return what mixes residual streams where `kernels` attend; None: the model's own code."""
+    """Return the kernels that mix residual streams beside `kernels`; None: use the model's own
+    code.
+    """
     if kernels is None:
         return None
     from tandem.triton_kernels.hyper_connections import TritonStreams

@@ -1,6 +1,6 @@
-"""Chains of small operations of a recorded step that become one launch on a GPU.
+"""Fuses chains of small elementwise operations of a recorded step into one launch on a GPU.
 
-Activations, gates and decays: values that nobody else reads are computed where they are needed.
+Activations, gates and decays: a value with a single reader is computed where it is read.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from tandem.recording.recorder import Operation, Ref
 
 
 def find_chains(graph: Graph) -> Iterator[Found]:
-    """Find chains of two operations and more, those that end last first."""
+    """Find chains of two or more operations, those that end last first."""
     places = {id(operation): place for place, operation in enumerate(graph.operations)}
     taken: set[int] = set()
     for root in reversed(graph.operations):

@@ -1,4 +1,6 @@
-"""What decode steps launch beside their experts, compiled and loaded before the first token."""
+"""Compiles and loads everything that decode steps launch besides experts, before the first
+token.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -16,9 +18,9 @@ def step_compilations(
     model: PreTrainedModel,
     find_kernels: Callable[[PreTrainedModel], DecodeKernels | None] = kernels_for,
 ) -> list[Callable[[], None]]:
-    """Return works, one for each size of step, after which a capture compiles nothing.
+    """Return callables, one per step size, that leave nothing to compile at capture.
 
-    The experts modules are to be bound to something that computes nothing.
+    The experts modules must be bound to an executor that computes nothing.
     """
     try:
         pool = CudaSlotPool(model, MAX_GRAPH_TOKENS, find_kernels=find_kernels)

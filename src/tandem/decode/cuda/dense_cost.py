@@ -67,10 +67,10 @@ def with_captured_steps(
     device: Device,
     make_capture: MakeCapture,
 ) -> HardwareProfile:
-    """Return a profile whose dense parts, for few tokens, are those of captured steps.
+    """Return a profile whose dense parts, for few tokens, were measured on captured steps.
 
-    Its host costs are what breaks of the graph add to a layer. As it was where a model's steps
-    cannot be captured. The experts modules are bound to nothing useful afterwards.
+    Its host costs are what graph breaks add to a layer. Returns the profile unchanged if the
+    model's steps cannot be captured. Afterwards the experts modules must be bound again.
     """
     bind_all(bound, _HandOver(store, device))
     found = [_step_seconds(model, n, make_capture, _NoLayers()) for n in STEP_ROWS]

@@ -144,5 +144,5 @@ def _finders() -> tuple[Finder, ...]:
 def fuse_for_gpu(
     operations: list[Operation], tensors: list[Tensor], fixed: set[int]
 ) -> list[Operation]:
-    """Return the operations with groups replaced; `fixed` numbers the tensors that never change."""
+    """Return the operations with groups fused; `fixed` are the tensors that never change."""
     return replaced(_finders(), operations, tensors, fixed, TOKEN_DTYPES)

@@ -56,7 +56,9 @@ ExpertsArguments = tuple[int, Tensor, Tensor, Tensor, ExpertFunctions]
 
 
 class GraphBreak(NamedTuple):
-    """A call between two graph segments: of the executor, or of what reads rows from the disk."""
+    """A call between two graph segments: of the executor, or of a reader of table rows on the
+    disk.
+    """
 
     function: Callable[..., Tensor]
     args: tuple[object, ...]
@@ -65,7 +67,7 @@ class GraphBreak(NamedTuple):
     """What is told of the segment before it, such as what a router has read."""
 
     def run(self) -> None:
-        """Do the call, behind what comes first; its result is queued for the next segment."""
+        """Make the call after the segment before it; its result is queued for the next segment."""
         for tell in self.first:
             tell()
         self.result.copy_(self.function(*self.args))
@@ -87,17 +89,18 @@ class GraphLayers(Protocol):
         """Queue a layer; None if it needs a graph break."""
 
     def hear(self, layer: int, hidden: Tensor) -> bool:
-        """Take what a layer's router reads; False: the host is told between segments."""
+        """Take what a layer's router reads; False: the host must be told between segments."""
 
     def around(self) -> AbstractContextManager[None]:
-        """Return what is around every run of the step: its dry run, and each replay."""
+        """Return a context for every run of the step: its dry run, and each replay."""
 
     def give_up(self, error: Exception) -> bool:
-        """Hear why a step with them was not captured; True: it is to be tried without them."""
+        """Handle a failed capture; True: try again without these layers."""
 
 
 class Announced:
-    """Meets a step that the caller has announced: to read token ids back would wait.
+    """Intercepts calls of a step whose tokens the host announced, because reading ids back would
+    wait.
 
     Padding tokens choose no experts, by `pad`.
     """
@@ -105,7 +108,7 @@ class Announced:
     is_capturing = True
 
     def __init__(self, pad: Pad = lambda index: index) -> None:
-        """Meet a step's calls."""
+        """Intercept a step's calls, with `pad` for routers' choices."""
         self._pad = pad
 
     def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
@@ -195,9 +198,9 @@ class _PaddedRecorder(Recorder):
 def recorded_for_capture(
     step: Callable[[], Tensor], inputs: Sequence[Tensor], fusing: Fusing, pad: Pad
 ) -> RecordedGraph:
-    """Do a step that reads `inputs`; return it as a function of fewer, larger operations.
+    """Record a step that reads `inputs`; return it as fewer, larger operations.
 
-    Raises `NotRecordableError` for a step that reads tensors' values in Python.
+    Raises `NotRecordableError` for a step that reads a tensor's value in Python.
     """
     recorder = _PaddedRecorder(pad)
     with recorder:
@@ -255,11 +258,11 @@ class CapturedStep:
 
     @property
     def num_segments(self) -> int:
-        """Segments of the step: one more than it has graph breaks."""
+        """How many segments the step has: one more than graph breaks."""
         return 1 + sum(call is not None for _, call in self._segments)
 
     def run(self) -> Tensor:
-        """Queue the step once more; return its result, valid until the next call."""
+        """Queue the step again; return its result, which is valid until the next call."""
         go_back = self._save()
         try:
             with self._around():

@@ -1,4 +1,4 @@
-"""Captured steps that hand their layers over to the host: no call of the host lies between them."""
+"""Captured steps that hand layers over to the host without a call from the host between them."""
 
 import warnings
 from contextlib import AbstractContextManager
@@ -25,7 +25,9 @@ class HandedGraph:
         num_tokens: int,
         forced: ForcedRouting | None = None,
     ) -> None:
-        """Hand over to the coordinator of `steps`, in the name of `executor`, what is `forced`."""
+        """Hand layers over to the coordinator of `steps` on behalf of `executor`; `forced` is
+        forced routing.
+        """
         self._executor, self._steps, self._num_tokens = executor, steps, num_tokens
         self._forced = forced
         self._layers = steps.layers(num_tokens)
@@ -42,16 +44,16 @@ class HandedGraph:
         return result
 
     def hear(self, layer: int, hidden: Tensor) -> bool:
-        """Take what the router of a layer reads, to ask the next one."""
+        """Take what a layer's router reads, to ask the next layer's router."""
         self._layers.hear(layer, hidden)
         return True
 
     def around(self) -> AbstractContextManager[None]:
-        """Return a step that the coordinator answers."""
+        """Return a context in which the coordinator answers the step."""
         return self._executor.captured_step(partial(self._steps.begin, self._num_tokens))
 
     def give_up(self, error: Exception) -> bool:
-        """Go the way of graph segments from now on."""
+        """Use graph segments from now on."""
         self._steps.is_given_up = True
         first_line = str(error).partition("\n")[0]
         warnings.warn(
@@ -63,10 +65,10 @@ class HandedGraph:
 
 
 def handed_graph(executor: Executor | None, num_tokens: int) -> HandedGraph | None:
-    """Return what hands a step's layers over; None where they are graph breaks.
+    """Return what hands a step's layers over; None if they must be graph breaks.
 
-    Not behind executors that pass calls on: these see or change them. One that forces a routing of
-    the model's own form says it ahead of a step.
+    None behind executors that pass calls on, because these see or change each call. One that forces
+    a routing in the model's own form announces it before a step.
     """
     forced = executor if isinstance(executor, ForcedRouting) else None
     inner = executor if forced is None else forced.inner

@@ -1,4 +1,4 @@
-"""Packed linear layers that read one input become one launch: queries, keys and values."""
+"""Fuses packed linear layers with the same input into one launch: queries, keys and values."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -14,7 +14,7 @@ _NAME = "packed_linear"  # of `tandem.triton_kernels.dense`
 
 
 def find_projections(graph: Graph) -> Iterator[Found]:
-    """Find products of one input, which are done where the first of them stands."""
+    """Find products with the same input; they run at the place of the first."""
     by_input: dict[Ref, list[Operation]] = {}
     for operation in graph.operations:
         if operation.name == _NAME and operation.args[1].number in graph.fixed:

@@ -1,8 +1,8 @@
-"""Layers that are computed inside a graph segment, and how they are reported afterwards.
+"""Computes resident layers inside a graph segment, and reports them afterwards.
 
-A step that is captured whole runs nothing of the executor, so its listeners would not hear of its
-layers. What the routers chose stays in the step's memory; it is copied to the host behind each
-replay and reported behind the next one's launch: a step late, and without a wait.
+A step that is captured whole runs no code of the executor, whose listeners would miss its layers.
+The routers' choices stay in the step's memory, are copied to the host after each replay and
+reported after the next launch: one step late, without a wait.
 """
 
 from collections import deque
@@ -37,7 +37,7 @@ class GraphedLayers:
     def __init__(
         self, executor: Executor, device: CudaDevice, clock: Clock, layers: ResidentLayers
     ) -> None:
-        """Compute with `layers` on `device`, in the name of `executor`."""
+        """Compute with `layers` on `device`, and report on behalf of `executor`."""
         self._executor, self._device = executor, device
         self._clock, self._layers = clock, layers
         self._chosen: dict[int, Tensor] = {}  # by layer: (n_tokens, top_k) in the step's memory
@@ -46,7 +46,7 @@ class GraphedLayers:
         self._replays: deque[_Replay] = deque()  # not yet reported
 
     def prepare(self, num_tokens: int) -> None:
-        """Make what must be there before a step is captured."""
+        """Allocate what must exist before a step is captured."""
         self._layers.prepare(num_tokens)
 
     def __call__(
@@ -59,19 +59,19 @@ class GraphedLayers:
         return self._layers.execute(layer, hidden, index, weights, functions)
 
     def hear(self, layer: int, hidden: Tensor) -> bool:
-        """Take nothing: where all experts are resident no router is asked."""
+        """No-op: with all experts resident no router is asked."""
         return True
 
     def around(self) -> AbstractContextManager[None]:
-        """Return what is around a step that may have graph breaks."""
+        """Return a context for a step that may have graph breaks."""
         return self._executor.deferring()
 
     def give_up(self, error: Exception) -> bool:
-        """Return False: without them a step is captured no sooner."""
+        """Return False: capturing without these layers would not help."""
         return False
 
     def begin_step(self) -> None:
-        """Note when a replay begins."""
+        """Note the time at which a replay begins."""
         if not self._chosen:  # all layers are graph breaks
             return
         self._begin = self._device.streams.record(Stream.COMPUTE, is_timed=True)
@@ -98,7 +98,7 @@ class GraphedLayers:
         self._replays.append(_Replay(self._begin, end, host))
 
     def report(self, *, but: int = 0) -> None:
-        """Report the layers of the replays that have not been reported, but for so many last."""
+        """Report the layers of unreported replays, except the last `but` ones."""
         while len(self._replays) > but:
             begin, end, host = self._replays.popleft()
             if not end.query():  # its logits have been read, so it is about to be done
@@ -111,9 +111,9 @@ class GraphedLayers:
 
 
 def graphed_layers(executor: Executor | None) -> GraphedLayers | None:
-    """Return what computes layers inside a segment, where all experts are resident; else None.
+    """Return what computes layers inside a segment if all experts are resident; else None.
 
-    Not behind executors that pass calls on: these may change the router's choice.
+    None behind executors that pass calls on, because these may change the router's choice.
     """
     if executor is None or executor.cache is None or not isinstance(executor.device, CudaDevice):
         return None

@@ -56,7 +56,7 @@ class _Step(NamedTuple):
 
 
 class CudaSlotPool(CachedSlotPool[StaticKvCache]):
-    """Slots on a KV cache that stays where it is."""
+    """Slots on a KV cache at fixed addresses."""
 
     def __init__(
         self,
@@ -103,12 +103,14 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
 
     @property
     def step(self) -> ReplayedStep:
-        """The decode step that was done last, or else that of all slots."""
+        """The decode step that ran last, or else that of all slots."""
         return (self._last or self._step_at(_padded_size(self.num_slots))).replayed
 
     @torch.inference_mode()
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
-        """Append tokens to some slots; return the logits after each: (slots, vocabulary)."""
+        """Append tokens to some slots; return the logits after each slot's last: (slots,
+        vocabulary).
+        """
         logits = torch.stack(
             [self._prefill_all(slot, tokens, keep=1)[-1] for slot, tokens in prompts.items()]
         )
@@ -133,7 +135,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
 
     @property
     def why_no_drafts(self) -> str | None:
-        """Why `verify` takes one token of a slot; None: it takes several."""
+        """Why `verify` takes one token per slot; None: it takes several."""
         executor = self._model.executor
         return None if executor is None or executor.takes_drafts else EACH_TOKEN_SEEN
 
@@ -235,9 +237,10 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
 
     @torch.inference_mode()
     def launch_once(self, count: int) -> None:
-        """Do what a captured step of `count` tokens does, without a capture; nothing is kept of it.
+        """Run the operations of a captured step of `count` tokens without capturing or keeping
+        them.
 
-        Its kernels are then compiled and loaded. Raises `NotRecordableError`, and what they raise.
+        This compiles and loads its kernels. Raises `NotRecordableError`, and errors of the kernels.
         """
         if not self._launches_kernels:
             return
@@ -337,7 +340,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
 
 
 def make_cuda_capture(model: PreTrainedModel) -> MakeCapture:
-    """Return what makes captures on a model's GPU, all of them on one stream."""
+    """Return a factory of captures on a model's GPU; all use one stream."""
     stream = torch.cuda.Stream(model.device)
     return lambda: CudaCapture(model.device, stream)
 
@@ -351,7 +354,7 @@ def new_cuda_slot_pool(
     kv_dtype: str = "auto",
     notes_hidden: bool = False,
 ) -> CudaSlotPool:
-    """Return slots on the model's GPU, whose steps are captured if that is allowed."""
+    """Return slots on the model's GPU; their steps are captured if `has_replay` allows it."""
     make_capture = make_cuda_capture(model) if has_replay else None
     return CudaSlotPool(
         model, num_slots, capacity=capacity, make_capture=make_capture, kv_dtype=kv_dtype,
@@ -360,15 +363,17 @@ def new_cuda_slot_pool(
 
 
 def why_no_cuda_slots(model: PreTrainedModel) -> str | None:
-    """Step a few tokens both ways; return why `CudaSlotPool` does not serve a model, or None.
+    """Run a few tokens both ways; return why `CudaSlotPool` cannot serve a model, or None.
 
-    Raises `CapacityError` if the GPU has no memory for as much.
+    Raises `CapacityError` if the GPU has too little memory for that.
     """
     return why_other_logits(model, lambda num_slots: CudaSlotPool(model, num_slots))
 
 
 def slot_bytes(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> int | None:
-    """Return what a slot of so many tokens takes, found with a prompt; None: there are no slots."""
+    """Return the bytes of a slot of `num_tokens`, measured with a prompt; None: the model has no
+    slots.
+    """
     try:
         pool = CudaSlotPool(model, 1)
         pool.prefill({0: prompt})

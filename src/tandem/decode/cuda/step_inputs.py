@@ -1,4 +1,4 @@
-"""What a captured step reads beside where its tokens stand, at addresses that stay."""
+"""The inputs of a captured step besides positions, at fixed addresses."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,7 +19,7 @@ class StepInputs:
         device: torch.device,
         room_for_hidden: Callable[[int], Tensor | None],
     ) -> None:
-        """Hold no tokens yet; embeddings in the host's memory are read there."""
+        """Hold no tokens yet. Embeddings in host memory are read there."""
         self._num_idle = 0
         self.hidden = room_for_hidden(size)
         """What the output head read, (n_tokens, width), if that is noted."""
@@ -37,7 +37,7 @@ class StepInputs:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Return all of it."""
+        """All input tensors."""
         return [self.ids, self.idle, *([] if self.embedded is None else [self.embedded])]
 
     def bring(self, ids: Sequence[int]) -> None:

@@ -1,1 +1,1 @@
-"""MTP layers: what a model brings to predict the token after the next one, as a model by itself."""
+"""MTP layers, which predict the token after the next one: each is a model of its own."""

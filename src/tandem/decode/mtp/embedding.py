@@ -1,4 +1,4 @@
-"""What an MTP layer reads: a token, and what the model made of the one before it."""
+"""The input of an MTP layer: a token, and the model's hidden state of the token before it."""
 
 import torch
 from torch import Tensor, nn
@@ -7,23 +7,23 @@ _MOST_FIXED_TOKENS = 32  # of a step that may be recorded
 
 
 class GivenHidden:
-    """What the model made of the tokens before the next ones; shared by shallow copies."""
+    """Hidden states of the tokens before the next ones; shared by shallow copies."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
-        """Expect so many numbers of each token."""
+        """Expect hidden states of this width."""
         self._width, self._dtype = width, dtype
         self._fixed: dict[int, Tensor] = {}
         self.now = self.fixed(1)
         """Of the next forward's tokens, (n_tokens, width)."""
 
     def give(self, hidden: Tensor) -> None:
-        """Say what the model made of them: (n_tokens, width)."""
+        """Set the hidden states: (n_tokens, width)."""
         if len(hidden) <= _MOST_FIXED_TOKENS:
             hidden = self.fixed(len(hidden)).copy_(hidden)
         self.now = hidden
 
     def fixed(self, num_tokens: int) -> Tensor:
-        """Return the tensor that a step of so many tokens reads."""
+        """Return the fixed tensor that a step of `num_tokens` tokens reads."""
         if num_tokens not in self._fixed:
             shape = (num_tokens, self._width)
             with torch.inference_mode(False):
@@ -32,7 +32,7 @@ class GivenHidden:
 
 
 class MtpEmbedding(nn.Module):
-    """Stands where a model of one layer embeds its tokens."""
+    """Replaces the token embedding in an MTP layer's model."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class MtpEmbedding(nn.Module):
         fc: nn.Module,
         given: GivenHidden,
     ) -> None:
-        """Join `fc`(norm of a token's embedding, norm of what `give` has brought).
+        """Compute `fc`(norm of the token's embedding, norm of the hidden state set by `give`).
 
-        Without `hnorm` the layer itself adds what was brought.
+        Without `hnorm` the layer itself adds the hidden state.
         """
         super().__init__()
         self.embedding, self.enorm, self.hnorm, self.fc = embedding, enorm, hnorm, fc
@@ -56,11 +56,11 @@ class MtpEmbedding(nn.Module):
         return self.embedding.get_parameter("weight")
 
     def give(self, hidden: Tensor) -> None:
-        """Say what the model's head read of the tokens before the next ones: (n_tokens, width)."""
+        """Set what the model's head read of the tokens before the next ones: (n_tokens, width)."""
         self.given.give(hidden)
 
     def fixed(self, num_tokens: int) -> list[Tensor]:
-        """Return the tensor that a step of so many tokens reads, in a list of one."""
+        """Return the fixed tensor that a step of `num_tokens` tokens reads, in a list of one."""
         return [self.given.fixed(num_tokens)]
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -61,10 +61,11 @@ class _StoredLayer:
 def load_mtp(
     model: PreTrainedModel, checkpoint: Path | None = None
 ) -> list[tuple[PreTrainedModel, MtpEmbedding]]:
-    """Return each of a model's MTP layers as a model, and what that reads, the first one first.
+    """Return each of a model's MTP layers as a model, with its input, in order.
 
-    Their threads are the model's. They are in a directory or a GGUF file, or where the model was
-    loaded from. Raises `UnsupportedModelError` where that has none, or none that is known.
+    They use the model's threads. They are looked up in `checkpoint`, a directory or a GGUF file, or
+    where the model was loaded from. Raises `UnsupportedModelError` if there is none, or none in a
+    known layout.
     """
     path = checkpoint or Path(model.name_or_path)
     layers = (_in_gguf if is_gguf(path) else _in_directory)(model, path)
@@ -170,9 +171,9 @@ def _head_on_host(head: nn.Module, threads: CpuThreads) -> nn.Module:
 
 
 def first_rows(head: nn.Module, most: int = _DRAFTED_TOKENS) -> nn.Module:
-    """Return the part of a packed head that drafts; it shares the head's memory.
+    """Return the first rows of a packed head, for drafting; they share the head's memory.
 
-    Ids are in the order of the tokenizer's merges, so that the first ones are the most frequent.
+    Token ids follow the tokenizer's merges, so the first ones are the most frequent.
     """
     if not isinstance(head, PackedLinear) or head.out_features <= most:
         return head

@@ -67,10 +67,10 @@ JOINING = ("fc.", "e_proj.", "h_proj.", "enorm.", "hnorm.")
 
 
 def mtp_names(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
-    """Return the names in a model of one layer, by those in the checkpoint of a model of several.
+    """Return, for each MTP layer, its names in a single-layer model by those in the checkpoint.
 
-    For each MTP layer, the first one first; empty if there is none in a known layout. Under `mtp.`
-    all layers share what is beside them, if something is.
+    In order; empty if there is none in a known layout. Under `mtp.` all layers share the tensors
+    outside the layers, if there are any.
     """
     names = list(names)
     found: list[dict[str, str]] = []
@@ -84,7 +84,7 @@ def mtp_names(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
 
 
 def why_unknown(names: Collection[str], num_layers: int) -> str:
-    """Say what is wrong with a checkpoint in which no MTP layer has been found, after its name."""
+    """Return why no MTP layer was found in a checkpoint, to follow its name in a sentence."""
     if any(_DSPARK.match(name) for name in names):
         return (
             "has layers in DSpark's layout, which drafts a block at once; Tandem does not read it"
@@ -93,7 +93,7 @@ def why_unknown(names: Collection[str], num_layers: int) -> str:
 
 
 def has_no_norm(names: Iterable[str]) -> bool:
-    """Tell whether the head reads what the MTP layer of these tensors makes as it is: Inkling's."""
+    """Tell whether the head reads the MTP layer's output without a norm, as Inkling's does."""
     names = list(names)
     is_inkling = any(".transformer_block." in name for name in names)
     return is_inkling and not any("mtp.chain_norm." in name for name in names)

@@ -1,7 +1,7 @@
-"""MTP layers of models with several residual streams: they read all of them, before they are mixed.
+"""MTP layers of models with several residual streams, which read all streams before they are mixed.
 
-So the hidden state of a token is as wide as its streams together, and a layer's streams begin
-apart: each is what the model made of the token before, in that stream, and the token's embedding.
+The hidden state of a token is as wide as its streams together. A layer's streams start different:
+each is the sum of the token's embedding and the former token's hidden state in that stream.
 """
 
 from torch import Tensor, nn
@@ -13,13 +13,15 @@ _MODELS = ("deepseek_v4",)  # others with streams have no MTP layer in a layout 
 
 
 def num_streams(config: PreTrainedConfig) -> int:
-    """Return how many streams of a model its MTP layers read; 1: what its output head reads."""
+    """Return how many streams a model's MTP layers read; 1: they read what its output head
+    reads.
+    """
     text = config.get_text_config(decoder=True)
     return int(text.hc_mult) if text.model_type in _MODELS else 1
 
 
 class StreamedLayer(nn.Module):
-    """Stands where a model of one layer has its layer, whose streams `given` tells apart."""
+    """Replaces the layer of a single-layer model; its streams come from `given`."""
 
     def __init__(self, layer: nn.Module, hnorm: nn.Module, h_proj: nn.Module, given: GivenHidden):
         """Add `h_proj`(norm of each given stream) to what the embedding gives to all."""

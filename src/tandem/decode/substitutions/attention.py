@@ -1,8 +1,8 @@
-"""The attention function: what runs in place of a model's attention while Tandem steps a copy.
+"""The attention function that replaces a model's own while Tandem runs a shallow copy of it.
 
-Transformers looks it up by the name "tandem" among its attention functions. No mask belongs to it:
-every token sees what is before it in its row, within the layer's window, or of that what an indexer
-selected.
+Transformers finds it by the name "tandem" among its attention functions. It uses no mask: each
+token sees the tokens before it in its sequence, within the layer's window, or those of them that an
+indexer selected.
 """
 
 from typing import NamedTuple
@@ -43,11 +43,11 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Attend with the KV cache of the step: (b, heads, n, dim) -> (b, n, heads, dim).
 
-    One sequence of n tokens, of all rows one after the other; or b rows with one token each. `key`
-    and `value` are those of the step's tokens alone; `indices` (b, n, most) are the positions that
-    an indexer selected for each, as of `SlotCache.select`, `block_indices` blocks by head. A bias
-    has states (b, heads, n, dim); `sinks` (b, heads, n, 1) are of each token, `s_aux` (heads,) of
-    all.
+    Either one sequence of n tokens, of all slots one after the other, or b slots with one token
+    each. `key` and `value` are those of the step's tokens alone. `indices` (b, n, most) are the
+    positions that an indexer selected for each token, as in `SlotCache.select`; `block_indices` are
+    blocks by head. A bias has states (b, heads, n, dim). `sinks` (b, heads, n, 1) are by token,
+    `s_aux` (heads,) for all tokens.
     """
     cache = _cache_of_step()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -136,6 +136,6 @@ def _attend_to_given(query: Tensor, key: Tensor, value: Tensor, scaling: float |
 
 
 def register_attention() -> str:
-    """Make the attention function known to Transformers; return its name there."""
+    """Register the attention function with Transformers; return its name there."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_IMPLEMENTATION, attention_forward)
     return ATTENTION_IMPLEMENTATION

@@ -24,7 +24,7 @@ compresses = has(
 
 
 def compression_of(module: ModelPart) -> Compression:
-    """Return what a compressor, or an indexer, does with its windows."""
+    """Return what a compressor or an indexer does with its windows."""
     bias = module.position_bias
     return Compression(bias, bias.shape[1] // module.head_dim)
 

@@ -36,7 +36,7 @@ def _is_known(module: ModelPart) -> bool:
 
 
 def has_latents(module: nn.Module, cache: SlotCache) -> bool:
-    """Tell whether a copied module hands its latents on to a cache that keeps them."""
+    """Tell whether a copied module passes its latents to a cache that keeps them."""
     return cache.keeps_latents and "expand_kv" in vars(module)
 
 
@@ -52,9 +52,9 @@ LATENTS = Substitution(_is_known, _keep_latents, "expand_kv")
 
 
 def attend_latents(module: ModelPart, cache: SlotCache, call: AttentionCall) -> Tensor:
-    """Attend as of `SlotCache.attend`, with what `_keep_latents` has returned.
+    """Attend as `SlotCache.attend` does, with the tensors that `_keep_latents` returned.
 
-    The query is one for expanded keys, the form that of the one latent key; returns (n_tokens,
+    The query is for expanded keys, the form is that of the one latent key. Returns (n_tokens,
     heads, value dim) of expanded values.
     """
     if cache.shares_values:

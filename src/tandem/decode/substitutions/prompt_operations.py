@@ -47,7 +47,8 @@ _broadcast_shape = functools.lru_cache(maxsize=1024)(torch.broadcast_shapes)
 
 
 class PromptOperations(Meeting, TorchFunctionMode):
-    """Active as a context, for one thread at a time; also meets opaque calls, whose inside is not.
+    """Intercepts torch functions as a context, for one thread at a time; the inside of opaque calls
+    passes.
 
     `threads` compute.
     """
@@ -77,7 +78,7 @@ class PromptOperations(Meeting, TorchFunctionMode):
         return func(*args, **kwargs) if result is None else result
 
     def run(self, add: Callable[[_native.Program], None]) -> None:
-        """Do what is added to a program."""
+        """Run the operations that `add` adds to a program."""
         program = self._threads.program()
         with without_overrides():
             add(program)
@@ -133,7 +134,7 @@ class PromptOperations(Meeting, TorchFunctionMode):
         return out.transpose(1, 2) if heads == 1 else out
 
     def combine(self, kind: int, args: Arguments, out: Tensor | None = None) -> Tensor | None:
-        """Compute tensors and numbers value by value, perhaps into one of them."""
+        """Compute an elementwise operation on tensors and numbers, perhaps in place."""
         tensors = [x for x in args if isinstance(x, Tensor)]
         numbers = [x for x in args if not isinstance(x, Tensor)]
         if not tensors or not all(_is_known(x) and x.dim() for x in tensors):
@@ -154,7 +155,7 @@ class PromptOperations(Meeting, TorchFunctionMode):
         return out
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return a tensor's values as another type; None for those that stay what they are."""
+        """Return a tensor converted to another dtype; None if its values stay as they are."""
         is_known = type(x) in _PLAIN and x.device.type == "cpu" and x.dtype in ELEMENT_DTYPES
         if not is_known or x.dtype == dtype or dtype not in FLOAT_DTYPES:
             return None
@@ -167,11 +168,13 @@ class PromptOperations(Meeting, TorchFunctionMode):
         return out
 
     def before(self, x: Tensor) -> Tensor:
-        """Return the bf16 tensor that an fp32 one was made of, if it was; else the tensor."""
+        """Return the bf16 tensor from which an fp32 one was converted, if it was; else the
+        tensor.
+        """
         return self._widened[id(x)][1] if id(x) in self._widened else x
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Return a small layer's product, where all values are exact in bf16."""
+        """Return the product of a small layer if all values are exact in bf16; else None."""
         if not (_is_known(x) and _is_known(weight)) or self.before(x).dtype != torch.bfloat16:
             return None
         packed = self._pack(self.before(weight), bias)
@@ -190,7 +193,7 @@ class PromptOperations(Meeting, TorchFunctionMode):
 
 
 def active_operations() -> PromptOperations | None:
-    """Return what computes the prompt that runs now; None for other steps."""
+    """Return the operations of the prompt that runs now; None in other steps."""
     active = ACTIVE.get()
     return active if isinstance(active, PromptOperations) else None
 

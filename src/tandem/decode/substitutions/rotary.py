@@ -21,7 +21,7 @@ from tandem.kv_cache.cuda.cache import StaticKvCache
 
 
 def rotary_like(own: Function) -> Function | None:
-    """Return what does what a model's `apply_rotary_pos_emb` does; None: it turns otherwise."""
+    """Return a replacement of a model's `apply_rotary_pos_emb`; None if it rotates differently."""
     names = tuple(inspect.signature(own).parameters)
     turned = names[: names.index("cos")] if "cos" in names else ()
     if names[len(turned) : len(turned) + 2] != ("cos", "sin"):
@@ -77,7 +77,7 @@ def _rotated_on_gpu(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor |
 
 
 def rotary_of(module: ModelPart) -> Function:
-    """Return the function of a module's file, with what stands in its place."""
+    """Return the rotary function of a module's file, and its replacement."""
     return _with_native(vars(sys.modules[type(module).__module__])["apply_rotary_pos_emb"])
 
 

@@ -1,4 +1,4 @@
-"""Routers of which steps compute the same by other operations, which are native: Inkling's."""
+"""Routers that steps compute by other, native operations with the same result: Inkling's."""
 
 import torch
 import torch.nn.functional as F

@@ -22,7 +22,7 @@ from tandem.kernels.torch_private import children_by_name, copy_module
 
 
 class ShallowCopy:
-    """A model's copy with what is substituted; follows the model when parts are replaced."""
+    """A model's copy with substitutions; it follows the model when parts are replaced."""
 
     def __init__(self, model: nn.Module) -> None:
         """Copy a model."""
@@ -31,7 +31,7 @@ class ShallowCopy:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The copy of the model as it is now."""
+        """The copy of the model in its present state."""
         if any(children_by_name(module) != known for module, known in self._known):
             self._renew()
         return cast("PreTrainedModel", self._copies[self._original])
@@ -89,7 +89,9 @@ def _methods(module: ModelPart) -> dict[str, Function]:
 
 @functools.cache
 def with_functions(function: FunctionType) -> FunctionType | None:
-    """Copy a forward so that it sees functions of ours by its names; None if it calls none."""
+    """Copy a forward so that its calls by name reach our functions; None if it calls none of
+    them.
+    """
     inner = getattr(function, "__wrapped__", None)
     if inner is not None:
         changed = with_functions(inner)

@@ -1,7 +1,8 @@
-"""Code of ours that stands in place of a model's, in a shallow copy of it; models stay as they are.
+"""Code of ours that replaces a model's own in a shallow copy of it; the model itself stays
+unchanged.
 
-A model's code meets it by a name: of a method of its modules, or of a function that a forward finds
-in its file. What it returns as None the model's own code computes after all.
+The model's code reaches it by name: of a method of its modules, or of a function in its file. Where
+it returns None, the model's own code computes.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ Function = Callable[..., Any]
 
 
 class Substitution(NamedTuple):
-    """A method of some modules."""
+    """A method of some modules, and its replacement."""
 
     matches: Callable[[ModelPart], bool]
     """Whether a module is of the form that is known here."""
@@ -23,7 +24,7 @@ class Substitution(NamedTuple):
 
 
 def instead(own: Function, forward: Function) -> Function:
-    """Return what calls `forward`, and `own` where that returns None."""
+    """Return a function that calls `forward`, and `own` if that returns None."""
 
     def call(*args: object, **kwargs: object) -> object:
         result = forward(*args, **kwargs)
@@ -33,5 +34,5 @@ def instead(own: Function, forward: Function) -> Function:
 
 
 def has(*names: str) -> Callable[[ModelPart], bool]:
-    """Return what tells whether a module has all attributes of some names."""
+    """Return a test for modules that have all these attributes."""
     return lambda module: all(hasattr(module, name) for name in names)

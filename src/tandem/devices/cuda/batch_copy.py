@@ -1,6 +1,6 @@
-"""Several copies to a GPU in one call of the driver: a fifth of the host's work of one by one.
+"""Batches several copies to a GPU in one driver call, which costs the host a fifth of single calls.
 
-Needs a driver of CUDA 12.8 or newer; without it the caller copies one by one.
+Needs a driver of CUDA 12.8 or newer; with an older one the caller copies one by one.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ _POINTERS, _SIZES = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_siz
 
 
 class CopyEntry(NamedTuple):
-    """Bytes that go from one address to another."""
+    """Bytes to copy from one address to another."""
 
     target: int
     source: int
@@ -67,7 +67,7 @@ class BatchCopy:
 
 
 def find_batch_copy(load: Callable[[str], object] = ctypes.CDLL) -> BatchCopy | None:
-    """Return the driver's batched copy; None where there is no driver, or an older one."""
+    """Return the driver's batched copy; None if there is no driver, or an older one."""
     driver = open_driver(load)
     # As CUDA 12.8 had it: 13.0 has another one of this name, with one argument less.
     function = driver and driver.find(
@@ -78,5 +78,5 @@ def find_batch_copy(load: Callable[[str], object] = ctypes.CDLL) -> BatchCopy | 
 
 
 def is_worth_a_batch(entries: Sequence[CopyEntry]) -> bool:
-    """Tell whether one call is faster and stays asynchronous."""
+    """Tell whether one batched call is faster and still asynchronous."""
     return len(entries) > 1 and all(entry.num_bytes >= LEAST_BYTES for entry in entries)

@@ -1,4 +1,4 @@
-"""CUDA graphs: captures of what is queued on a stream, and what a broken one leaves behind."""
+"""CUDA graphs: captures of the work queued on a stream, and the cleanup after a broken one."""
 
 import contextlib
 import gc
@@ -14,26 +14,26 @@ from tandem.kernels.torch_private import end_allocation_to_pool
 
 
 class Graph(Protocol):
-    """Work that was captured."""
+    """A captured piece of work."""
 
     def replay(self) -> None:
-        """Queue it again, on the same memory."""
+        """Queue the work again, on the same memory."""
 
 
 class Capture(Protocol):
-    """Turns work into graphs that share their memory; made again for each step that is captured."""
+    """Captures work as graphs that share memory; each captured step has its own."""
 
     def waits(self, *, allowed: bool) -> AbstractContextManager[None]:
-        """Raise `RuntimeError` inside where work makes the host wait, unless that is allowed."""
+        """Inside, raise `RuntimeError` where work makes the host wait, unless that is `allowed`."""
 
     def begin(self) -> None:
-        """Begin a segment: from now on work is noted and not done."""
+        """Begin a segment: from now on work is captured, not executed."""
 
     def end(self) -> Graph:
         """End the segment."""
 
     def abandon(self) -> None:
-        """Give up the segment that has begun, if any: from now on work is done again."""
+        """Abandon the current segment, if any: from now on work is executed again."""
 
 
 class CudaCapture:
@@ -50,7 +50,7 @@ class CudaCapture:
 
     @contextlib.contextmanager
     def waits(self, *, allowed: bool) -> Iterator[None]:
-        """Let torch itself raise before it waits."""
+        """Let torch raise before it makes the host wait."""
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it does not find every wait, which it says once
@@ -61,7 +61,7 @@ class CudaCapture:
             torch.cuda.set_sync_debug_mode(before)
 
     def begin(self) -> None:
-        """Begin to capture; other threads may go on calling CUDA."""
+        """Begin a capture; other threads may keep calling CUDA."""
         self._graph = torch.cuda.CUDAGraph()
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
@@ -73,11 +73,11 @@ class CudaCapture:
         return graph
 
     def abandon(self) -> None:
-        """Undo what a broken capture leaves: the stream, the allocator and the random numbers.
+        """Clean up after a broken capture: the stream, the allocator and the random generator.
 
-        torch (as of 2.11) ends a capture that CUDA calls invalid with an error before it notifies
-        its allocator and its generator: the one would go on giving memory of the graph's pool, the
-        other refuse to draw.
+        If CUDA calls a capture invalid, torch (as of 2.11) raises before it notifies its allocator
+        and its generator: the first would keep allocating from the graph's pool, the second would
+        refuse to draw.
         """
         graph, self._graph = self._graph, None
         if graph is None:
@@ -96,7 +96,9 @@ class CudaCapture:
 
 @contextlib.contextmanager
 def on_capture_stream(capture: Capture) -> Iterator[None]:
-    """Make a capture's stream the current one, behind and before what is queued elsewhere."""
+    """Make a capture's stream the current one, ordered after and before the work of other
+    streams.
+    """
     if not isinstance(capture, CudaCapture):
         yield
         return

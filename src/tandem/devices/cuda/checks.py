@@ -1,4 +1,4 @@
-"""Whether this machine has a GPU that Tandem can use, and what to do if not: one clear sentence."""
+"""Checks for a GPU that Tandem can use; otherwise says in one sentence what to do."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ OLDEST_CAPABILITY = (7, 0)
 
 
 class Gpu(NamedTuple):
-    """A GPU as far as it decides what can run."""
+    """The properties of a GPU that decide what can run."""
 
     name: str
     capability: tuple[int, int]
@@ -22,34 +22,36 @@ class Gpu(NamedTuple):
 
     @property
     def has_bf16(self) -> bool:
-        """Tell whether bf16 is arithmetic of its own here, not imitated."""
+        """Whether the GPU computes bf16 natively, not by emulation."""
         return self.capability >= BF16_CAPABILITY
 
 
 class Probe:
-    """Asks torch and the driver."""
+    """Queries torch and the driver."""
 
     def built_for_cuda(self) -> bool:
-        """Tell whether this torch has CUDA at all."""
+        """Tell whether this torch was built with CUDA."""
         return torch.version.cuda is not None
 
     def count(self) -> int:
-        """Return how many GPUs there are; raises `RuntimeError` in the driver's words."""
+        """Return the number of GPUs; raises `RuntimeError` with the driver's message."""
         torch.cuda.init()
         return torch.cuda.device_count()
 
     def gpu(self, index: int) -> Gpu:
-        """Describe one."""
+        """Return the properties of one GPU."""
         found = torch.cuda.get_device_properties(index)
         return Gpu(found.name, (found.major, found.minor), found.total_memory)
 
     def built_for(self) -> Sequence[str]:
-        """Return what torch's kernels are compiled for: "sm_90", "compute_120"."""
+        """Return the architectures that torch's kernels were compiled for: "sm_90",
+        "compute_120".
+        """
         return torch.cuda.get_arch_list()
 
 
 def require_cuda(probe: Probe | None = None, index: int = 0) -> Gpu:
-    """Return the GPU, or raise `CapacityError` that says what is missing."""
+    """Return the GPU, or raise `CapacityError`, which says what is missing."""
     probe = probe or Probe()
     otherwise = "or run with device cpu"
     if not probe.built_for_cuda():
@@ -105,7 +107,7 @@ def _runs_on(capability: tuple[int, int], built_for: str) -> bool:
 
 
 def require_dtype(gpu: Gpu, dtype: torch.dtype) -> None:
-    """Raise `UnsupportedModelError` for a model in bf16 on a GPU that has no bf16."""
+    """Raise `UnsupportedModelError` for a bf16 model on a GPU without bf16."""
     if dtype == torch.bfloat16 and not gpu.has_bf16:
         raise UnsupportedModelError(
             f"the model is bf16 and {gpu.name} has no bf16 arithmetic; load it with dtype='float16'"

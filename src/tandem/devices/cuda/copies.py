@@ -44,23 +44,25 @@ class SlotEvents:
     """The last write and the last reads of each slot, as events; shared with the device."""
 
     def __init__(self) -> None:
-        """Know of nothing."""
+        """Start without events."""
         self.written: dict[int, Event] = {}
         self.read: dict[int, Event] = {}
 
     def note_read(self, claims: Sequence[Claim], event: Event) -> None:
-        """Note that the batch before an event reads these slots; later events cover earlier."""
+        """Record that the batch before `event` reads these slots; a later event covers earlier
+        ones.
+        """
         for slot, _ in claims:
             self.read[slot] = event
 
     def clear(self) -> None:
-        """Forget all: the slots are other memory now."""
+        """Forget all events, because the slots have other memory now."""
         self.written.clear()
         self.read.clear()
 
 
 class Link(NamedTuple):
-    """How fast copies are, in bytes per second."""
+    """The speed of copies, in bytes per second."""
 
     real: float
     wanted: float | None = None
@@ -68,15 +70,15 @@ class Link(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Bytes per second as the runtime has them."""
+        """The speed in bytes per second, as the runtime measured it."""
         return self.real if self.wanted is None else min(self.wanted, self.real)
 
     def pause_seconds(self, num_bytes: int) -> float:
-        """Return what a copy must wait after it."""
+        """Return how long a copy must pause after it to keep this rate."""
         return num_bytes / self.rate - num_bytes / self.real
 
     def most_ahead(self, num_bytes: int) -> int:
-        """Return how many copies ahead of this size are queued at a time."""
+        """Return how many copies ahead of this size may be queued at a time."""
         return max(_FEWEST_AHEAD, int(AHEAD_SECONDS * self.rate / num_bytes))
 
 
@@ -116,7 +118,7 @@ class _UnderWay(NamedTuple):
 
 
 class CudaCopyEngine:
-    """Queues copies; called by the executor's thread alone."""
+    """Queues copies to a GPU. Called by the executor's thread alone."""
 
     def __init__(
         self,
@@ -148,7 +150,7 @@ class CudaCopyEngine:
         events.clear()
 
     def submit(self, copies: Sequence[Copy], *, is_needed: bool) -> None:
-        """Queue copies, some in each call of the driver; those for later are kept until `flush`."""
+        """Queue copies, several per driver call; copies ahead are held until `flush`."""
         if not is_needed:
             self._kept += [self._job(copy, is_ahead=True) for copy in copies]
             return
@@ -162,7 +164,7 @@ class CudaCopyEngine:
         return _Job(copy, generation, is_ahead=is_ahead, leaves=leaves)
 
     def flush(self) -> None:
-        """Queue what is kept, as far as the link is about to run out of work."""
+        """Queue held copies if the link is about to run out of work."""
         first = islice(self._kept, max(0, self._most_ahead - self._num_ahead))
         come = [job for job in first if self._has_come(job)]
         if come:
@@ -181,11 +183,11 @@ class CudaCopyEngine:
         self._queue(jobs, stream)
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
-        """Claim slots; the compute stream will wait for those whose bytes are still coming."""
+        """Claim slots; the compute stream will wait for bytes that are still being copied."""
         return self.slots.begin_use(slots, keys, self._bring)
 
     def arrivals(self) -> Iterable[tuple[int, int, float]]:
-        """Return the copies that have ended since the last call; asks events, waits for none."""
+        """Return the copies that have ended since the last call; queries events and never waits."""
         arrived = []
         for queue in self._under_way.values():
             while queue and queue[0].done.query():
@@ -202,7 +204,7 @@ class CudaCopyEngine:
         return arrived
 
     def cancel(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Give up copies of a layer that are kept; what is queued on a stream is copied."""
+        """Cancel held copies of a layer; copies already queued on a stream are completed."""
         cancelled = [
             job for job in self._kept if job.copy.layer == layer and job.copy.expert in experts
         ]
@@ -213,7 +215,7 @@ class CudaCopyEngine:
         return [job.copy.expert for job in cancelled]
 
     def drain(self) -> None:
-        """Queue and wait for every copy."""
+        """Queue all copies and wait for them."""
         self._take(list(self._kept), self._stream_ahead)
         for queue in self._under_way.values():
             if queue:
@@ -222,7 +224,7 @@ class CudaCopyEngine:
                     job.end()
 
     def close(self) -> None:
-        """Wait until nothing reads or writes the slots any more: their memory may go."""
+        """Wait until no stream reads or writes the slots, so that their memory can be freed."""
         try:
             self._streams.synchronize()
         finally:

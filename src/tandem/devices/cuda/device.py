@@ -35,7 +35,7 @@ _DOWNLOADS_KEPT = 4
 
 
 class CudaDevice(Device):
-    """Memory that is counted, and the model's stream, on which batches run."""
+    """Counts device memory, and runs batches on the model's stream."""
 
     name = "cuda"
     computes_beside = True
@@ -51,7 +51,7 @@ class CudaDevice(Device):
     ) -> None:
         """Compute with `kernels` on the GPU of `streams`; pin at most `pin_limit_bytes`.
 
-        `on_busy` receives the seconds of each batch, when they are known, while `is_watched`.
+        `on_busy` receives each batch's seconds once they are known, while `is_watched` is true.
         """
         self.streams = streams
         self.events = SlotEvents()
@@ -67,11 +67,11 @@ class CudaDevice(Device):
         self._batches: list[tuple[Event, Event]] = []  # begin and end, since the last download
 
     def memory(self) -> DeviceMemory:
-        """Return what there is, and what is left of it."""
+        """Return total and free memory."""
         return self.streams.memory()
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return memory for slots, which goes back to torch's allocator with its last reference.
+        """Return memory for slots; it returns to torch's allocator with its last reference.
 
         Raises `OutOfDeviceMemoryError`.
         """
@@ -102,7 +102,7 @@ class CudaDevice(Device):
         return True
 
     def download(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Return host copies; the wait of a layer."""
+        """Return copies on the host. This is the layer's only wait."""
         streams = self.streams
         self._num_downloads += 1
         arena = self._downloads[self._num_downloads % _DOWNLOADS_KEPT]
@@ -123,12 +123,14 @@ class CudaDevice(Device):
         return hosts
 
     def add_busy(self, seconds: float) -> None:
-        """Count work of the compute stream that was not launched here."""
+        """Add seconds of work that other code launched on the compute stream."""
         if self._on_busy is not None:
             self._on_busy(seconds)
 
     def forget_rows(self) -> None:
-        """Take new memory next time, once nothing on the device uses the present one."""
+        """Allocate new memory for rows next time; nothing on the device may still use the present
+        memory.
+        """
         self._batches.clear()
         with contextlib.suppress(RuntimeError):
             self.streams.synchronize()
@@ -153,16 +155,16 @@ class CudaDevice(Device):
             self._batches.append((begin, end))
 
     def prepared(self, batch: ExpertBatch, source: WeightSource) -> Work:
-        """Do the host's part of a batch; return what is left to queue on the compute stream.
+        """Do the host's part of a batch; return the work to queue on the compute stream.
 
-        The stream waits from here on for the bytes that `source` claims.
+        From here on the stream waits for the bytes that `source` claims.
         """
         prepared = self._kernels.prepare(batch, source)
         table = self._staged(prepared.table)
         return lambda: prepared.launch(self._brought(table))
 
     def upload(self, source: Tensor, target: Tensor) -> None:
-        """Queue a copy; what is not in `host_rows` is brought to pinned memory before."""
+        """Queue a copy; a source outside `host_rows` is first copied to pinned memory."""
         host = source if self.host_rows.holds(source) else self._staged(source)
 
         def copy() -> None:
@@ -171,7 +173,7 @@ class CudaDevice(Device):
         self.streams.run(Stream.COMPUTE, copy)
 
     def prepare_sum(self, row_of: Tensor, weights: Tensor) -> SumRows:
-        """Bring the table now; what is returned queues the sum."""
+        """Copy the table now; returns a function that queues the sum."""
         num_tokens, staged = row_of.shape[0], self._staged(row_of)
         on_device: list[Tensor] = []
         self.streams.run(Stream.COMPUTE, lambda: on_device.append(self._brought(staged)))
@@ -188,7 +190,7 @@ class CudaDevice(Device):
         return sum_rows
 
     def close(self) -> None:
-        """Wait for the GPU, unpin what was pinned, and lift the limit on its memory."""
+        """Wait for the GPU, unpin memory, and lift the limit on its memory."""
         with contextlib.suppress(RuntimeError):  # an error of a GPU that is given up
             self.streams.synchronize()
         while self._pinned:
@@ -196,17 +198,19 @@ class CudaDevice(Device):
         self.streams.limit(None)
 
     def resident(self, cache: ExpertCache) -> ResidentLayers | None:
-        """Return what computes a cache's layers without a plan, once all of them are resident."""
+        """Return what computes a cache's layers without plans once all experts are resident; else
+        None.
+        """
         experts = self.grouped_experts
         return None if experts is None else ResidentLayers(cache, experts, self.streams)
 
     @property
     def grouped_experts(self) -> "TritonExperts | None":
-        """Kernels that find their experts by addresses on the device; None: there are none."""
+        """The kernels that find experts by addresses on the device; None: there are none."""
         return self._kernels.grouped
 
     def require_usable(self) -> None:
-        """Raise `DeviceLostError` if an error has left the GPU unusable for this process."""
+        """Raise `DeviceLostError` if an error has made the GPU unusable for this process."""
         try:
             self.streams.synchronize()
         except RuntimeError as error:
@@ -226,16 +230,16 @@ class CudaDevice(Device):
 
 
 class PinnedArena:
-    """Pinned memory that is handed out part by part and taken back as a whole."""
+    """Pinned memory that is handed out in parts and taken back as a whole."""
 
     def __init__(self, streams: CudaStreams) -> None:
-        """Take memory from `streams` when it is first needed."""
+        """Allocate pinned memory through `streams` on first use."""
         self._streams = streams
         self._memory: Tensor | None = None
         self._used_bytes = 0
 
     def reset(self) -> None:
-        """Hand the same memory out again; nothing may still read or write it."""
+        """Hand the same memory out again; nothing may still use it."""
         self._used_bytes = 0
 
     def take_like(self, tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Functions of the CUDA driver, each asked for in the version that is meant.
+"""Looks up functions of the CUDA driver, each in an explicit version.
 
-A symbol of libcuda.so stays what it was when it was new; cuda.h calls later versions by macros. So
-`cuStreamWriteValue32` looked up by its name is the one that a driver has switched off by default.
-`cuGetProcAddress` (CUDA 12) gives the one that a version of CUDA had.
+A symbol of libcuda.so keeps its first meaning; cuda.h maps names to later versions by macros. So
+`cuStreamWriteValue32`, looked up by name, is the version that drivers disable by default.
+`cuGetProcAddress` (CUDA 12) returns the function as of a given version of CUDA.
 """
 
 import ctypes
@@ -16,18 +16,18 @@ Function = Callable[..., int]
 
 
 class DriverError(RuntimeError):
-    """A function of the driver did not do what was asked."""
+    """A driver function returned an error code."""
 
 
 class Driver:
-    """Finds functions."""
+    """Looks up driver functions."""
 
     def __init__(self, library: Any) -> None:
-        """Take a loaded library; `AttributeError` if its driver is older than CUDA 12."""
+        """Use a loaded library; `AttributeError` if its driver is older than CUDA 12."""
         self._get_address = library.cuGetProcAddress_v2
 
     def find(self, name: str, version: int, *argument_types: type) -> Function | None:
-        """Return a function as CUDA `version` (12.8 is 12080) had it; None: the driver is older."""
+        """Return a function as of CUDA `version` (12.8 is 12080); None: the driver is older."""
         address = ctypes.c_void_p()
         code = self._get_address(
             ctypes.c_char_p(name.encode()),
@@ -56,7 +56,7 @@ class Driver:
 
 
 def open_driver(load: Callable[[str], object] = ctypes.CDLL) -> Driver | None:
-    """Return the driver of this machine; None where there is none, or one older than CUDA 12."""
+    """Return this machine's driver; None if there is none, or one older than CUDA 12."""
     try:
         return Driver(load(DRIVER_LIBRARY))
     except (OSError, AttributeError):

@@ -1,7 +1,7 @@
-"""Embeddings that stay in host memory beside a GPU: a token's row is read there and brought to it.
+"""Embeddings that stay in host memory beside a GPU: a token's row is read there and copied.
 
-A captured step cannot read token ids back. Who knows them on the host reads the rows first and says
-so: `with given_rows(rows): model(ids)`. Without that the ids are waited for.
+A captured step cannot read token ids back. A caller that knows them on the host reads the rows
+first and passes them: `with given_rows(rows): model(ids)`. Otherwise the host waits for the ids.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ _GIVEN: ContextVar[Tensor | None] = ContextVar("tandem_given_rows", default=None
 
 
 class HostEmbedding(nn.Module):
-    """Stands on a device for embeddings on the host, which are none of the model's parameters."""
+    """Replaces, on a device, embeddings in host memory; it has no parameters."""
 
     def __init__(self, on_host: ModelPart, device: torch.device) -> None:
         """Read rows by calling `on_host`, embeddings on the CPU."""
@@ -36,7 +36,7 @@ class HostEmbedding(nn.Module):
         return self._on_host[0]
 
     def rows(self, ids: Sequence[int]) -> Tensor:
-        """Return rows on the host, (n, embedding_dim)."""
+        """Return the tokens' embeddings on the host, (n, embedding_dim)."""
         found: Tensor = self.on_host(torch.tensor(ids, dtype=torch.int64, device="cpu"))
         return found
 
@@ -50,7 +50,7 @@ class HostEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight, on the host, for code that looks at it."""
+        """The weight, on the host, for code that inspects it."""
         weight: Tensor = self.on_host.weight
         return weight
 
@@ -64,7 +64,7 @@ class HostEmbedding(nn.Module):
 
 @contextmanager
 def given_rows(rows: Tensor | None) -> Iterator[None]:
-    """Let the ids that a model is called with inside have these embeddings; None: to be read."""
+    """Inside, a model call uses these embeddings for its ids; None: it reads them itself."""
     token = _GIVEN.set(rows)
     try:
         yield
@@ -73,10 +73,10 @@ def given_rows(rows: Tensor | None) -> Iterator[None]:
 
 
 class StepRows:
-    """The embeddings of decode steps, in memory of the device that stays where it is."""
+    """The embeddings of decode steps, at a fixed address of the device."""
 
     def __init__(self, embeddings: nn.Module, num_slots: int) -> None:
-        """Serve `num_slots` slots; nothing is to be done for embeddings that the device has."""
+        """Serve `num_slots` slots; does nothing for embeddings that are on the device."""
         self._source = embeddings if isinstance(embeddings, HostEmbedding) else None
         self.memory: Tensor | None = None
         """(num_slots, 1, embedding_dim)."""
@@ -94,7 +94,9 @@ class StepRows:
             self._twin.bring(self._source.rows(ids)[:, None])
 
     def of_prompt(self, ids: Sequence[int]) -> Tensor | None:
-        """Return a prompt's rows on the device, (1, n, embedding_dim); None: it has them."""
+        """Return a prompt's embeddings on the device, (1, n, embedding_dim); None: the device has
+        them.
+        """
         if self._source is None:
             return None
         rows = self._source.rows(ids)[None]

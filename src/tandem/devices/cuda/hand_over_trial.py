@@ -1,8 +1,8 @@
-"""Tries how a GPU and the host signal each other, and times what handing a layer over costs.
+"""Finds a way for a GPU and the host to signal each other, and times handing a layer over.
 
-Both on layers of one token in a mailbox of their own. A graph of many layers is launched whose
-experts are all on the GPU, so that nobody is waited for, and one in which each layer misses an
-expert: a thread of the host answers it as soon as it sees it.
+Uses layers of one token in a mailbox of their own. One graph of many layers has all experts on the
+GPU, so that nothing waits. In another each layer misses an expert, and a thread of the host answers
+as soon as it sees that.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _ASLEEP_SECONDS = 1e-3  # after so long without work a thread sleeps
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialLimits:
-    """How much a trial does, and how long it waits."""
+    """The size of a trial, and how long it waits."""
 
     layers: int = 64
     """Of a graph that is timed."""
@@ -50,9 +50,9 @@ LIMITS = TrialLimits()
 
 
 def find_signals(streams: CudaStreams, limits: TrialLimits | None = None) -> Signals | None:
-    """Return how a GPU and the host signal each other, the quicker way that works in a graph.
+    """Return the faster way of signalling between a GPU and the host that works in a graph.
 
-    None: in no way, or there is no Triton.
+    None: none works, or Triton is missing.
     """
     if importlib.util.find_spec("triton") is None:
         return None
@@ -96,7 +96,7 @@ def graph_costs(
     make_capture: Callable[[], Capture] | None = None,
     limits: TrialLimits | None = None,
 ) -> HostCosts:
-    """Return the host's work for steps that are one graph; prompts fetch as they do elsewhere.
+    """Return the host costs of steps that are one graph; prompts fetch as elsewhere.
 
     Without `make_capture` the layers are queued one by one, as on a twin.
     """
@@ -120,7 +120,7 @@ def graph_costs(
 
 
 def wake_seconds() -> float:
-    """Return how long a thread that sleeps takes until it is at work, the median of several."""
+    """Return the median time in seconds that a sleeping thread takes to wake up."""
     asked, took = queue.SimpleQueue[float | None](), list[float]()
 
     def work() -> None:
@@ -138,7 +138,7 @@ def wake_seconds() -> float:
 
 
 class Trial:
-    """Layers of one token whose only expert the host computes, in one mailbox."""
+    """One-token layers whose only expert the host computes, in one mailbox."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Trial:
         make_capture: Callable[[], Capture] | None = None,
         limits: TrialLimits | None = None,
     ) -> None:
-        """Take memory; `RuntimeError` where there is none that both of them see."""
+        """Allocate memory; `RuntimeError` if there is none that both sides can see."""
         from tandem.devices.cuda import handing
 
         self.signals, self._streams, self._make_capture = signals, streams, make_capture
@@ -183,9 +183,9 @@ class Trial:
         self._is_lost = False
 
     def works(self) -> bool:
-        """Hand a layer over, in a graph if there are any; waits, but never for ever.
+        """Hand a layer over, in a graph if possible; waits, but not for ever.
 
-        Whatever happens, the host sets what the stream waits for.
+        In any case the host sets the word that the stream waits for.
         """
         streams = self._streams
         streams.run(Stream.COMPUTE, self._load)
@@ -200,13 +200,13 @@ class Trial:
         return all(self._comes_through(graph.replay, result) for result in (3.0, 4.0))
 
     def answered_seconds(self) -> float:
-        """Time a layer that the host answers; raises `RuntimeError` if it does not come through."""
+        """Time a layer that the host answers; raises `RuntimeError` if it does not end."""
         return self.layer_seconds(_ABSENT)
 
     def layer_seconds(self, expert: int, *, fetches: bool = False, asks: bool = False) -> float:
         """Time a layer whose token has chosen one expert.
 
-        `fetches`: one that is launched twice; `asks`: one that asks the next layer's router.
+        With `fetches` it is launched twice; with `asks` it asks the next layer's router.
         """
 
         def work() -> None:

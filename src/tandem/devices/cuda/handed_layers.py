@@ -56,7 +56,7 @@ class HandedLayers:
         self._heard: dict[int, Tensor] = {}  # by layer: what its router has read
 
     def serves(self, layer: int, functions: ExpertFunctions, index: Tensor) -> bool:
-        """Tell whether a layer is handed over: packed, plainly gated, of few tokens."""
+        """Tell whether a layer can be handed over: packed, plainly gated, of few tokens."""
         host = self._store[layer]
         is_plain = functions.native is not None and functions.post_norm is None
         is_packed = isinstance(host, PackedLayer) and host.input_order is None
@@ -97,7 +97,9 @@ class HandedLayers:
         return None if heard is None or router is None else handing.Asked(router, heard)
 
     def launch_once(self, hidden: Tensor, top_k: int) -> None:
-        """Queue all kernels of a layer but the experts', for tokens that have chosen no expert."""
+        """Queue all kernels of a layer except the experts', for tokens that have chosen no
+        expert.
+        """
         with torch.inference_mode(False):
             index = torch.full((len(hidden), top_k), -1, device=hidden.device)
             weights = torch.zeros(len(hidden), top_k, device=hidden.device)

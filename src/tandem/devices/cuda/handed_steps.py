@@ -100,7 +100,7 @@ class HandedSteps(CapturedSteps):
         self._link = _native.DriverLink(library, self._device_table.data_ptr())
 
     def link(self) -> _native.DriverLink | None:
-        """Return how the copying thread reaches the GPU."""
+        """Return how the copying thread reaches the GPU; None: slots are host memory."""
         return self._link
 
     def layers(self, size: int) -> "HandedLayers":
@@ -135,7 +135,7 @@ class HandedSteps(CapturedSteps):
             return box, self._streams.pinned(box.num_bytes)[: box.num_bytes].zero_()
 
     def compilations(self) -> list[Callable[[], None]]:
-        """Return works after which no capture compiles what hands layers over."""
+        """Return callables that leave the capture nothing to compile for handing layers over."""
         return [partial(self._launch_once, size) for size in CAPTURE_SIZES]
 
     def _launch_once(self, size: int) -> None:
@@ -153,7 +153,9 @@ class HandedSteps(CapturedSteps):
         layers.launch_once(hidden, geometry.top_k)
 
     def begin(self, size: int, known: Sequence[LayerLoad] = ()) -> None:
-        """Begin a step of `size` tokens, before its graph is launched, with the loads it knows."""
+        """Begin a step of `size` tokens before its graph is launched; `known` are loads known
+        already.
+        """
         number, _ = self._layers[size]
         if known and self._end is not None:  # its tokens are the last step's: it is over
             self._wait_for(self._end)
@@ -169,9 +171,10 @@ class HandedSteps(CapturedSteps):
         self._device_table.copy_(self._host_table, non_blocking=True)
 
     def finish(self, *, is_heard: bool) -> None:
-        """End a step whose graph has been launched; raises `DeviceLostError` if nothing helps.
+        """End a step whose graph has been launched; raises `DeviceLostError` if the device does not
+        recover.
 
-        `RuntimeError` where the device has given a layer up: what it computed then is not used.
+        Raises `RuntimeError` if the device gave a layer up: the step's results must not be used.
         """
         self._end = self._streams.record(Stream.COMPUTE, is_timed=True)
         try:
@@ -188,7 +191,7 @@ class HandedSteps(CapturedSteps):
                 )
 
     def wait_for_device(self) -> None:
-        """Wait for all that is queued; raises `DeviceLostError` if that does not end."""
+        """Wait for all queued work; raises `DeviceLostError` if that does not end."""
         self._wait_for(self._streams.record(Stream.COMPUTE))
 
     def _wait_for(self, end: Event) -> None:
@@ -213,11 +216,10 @@ def handed_steps(
     bytes_per_second: float | None,
     routers: Sequence[AskedRouter | None] | None = None,
 ) -> HandedSteps | None:
-    """Return captured steps by the signals that work here; None: steps are graph segments.
+    """Return captured steps with signals that work here; None: steps are graph segments.
 
-    They may ask `routers` ahead, as of `HandedSteps`.
-
-    Where the machine is in the way, a warning says so.
+    They may ask `routers` ahead, as in `HandedSteps`. If the machine prevents them, a warning says
+    why.
     """
     experts, is_gpu = device.grouped_experts, device.streams.device.type == "cuda"
     if experts is None:

@@ -23,14 +23,16 @@ _LOOKS_OFF_GPU = 1 << 30  # in the interpreter, where there is no clock
 
 
 class WaitWords(NamedTuple):
-    """What waits that ran out say, to later layers and to the host; see `hand_over`."""
+    """The words in which expired waits are reported to later layers and the host; see
+    `hand_over`.
+    """
 
     turn: Tensor  # (1,) int32, on the device
     given_up: Tensor  # (1,) int32, mapped
 
     @classmethod
     def on(cls, device: torch.device, given_up: Tensor) -> "WaitWords":
-        """Return words for a device, `given_up` in mapped memory."""
+        """Return words for a device; `given_up` is in mapped memory."""
         with torch.inference_mode(False):
             return cls(torch.zeros(1, dtype=torch.int32, device=device), given_up)
 
@@ -56,7 +58,7 @@ class MailboxTensors(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """The next layer's router, and what it is asked with."""
+    """The next layer's router, and its input."""
 
     router: AskedRouter
     hidden: Tensor  # (rows, hidden_size), what this layer's router has read
@@ -129,7 +131,7 @@ def publish(
 
 
 def publish_guess(box: MailboxTensors, asked: Asked, index: Tensor, num_experts: int) -> None:
-    """Publish what the next layer's router would choose; `index` is this layer's own choice."""
+    """Publish the next layer's likely choice; `index` is this layer's own choice."""
     (weight, bias, residual, scoring), hidden = asked
     num_rows, num_cols = hidden.shape
     scores = torch.empty(num_rows, len(weight), dtype=torch.float32, device=index.device)

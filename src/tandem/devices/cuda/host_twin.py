@@ -1,4 +1,4 @@
-"""What goes to a GPU in small pieces: pinned memory on the host, so that no copy of it waits."""
+"""Small inputs of a GPU: they pass through pinned memory, so that no copy waits."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class HostTwin:
-    """A tensor of a step on the host, pinned if its own is on a GPU, from which that is brought."""
+    """The host copy of a device tensor, pinned if that is on a GPU."""
 
     def __init__(self, target: Tensor) -> None:
-        """Bring `target`, which stays where it is."""
+        """Copy to `target`, whose address does not change."""
         self._target, self._is_cuda = target, target.device.type == "cuda"
         with torch.inference_mode(False):
             host = torch.zeros(target.shape, dtype=target.dtype, device="cpu")
@@ -18,7 +18,7 @@ class HostTwin:
         self._brought: torch.cuda.Event | None = None
 
     def bring(self, values: Sequence[object] | Tensor) -> None:
-        """Queue the copy of values, as many as there is room for."""
+        """Queue the copy of values; there may be fewer than fit."""
         if self._brought is not None:  # a step has waited for the one before: only after an error
             self._brought.synchronize()
         if isinstance(values, Tensor):
@@ -32,6 +32,8 @@ class HostTwin:
 
 
 def on_its_way(numbers: Sequence[object], device: torch.device) -> Tensor:
-    """Return numbers on the host, pinned if they go to a GPU: copies of them do not wait then."""
+    """Return numbers on the host, pinned if they go to a GPU, so that copying them does not
+    wait.
+    """
     host = torch.tensor(numbers, device="cpu")
     return host.pin_memory() if device.type == "cuda" else host

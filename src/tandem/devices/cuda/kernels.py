@@ -41,7 +41,9 @@ class TorchKernels:
     def compilations(
         self, layers: Sequence[LayerFunctions], dtype: torch.dtype, top_k: int, device: torch.device
     ) -> Sequence[Callable[[], None]]:
-        """Return works for the current stream after which no batch of the layers compiles any."""
+        """Return callables for the current stream that leave batches of these layers nothing to
+        compile.
+        """
         return ()
 
     def prepare(self, batch: ExpertBatch, use: WeightSource) -> Prepared:
@@ -59,7 +61,7 @@ class TorchKernels:
 
     @property
     def grouped(self) -> None:
-        """Nothing: a loop over experts must know on the host which they are."""
+        """None: a loop over experts needs their numbers on the host."""
 
 
 class TritonKernels:
@@ -98,7 +100,7 @@ class TritonKernels:
         ]
 
     def prepare(self, batch: ExpertBatch, use: WeightSource) -> Prepared:
-        """Lay the rows out."""
+        """Lay out the routed tokens for the kernels."""
         from tandem.triton_kernels.rows import row_table
 
         layer, functions = batch.layer, batch.functions
@@ -124,7 +126,7 @@ class TritonKernels:
 
     @property
     def grouped(self) -> "TritonExperts":
-        """The kernels themselves."""
+        """The Triton kernels."""
         return self._experts
 
 
@@ -133,7 +135,7 @@ DeviceKernels = TorchKernels | TritonKernels
 
 
 def best_kernels(gpu: Gpu | None = None) -> DeviceKernels:
-    """Return the Triton kernels for a GPU; where Triton is missing, torch's, which says so."""
+    """Return the Triton kernels for a GPU; torch's, with a warning, if Triton is missing."""
     if importlib.util.find_spec("triton") is None:
         warnings.warn(
             "Triton is not installed, so the GPU computes experts with torch, many times slower; "

@@ -1,4 +1,4 @@
-"""A linear layer whose packed weight lies on a GPU, where a decode step reads it as it is."""
+"""Linear layers with packed weights on a GPU, which decode steps read without unpacking."""
 
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -22,7 +22,7 @@ class DeviceLinear(nn.Module):
         values_dtype: torch.dtype,
         input_order: Tensor | None = None,
     ) -> None:
-        """Take a weight; `values_dtype` is that of the layer that it replaces.
+        """Take a packed weight; `values_dtype` is the dtype of the layer that it replaces.
 
         `input_order` (in_features,), on the device, says which input each column belongs to.
         """
@@ -33,7 +33,7 @@ class DeviceLinear(nn.Module):
         self.num_groups = 1
 
     def cut(self, num_groups: int) -> None:
-        """Give each of so many groups of rows an input of its own; torch multiplies them."""
+        """Split the rows into groups, each with an input of its own; torch multiplies them."""
         self.num_groups = num_groups
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,12 +58,12 @@ class DeviceLinear(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias, for code that asks whether there is one."""
+        """The bias, for code that asks whether the layer has one."""
         return self.on_host().bias if self.packed.has_bias else None
 
     @cached_property
     def unpacked(self) -> Tensor:
-        """The weight (out_features, in_features) beside the packed one, made when it is asked for.
+        """The unpacked weight (out_features, in_features), made on first use, for products by head.
 
         For what multiplies with it by head.
         """
@@ -74,7 +74,9 @@ class DeviceLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight's place and dtype, for code that asks for these; it has no values."""
+        """A tensor with the weight's device and dtype, but no values, for code that asks for
+        these.
+        """
         shape = (self.out_features, self.in_features)
         return torch.empty((), dtype=self.dtype, device=self.packed.image.device).expand(shape)
 
@@ -84,7 +86,9 @@ class DeviceLinear(nn.Module):
 
 
 def linear_compilations(model: nn.Module, device: torch.device) -> list[Callable[[], None]]:
-    """Return launches after which a model's packed linear layers compile nothing, at any length."""
+    """Return launches that leave a model's packed linear layers nothing to compile, at any
+    length.
+    """
     from tandem.triton_kernels.rows import TILE_ROWS, VECTOR_TOKENS
 
     # Layers of one kind share kernels: Triton looks at whether shapes are multiples of 16.

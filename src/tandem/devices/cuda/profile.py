@@ -66,11 +66,12 @@ def measure_device(
     experts: MeasuredExperts,
     graph: Callable[[float], HostCosts] | None = None,
 ) -> HardwareProfile:
-    """Return a profile with the GPU, the link and the host's work as they are; the CPU's stays.
+    """Return a profile with measured costs of the GPU, the link and the host's work; the CPU's
+    stay.
 
-    Dense parts in `profile` are the GPU's already, and the host's work in it what a layer waits for
-    its router. The store should be pinned. `graph` measures steps that are one graph, given the
-    seconds of a fetched expert's launch; None: there are none.
+    In `profile` dense parts are already the GPU's, and the host's work is a layer's wait for its
+    router. The store should be pinned. `graph` measures steps that are one graph, given the seconds
+    of a fetched expert's launch; None: there are none.
     """
     bench = _Bench(device, experts)
     (shape,) = profile.shapes

@@ -31,7 +31,7 @@ MAX_TOKENS = 8  # more are worth sorting by expert
 
 
 class ResidentLayers:
-    """The layers of a cache that has a slot for every expert."""
+    """Computes the layers of a cache that has a slot for every expert."""
 
     def __init__(self, cache: ExpertCache, experts: "TritonExperts", streams: CudaStreams) -> None:
         """Compute with `experts` from a cache's slots on the device of `streams`."""
@@ -44,14 +44,17 @@ class ResidentLayers:
         )
 
     def is_whole(self) -> bool:
-        """Tell whether every layer's experts are packed and resident, so that no plan is left.
+        """Tell whether every layer's experts are packed and resident, so that nothing must be
+        planned.
 
-        A plan for one layer could give the slots of all others back.
+        A plan for one layer could free the slots of all others.
         """
         return self._is_packed and self._cache.planner.residency.has_every_expert()
 
     def serves(self, functions: ExpertFunctions) -> bool:
-        """Tell whether a layer is computed here: of a whole cache, and plainly gated."""
+        """Tell whether a layer can be computed here: the cache is whole, and the layer plainly
+        gated.
+        """
         return functions.native is not None and functions.post_norm is None and self.is_whole()
 
     def execute(
@@ -80,7 +83,7 @@ class ResidentLayers:
         return out
 
     def note(self, layer: int, top_k_index: Tensor) -> None:
-        """Queue the copy of a choice to the host, to be told by `noted`."""
+        """Queue the copy of a choice to the host; `noted` reports it."""
         streams = self._streams
         with torch.inference_mode(False):
             memory = streams.pinned(top_k_index.nbytes)
@@ -93,14 +96,14 @@ class ResidentLayers:
         self._noted.append((layer, host, streams.record(Stream.COMPUTE)))
 
     def noted(self, now: float) -> Iterator[LayerExecuted]:
-        """Yield what has happened in the noted layers, each once; waits for their choices."""
+        """Yield an event for each noted layer, once; waits for the routers' choices."""
         while self._noted:
             layer, chosen, come = self._noted.popleft()
             come.synchronize()
             yield resident_event(self._cache.store[layer], chosen, now)
 
     def prepare(self, num_tokens: int) -> None:
-        """Make what must be there before a step is captured."""
+        """Allocate what must exist before a step is captured."""
         _row_tables(num_tokens, self._cache.geometry.top_k, self._device)
         if self.is_whole():
             for layer in range(len(self._cache.store)):
@@ -120,7 +123,7 @@ class ResidentLayers:
 
 
 def resident_event(host: HostLayer, chosen: Tensor, now: float) -> LayerExecuted:
-    """Return what has happened in a layer whose experts are all resident; `chosen` on the host."""
+    """Return the event of a layer whose experts are all resident; `chosen` is on the host."""
     routing = Routing(chosen, host.arrivals.num_experts)
     experts = routing.experts
     plan = LayerPlan(host.layer, experts, (), (), (), (), (), 0.0, 0.0, len(experts))
@@ -138,17 +141,18 @@ def resident_event(host: HostLayer, chosen: Tensor, now: float) -> LayerExecuted
 
 
 def each_row_alone(addresses: Tensor, num_tokens: int, top_k: int) -> GroupedRows:
-    """Return every (token, choice) as a row of an expert of its own, at its address."""
+    """Return every (token, choice) as a group of its own, at its expert's address."""
     every, token = _row_tables(num_tokens, top_k, addresses.device)
     none = every[:0]
     return GroupedRows(addresses, every, token, none, none, most_tokens=1, block_rows=0)
 
 
 def sorted_by_expert(index: Tensor, addresses: Tensor) -> tuple[GroupedRows, Tensor]:
-    """Return a choice's rows expert by expert, and each choice's row: (n_tokens, top_k), -1 none.
+    """Return a choice's routed tokens sorted by expert, and the row of each: (n_tokens, top_k), -1:
+    none.
 
-    `index` (n_tokens, top_k) int64 and `addresses` (num_experts,) are on the device, where all of
-    it is computed. There are as many tiles as there may be: those too many have no rows.
+    `index` (n_tokens, top_k) int64 and `addresses` (num_experts,) are on the device, which computes
+    everything. The number of tiles is the largest possible; surplus tiles have no rows.
     """
     num_rows, num_experts = index.numel(), len(addresses)
     size = block_rows(num_rows, num_rows / num_experts)

@@ -31,18 +31,18 @@ _HAS_TIMEOUT = 17  # CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT
 
 
 class Signals(Protocol):
-    """How a stream sets a word that the host sees, and waits for one of the host's."""
+    """How a stream sets a word that the host sees, and waits for a word of the host."""
 
     name: str
     wait_seconds: float
     """Publish sets the doorbell itself, and combine waits, so long at most; 0: neither."""
 
     def ring(self, doorbell: Tensor) -> None:
-        """Queue `doorbell = 1`, behind all that is queued; nothing where kernels do it."""
+        """Queue `doorbell = 1` after all queued work; no-op if kernels do it."""
         return
 
     def wait(self, done: Tensor) -> None:
-        """Queue a wait for `done == 1`; nothing where kernels do it."""
+        """Queue a wait for `done == 1`; no-op if kernels do it."""
         return
 
 
@@ -65,7 +65,7 @@ class StreamSignals(Signals):
         )  # fmt: skip
 
     def ring(self, doorbell: Tensor) -> None:
-        """Queue a write, behind all that is queued and visible only after it."""
+        """Queue a write that becomes visible after all work queued before it."""
         self._write(self._current_stream(), self._address_of(doorbell), 1, _BEHIND_ALL)
 
     def wait(self, done: Tensor) -> None:
@@ -85,17 +85,19 @@ class StreamSignals(Signals):
 
 
 class KernelSignals(Signals):
-    """Publish sets the doorbell, and combine polls with a pause: nothing else is queued."""
+    """The publishing kernel sets the doorbell and the combining one polls; nothing else is
+    queued.
+    """
 
     name = "polling kernels"
 
     def __init__(self, wait_seconds: float) -> None:
-        """Wait for so long at most, by the GPU's clock."""
+        """Wait at most `wait_seconds`, by the GPU's clock."""
         self.wait_seconds = wait_seconds
 
 
 def longest_wait(index: int, driver: Driver | None = None) -> float:
-    """Return for how many seconds kernels on a GPU may wait; short where nobody says."""
+    """Return how many seconds kernels on a GPU may wait; few if the limit is unknown."""
     driver = driver or open_driver()
     return WATCHED_SECONDS if driver is None or _has_timeout(driver, index) else LONGEST_SECONDS
 

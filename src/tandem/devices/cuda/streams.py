@@ -1,8 +1,8 @@
-"""What Tandem asks of CUDA, in a dozen calls: streams, events between them, memory.
+"""The interface to CUDA, in a dozen calls: streams, events between them, memory.
 
-Everything that can be wrong about the order of copies and computation is decided above this seam,
-so that it is tested without a GPU: a twin on the CPU runs the streams' work late and in any order
-that the events leave open (`tests/experts/lazy_streams.py`).
+The order of copies and computation is decided above this interface, so that it can be tested
+without a GPU: a twin on the CPU runs the streams' work late and in any order that the events allow
+(`tests/experts/lazy_streams.py`).
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _TIMING_PAUSE_SECONDS = 3e-4
 
 
 class Stream(Enum):
-    """The CUDA streams in use. Streams wait for each other only by events."""
+    """The CUDA streams in use. Streams wait for each other only through events."""
 
     COMPUTE = "compute"
     """The stream on which the model runs."""
@@ -38,7 +38,7 @@ class Stream(Enum):
 
 
 class HostCopy(NamedTuple):
-    """Bytes on the host or on the device, and where they go on the other: both (n,) uint8."""
+    """Bytes on the host or the device and their target on the other side: both (n,) uint8."""
 
     target: Tensor
     source: Tensor
@@ -48,14 +48,14 @@ class Event(Protocol):
     """A position in a stream's order."""
 
     def query(self) -> bool:
-        """Tell whether everything before it is done; does not wait."""
+        """Tell without waiting whether everything before the event is done."""
 
     def synchronize(self) -> None:
-        """Wait until everything before it is done."""
+        """Wait until everything before the event is done."""
 
 
 def memory_of(device: torch.device) -> DeviceMemory:
-    """Return the memory of a GPU; what torch's allocator holds unused is free for us."""
+    """Return a GPU's memory; memory that torch's allocator holds unused counts as free."""
     free, total = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return DeviceMemory(total, free + held)
@@ -65,7 +65,7 @@ class CudaStreams:
     """A real GPU, by way of torch; it need not be the current one."""
 
     def __init__(self, index: int = 0) -> None:
-        """Make the streams of a GPU; `cuda_checks.require_cuda` says first whether there is one."""
+        """Create the streams of a GPU; call `require_cuda` first."""
         self.device = torch.device("cuda", index)
         self._batch_copy = find_batch_copy()
         self._fraction_before: float | None = None
@@ -76,7 +76,7 @@ class CudaStreams:
         }
 
     def run(self, stream: Stream, work: Work) -> None:
-        """Queue what `work` does on a stream. What it allocates belongs to that stream."""
+        """Queue `work` on a stream, which owns what it allocates."""
         if stream is Stream.COMPUTE:  # the stream that is current anyway, on this GPU
             with torch.cuda.device(self.device):
                 work()
@@ -85,9 +85,9 @@ class CudaStreams:
             work()
 
     def copy(self, stream: Stream, copies: Sequence[HostCopy]) -> None:
-        """Queue copies from or to the host on a stream, in any order; the host goes on.
+        """Queue copies from or to the host on a stream, in any order; returns at once.
 
-        One call of the driver does it where that is worth it and the memory is pinned.
+        One driver call does several if that is worth it and the memory is pinned.
         """
         if self._batch_copy is not None and stream is not Stream.COMPUTE:
             batch = [
@@ -108,28 +108,30 @@ class CudaStreams:
         self.run(stream, one_by_one)
 
     def record(self, stream: Stream, *, is_timed: bool = False) -> Event:
-        """Return an event behind everything that is queued on a stream, with a clock if asked."""
+        """Return an event after everything queued on a stream; `is_timed` makes it measure time."""
         event: Any = torch.cuda.Event(enable_timing=is_timed)
         event.record(self._cuda_stream(stream))
         return event  # type: ignore[no-any-return]
 
     def between(self, first: Event, last: Event) -> float:
-        """Return the seconds from one timed event to a later one, both of them done."""
+        """Return the seconds between two timed events, both done."""
         assert isinstance(first, torch.cuda.Event)
         assert isinstance(last, torch.cuda.Event)
         return float(first.elapsed_time(last)) / 1e3
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Hold a stream until an event; the host goes on."""
+        """Make a stream wait for an event; returns at once."""
         self._cuda_stream(stream).wait_event(event)  # type: ignore[arg-type]
 
     def pause(self, stream: Stream, seconds: float) -> None:
-        """Let a stream do nothing for a time, but for a thread that spins; the host goes on."""
+        """Make a stream idle for `seconds`, apart from a spinning thread; returns at once."""
         cycles = int(seconds * self._cycles_per_second)
         self.run(stream, lambda: spin_gpu(cycles))
 
     def seconds(self, stream: Stream, work: Work) -> float:
-        """Return the time that some work takes on a stream, without the host's part; waits."""
+        """Return the seconds that `work` takes on a stream, without the host's part; waits for
+        it.
+        """
         self.pause(stream, _TIMING_PAUSE_SECONDS)
         first = self.record(stream, is_timed=True)
         self.run(stream, work)
@@ -138,7 +140,7 @@ class CudaStreams:
         return self.between(first, last)
 
     def synchronize(self) -> None:
-        """Wait for all streams; raises what any of them met."""
+        """Wait for all streams; raises their errors."""
         torch.cuda.synchronize(self.device)
 
     def memory(self) -> DeviceMemory:
@@ -146,7 +148,7 @@ class CudaStreams:
         return memory_of(self.device)
 
     def limit(self, num_bytes: int | None) -> None:
-        """Take no more than so much memory from now on; None: as much as before all limits."""
+        """Limit this process's device memory from now on; None lifts the limit."""
         if num_bytes is None:
             if self._fraction_before is not None:
                 torch.cuda.set_per_process_memory_fraction(self._fraction_before, self.device)
@@ -158,15 +160,15 @@ class CudaStreams:
         torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), self.device)
 
     def cache_bytes(self) -> int:
-        """Return the size of the cache between the processor and its memory."""
+        """Return the size of the GPU's L2 cache."""
         return int(torch.cuda.get_device_properties(self.device).L2_cache_size)
 
     def taken_bytes(self) -> int:
-        """Return what this process has taken so far."""
+        """Return the bytes of device memory that this process has allocated."""
         return torch.cuda.memory_allocated(self.device)
 
     def peak_bytes(self, work: Work) -> int:
-        """Return how much memory some work takes beside what was taken before it; waits."""
+        """Return the peak memory of `work` beyond what was allocated before it; waits for it."""
         self.synchronize()
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -186,7 +188,7 @@ class CudaStreams:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def pin(self, memory: Tensor) -> bool:
-        """Pin memory that is there; False if the system does not let."""
+        """Pin existing host memory; False if the system refuses."""
         code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         if int(code) == 0:
             return True

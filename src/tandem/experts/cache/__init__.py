@@ -1,1 +1,1 @@
-"""A device's expert cache: slots, copies, what it starts with."""
+"""A device's expert cache: slots, copies and initial contents."""

@@ -1,6 +1,6 @@
-"""What time it is for the planner, and who says so.
+"""The planner's clock, virtual or real.
 
-On a virtual clock (`sim.Timeline`) every duration is the profile's, so decisions repeat exactly.
+On a virtual clock (`sim.Timeline`) every duration is the profile's, so decisions are reproducible.
 On the wall clock things take as long as they take.
 """
 
@@ -12,10 +12,10 @@ from tandem.policy.plan import Copy, LayerLoad, LayerPlan
 
 
 class Clock(Protocol):
-    """The planner's time. `run_dense`, `issue` and `run` tell a virtual one what has been done.
+    """The planner's time. `run_dense`, `issue` and `run` advance a virtual one.
 
-    `cpu_busy`, `gpu_busy` and `link_busy` are the seconds that each has worked. A GPU's costs two
-    timed events a batch, so it is counted only while there are `watchers`.
+    `cpu_busy`, `gpu_busy` and `link_busy` are the seconds that each has worked. A GPU's time costs
+    two timed events per batch, so it is counted only while there are `watchers`.
     """
 
     cpu_busy: float
@@ -28,7 +28,7 @@ class Clock(Protocol):
         """Seconds since some fixed moment."""
 
     def run_dense(self, num_tokens: int) -> None:
-        """Pass the dense part of a layer."""
+        """Advance over the dense part of a layer."""
         return
 
     def arrivals(self) -> Iterable[tuple[int, int, float]]:
@@ -39,12 +39,12 @@ class Clock(Protocol):
         return
 
     def run(self, load: LayerLoad, plan: LayerPlan) -> None:
-        """Pass the experts of a layer, with the copies of its plan."""
+        """Advance over the experts of a layer, with the copies of its plan."""
         return
 
 
 class WallClock(Clock):
-    """Real time: it passes by itself, and each processor adds up its own work."""
+    """Real time, which passes by itself; each processor adds up its own work."""
 
     def __init__(self) -> None:
         """Start with no work counted."""
@@ -52,11 +52,11 @@ class WallClock(Clock):
         self.watchers = 0
 
     def is_watched(self) -> bool:
-        """Tell whether a watcher needs to know how long the device works."""
+        """Tell whether a watcher needs the device's busy time."""
         return self.watchers > 0
 
     def add_cpu(self, seconds: float) -> None:
-        """Count work of the CPU; each processor's work is counted by its own thread."""
+        """Count work of the CPU; each counter has one writing thread."""
         self.cpu_busy += seconds
 
     def add_gpu(self, seconds: float) -> None:
@@ -73,5 +73,5 @@ class WallClock(Clock):
         return time.perf_counter()
 
     def arrivals(self) -> Iterable[tuple[int, int, float]]:
-        """Return nothing: the copy engine knows."""
+        """Return nothing, because the copy engine reports arrivals."""
         return ()

@@ -24,15 +24,15 @@ from tandem.policy.plan import Copy, Geometry
 
 
 class CopyEngine(Protocol):
-    """The link from the host store to one device's slots."""
+    """Copies experts from the host store to one device's slots."""
 
     slots: Slots
 
     def submit(self, copies: Sequence[Copy], *, is_needed: bool) -> None:
-        """Queue copies; those that a layer waits for go before those for later."""
+        """Queue copies; those that a layer waits for come before copies ahead."""
 
     def flush(self) -> None:
-        """Begin with what has been submitted, as far as it may: the last of several is in."""
+        """Start the submitted copies; called after the last of several."""
         return
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
@@ -42,10 +42,10 @@ class CopyEngine(Protocol):
         """Return (layer, expert, seconds) of copies that have ended, each once, in their order."""
 
     def cancel(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Give up copies of a layer that have not begun; returns their experts."""
+        """Cancel copies of a layer that have not begun; returns their experts."""
 
     def drain(self) -> None:
-        """Return when every copy has ended or failed."""
+        """Wait until every copy has ended or failed."""
 
     def close(self) -> None:
         """End the engine's threads."""
@@ -53,7 +53,7 @@ class CopyEngine(Protocol):
 
 
 class VirtualCopyEngine(CopyEngine):
-    """Copies whose durations a virtual clock knows; the bytes move when something waits."""
+    """Copies with durations from a virtual clock; the bytes move when something waits for them."""
 
     def __init__(self, store: HostStore, slots: Slots, geometry: Geometry, clock: Clock) -> None:
         """Copy from `store` to `slots`."""
@@ -65,7 +65,7 @@ class VirtualCopyEngine(CopyEngine):
         self._claim_of: dict[tuple[int, int], Claim] = {}
 
     def submit(self, copies: Sequence[Copy], *, is_needed: bool) -> None:
-        """Note copies; their bytes come when a batch waits for them, or when they arrive."""
+        """Record copies; their bytes move when a batch waits for them, or when they arrive."""
         for copy in copies:
             self._note(copy)
 
@@ -79,7 +79,7 @@ class VirtualCopyEngine(CopyEngine):
         self._claim_of[copy.layer, copy.expert] = claim
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
-        """Claim slots; pending bytes come when their images are asked for."""
+        """Claim slots; pending bytes move when their images are read."""
         return self.slots.begin_use(slots, keys, self._bring if self._pending else None)
 
     def arrivals(self) -> Iterable[tuple[int, int, float]]:
@@ -92,7 +92,7 @@ class VirtualCopyEngine(CopyEngine):
             yield arrival
 
     def cancel(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Cancel nothing: the virtual link carries whatever was planned, as the simulator's."""
+        """Cancel nothing: like the simulator's, the virtual link carries whatever was planned."""
         return []
 
     def drain(self) -> None:

@@ -1,6 +1,6 @@
-"""The expert cache of one device: slots, the copies into them, and the planner that decides.
+"""The expert cache of one device: slots, the copies into them, and the planner.
 
-The three belong together because a slot's number means the same to all of them. A new size is a new
+The three belong together because slot numbers mean the same to all of them. A new size makes a new
 set of the three; what the planner's policies have learned is kept.
 """
 
@@ -30,7 +30,7 @@ EngineMaker = Callable[[HostStore, Slots, Geometry, Clock], CopyEngine]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """What things cost here, for this model."""
+    """The costs of operations on this machine for this model."""
 
     profile: HardwareProfile
     shape: ShapeCosts
@@ -85,15 +85,15 @@ class ExpertCache:
 
     @property
     def num_slots(self) -> int:
-        """Slots now."""
+        """The present number of slots."""
         return self.engine.slots.num_slots
 
     def set_sizes(self, num_slots: int) -> list[int]:
-        """Return how the planner would share so many slots."""
+        """Return how the planner would divide `num_slots` slots into sets."""
         return self.settings.set_sizes(self.geometry, num_slots)
 
     def resident(self) -> list[int]:
-        """Return the keys of the experts that are there, best last, without staged ones."""
+        """Return the keys of resident experts, the best last, without staged ones."""
         residency = self.planner.residency
         keys = [
             key
@@ -107,8 +107,8 @@ class ExpertCache:
     def resize(self, num_slots: int, resident: Sequence[int] | None = None) -> None:
         """Change the number of slots between steps; the most valuable experts stay.
 
-        `resident` are the keys to start with instead. If the device lacks the memory, the cache
-        becomes as large as it can. If experts cannot be copied, it is left empty, and that is
+        `resident` are keys to start with instead. If the device lacks memory, the cache becomes as
+        large as it can. If experts cannot be copied, the cache is left empty and the error is
         raised.
         """
         keep = self.resident()[::-1] if resident is None else resident  # best first
@@ -129,7 +129,7 @@ class ExpertCache:
                 raise
 
     def discard(self) -> None:
-        """Give all slots back; copies that have not ended are dropped."""
+        """Free all slots; unfinished copies are dropped."""
         with contextlib.suppress(Exception):  # an error of what is thrown away has been raised
             self.device.synchronize()
         self.engine.slots.forget_uses()
@@ -137,21 +137,21 @@ class ExpertCache:
         self.engine.slots.release()
 
     def close(self) -> None:
-        """Give all slots back and end all threads; once is enough, twice is no error."""
+        """Free all slots and end all threads. May be called twice."""
         if not self._is_closed:
             self._is_closed = True
             self.discard()
             self.device.close()
 
     def submit(self, copies: Sequence[Copy], *, is_needed: bool) -> None:
-        """Hand planned copies to the link."""
+        """Submit planned copies to the link."""
         self._under_way |= {(copy.layer, copy.expert) for copy in copies}
         self.engine.submit(copies, is_needed=is_needed)
         if copies and not is_needed:
             self.engine.flush()
 
     def tell_host(self) -> None:
-        """Let slots in host memory know what the device has: that is the first to leave them."""
+        """Tell host slots which experts the device has, because those leave host memory first."""
         slots = self.store.slots
         if slots is not None:
             slots.note_on_device(bytes(self.planner.residency.state))
@@ -164,7 +164,7 @@ class ExpertCache:
                 self.planner.copy_finished(layer, expert, seconds)
 
     def cancel_unused(self, layer: int, used: Sequence[int]) -> None:
-        """Give up copies ahead of a layer that have not begun and that the layer does not use."""
+        """Cancel copies ahead of a layer that have not begun and that the layer does not need."""
         stale = [e for at, e in self._under_way if at == layer and e not in used]
         if not stale:
             return

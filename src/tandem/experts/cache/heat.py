@@ -1,4 +1,4 @@
-"""Routing heat: how often each expert was used, kept across runs, for the cache's first content."""
+"""Routing heat: how often each expert was used, kept across runs to fill the cache at the start."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ class Heat:
     """Token counts by expert key; add it to an executor's listeners."""
 
     def __init__(self, geometry: Geometry, path: Path) -> None:
-        """Begin with what earlier runs have left in `path`; a damaged file counts as none."""
+        """Begin with the counts of earlier runs in `path`; a damaged file is ignored."""
         self._num_experts = geometry.num_experts
         self._path = path
         self._size = geometry.num_layers * geometry.num_experts
@@ -32,7 +32,7 @@ class Heat:
             counts[first + expert] += tokens
 
     def values(self) -> list[float]:
-        """Return the heat now, as shares of all uses; the present run and the older ones."""
+        """Return each expert's share of all uses, in this run and earlier ones."""
         now = np.array(self._counts, dtype=np.float64)
         total = now.sum()
         if not total:
@@ -41,7 +41,7 @@ class Heat:
         return [float(value) for value in KEEP * older + now / total]
 
     def save(self) -> None:
-        """Write the heat for the next run; a cache directory that cannot be written is no error."""
+        """Save the heat for the next run; errors of the cache directory are ignored."""
         if not any(self._counts):
             return
         try:

@@ -1,7 +1,7 @@
-"""Slots in host memory of a model whose experts lie on the disk, and how much of it there is.
+"""Host slots for a model whose experts are on the disk.
 
-Each layer keeps the same share of its experts in memory; the others are read when they are wanted
-(`csrc/disk`). The packed files stay mapped as well, for what reads an expert once in a while.
+Each layer keeps the same share of its experts in memory; the others are read when they are needed
+(`csrc/disk`). The packed files stay mapped too, for rare reads of single experts.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlace:
-    """Where a layer's experts lie in a file: expert e at byte `first` + e * `stride`."""
+    """Where a layer's experts are in a file: expert e at byte `first` + e * `stride`."""
 
     file: Path
     first: int
@@ -45,7 +45,7 @@ class ExpertPlace:
 
 @dataclass(frozen=True, slots=True)
 class SlotStatistics:
-    """What the slots of a model have done so far."""
+    """Counters of a model's slots since the load."""
 
     hits: int = 0
     misses: int = 0
@@ -57,18 +57,18 @@ class SlotStatistics:
     waited_seconds: float = 0.0
 
     def since(self, before: "SlotStatistics") -> "SlotStatistics":
-        """Return what has come on top."""
+        """Return the difference to an earlier state."""
         pairs = zip(astuple(self), astuple(before), strict=True)
         return SlotStatistics(*(now - then for now, then in pairs))
 
     @property
     def hit_rate(self) -> float:
-        """Share of the experts that were used here which were in memory."""
+        """The share of used experts that were in memory."""
         return self.hits / max(1, self.hits + self.misses)
 
 
 class HostSlots:
-    """Slots in memory for the experts of some layers that lie on the disk."""
+    """Slots in memory for the experts of layers that are on the disk."""
 
     def __init__(
         self,
@@ -122,23 +122,24 @@ class HostSlots:
 
     @property
     def is_direct(self) -> bool:
-        """Whether reads pass by the system's page cache."""
+        """Whether reads bypass the system's page cache."""
         return self.native.is_direct()
 
     def fill(self) -> None:
-        """Begin to read experts into free slots while nothing else is asked of the disk."""
+        """Start reading experts into free slots whenever the disk is idle."""
         self.native.fill()
 
     def pin(self, pin: Pin) -> None:
-        """Pin the slots' memory as far as that goes; it is not given back while they live.
+        """Pin the slots' memory as far as possible; pinned memory is not given back while the slots
+        live.
 
-        Pages that a device reads by their addresses must not be replaced by others.
+        Pages that a device reads by address must not be replaced.
         """
         if pin_slots([self._transit, *self._memory], pin).num_bytes > 0:
             self.native.pin()
 
     def statistics(self) -> SlotStatistics:
-        """Return what has been read and found since the load."""
+        """Return the statistics since the load."""
         counts = self.native.counts()
         return SlotStatistics(
             counts.hits, counts.misses, counts.device_hits, counts.device_misses,
@@ -152,10 +153,10 @@ def num_transit(counts: Sequence[int]) -> int:
 
 
 def share_of(memory_bytes: int, sizes: Sequence[int], counts: Sequence[int]) -> float:
-    """Return the share of all experts that memory holds beside the slots that layers share.
+    """Return the share of all experts that fits in memory beside the slots that layers share.
 
-    `sizes` and `counts` are of the layers' slots and experts. Raises `CapacityError` if not even
-    the shared ones fit.
+    `sizes` and `counts` are each layer's slot size in bytes and number of experts. Raises
+    `CapacityError` if the shared slots alone do not fit.
     """
     shared = num_transit(counts) * max(sizes)
     room = memory_bytes - shared
@@ -179,7 +180,7 @@ def _tables(
 def page_aligned(num_slots: int, slot_bytes: int) -> Tensor:
     """Return memory (num_slots, slot_bytes) uint8 that begins at a huge page.
 
-    A disk writes into small pages one by one: that takes twice as long.
+    Disk reads into small pages are split page by page, and take twice as long.
     """
     memory = allocate_buffers(1, num_slots * slot_bytes + _HUGE_PAGE_BYTES)[0]
     first = -memory.data_ptr() % _HUGE_PAGE_BYTES

@@ -1,7 +1,7 @@
-"""Lets host slots shrink while the system is short of memory, and grow again after.
+"""Shrinks host slots while the system is short of memory, and grows them again after.
 
-A cache that the system pushes out to the disk is worse than a small one: a slot that is read back
-page by page costs a page fault for each 4 KB.
+A cache that the system swaps out is worse than a small one: reading a slot back costs a page fault
+for each 4 KB.
 """
 
 import threading
@@ -17,7 +17,7 @@ _LEAST_SHARE = 0.05
 
 
 class MemoryWatch:
-    """Looks at the free memory once a second, as long as the slots live."""
+    """Checks the free memory once a second while the slots live."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class MemoryWatch:
         *,
         seconds: float = 1.0,
     ) -> None:
-        """Keep about `reserved_bytes` free, as far as the slots can; look every `seconds`."""
+        """Keep about `reserved_bytes` free, as far as the slots allow; check every `seconds`."""
         self._slots, self._free_bytes = weakref.ref(slots), free_bytes
         self._reserved, self._seconds = reserved_bytes, seconds
         self._share = 1.0
@@ -45,7 +45,7 @@ class MemoryWatch:
             del slots
 
     def look(self, slots: HostSlots) -> float:
-        """Take memory from the slots, or give it back; returns the share of them that is used."""
+        """Take memory from the slots or give it back; returns the share of slots in use."""
         free = self._free_bytes()
         if not _SHORT * self._reserved <= free <= _PLENTY * self._reserved:
             change = (free - self._reserved) / max(1, slots.resident_bytes)

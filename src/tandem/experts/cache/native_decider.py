@@ -1,6 +1,7 @@
-"""The decider in native code: what `tandem.policy.decider` decides, to the last bit, much sooner.
+"""The decider in native code: the same decisions as `tandem.policy.decider`, to the last bit, but
+faster.
 
-It is the one that captured steps and host slots ask too (csrc/decider).
+Captured steps and host slots use it too (csrc/decider).
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +21,7 @@ from tandem.policy.residency import COPYING, NOWHERE, READY
 
 
 def native_costs(costs: CostTable, *, is_planned: bool = False) -> _native.Costs:
-    """Return what things cost in steps that are one graph or planned, as the tables are now."""
+    """Return the cost tables as they are now, for planned steps or steps in one graph."""
     first = costs.planned_first if is_planned else costs.cpu_first
     return _native.Costs(
         costs.cpu, costs.gpu, first, costs.link, costs.cpu_slowdown,
@@ -29,10 +30,10 @@ def native_costs(costs: CostTable, *, is_planned: bool = False) -> _native.Costs
 
 
 class NativeDecider:
-    """Decides with the eviction `successor` on one set of slots per layer."""
+    """Makes decisions with the eviction `successor` on one set of slots per layer."""
 
     def __init__(self, plain: PlainDecider, eviction: next_use.NextUse) -> None:
-        """Read what the plain one reads, and ask it about assignments without a native form."""
+        """Take the state of the plain decider, which decides assignments without a native form."""
         self._plain, self._eviction = plain, eviction
         self._residency, self._link = plain.residency, plain.link
         self._take_costs()
@@ -48,7 +49,7 @@ class NativeDecider:
         self._most_tokens = len(costs.cpu) - 1
 
     def split(self, rule: Rule, layer: LayerNow, max_fetches: int) -> Split:
-        """Return who computes what."""
+        """Return which processor computes each expert."""
         if rule.native is None:
             return self._plain.split(rule, layer, max_fetches)
         load, keys, states, now = layer
@@ -71,7 +72,7 @@ class NativeDecider:
     def entries(
         self, layer: LayerNow, split: Split, num_ahead: int, next_plan: float
     ) -> Iterable[tuple[int, int]]:
-        """Return who gets a slot, best first, and who leaves for it."""
+        """Return which experts get a slot, best first, and which leave for them."""
         residency, (load, keys, states, now) = self._residency, layer
         staged = residency.members[residency.staging]
         if not staged and states.count(READY) == len(states):
@@ -85,13 +86,15 @@ class NativeDecider:
         )  # fmt: skip
 
     def most_valued(self, layer: int, most: int) -> Sequence[int]:
-        """Return the keys of a layer's absent experts, the most valuable first, at most so many."""
+        """Return the keys of a layer's absent experts, the most valuable first, at most `most`."""
         first = self._residency.geometry.key(layer, 0)
         values = self._eviction.values(layer)
         return _native.most_valued(self._states(layer), values, first, most)
 
     def predicted(self, coming: Coming, chances: Recurrence) -> Iterable[tuple[int, int]]:
-        """Return who is copied ahead of a layer by what is predicted, and who leaves for it."""
+        """Return the experts to copy ahead of a layer by prediction, and those that leave for
+        them.
+        """
         if self._predictor is None:
             return self._plain.predicted(coming, chances)
         layer, begin, needed_at, in_graph, _ = coming
@@ -113,7 +116,9 @@ class NativeDecider:
         return pairs
 
     def known(self, load: LayerLoad, coming: Coming) -> tuple[int, Iterable[tuple[int, int]]]:
-        """Return how many copies a known load is worth, and who is copied now and who leaves."""
+        """Return how many copies a known load is worth, those to start now, and the experts that
+        leave.
+        """
         self._require(load)
         residency, layer = self._residency, load.layer
         first, states = residency.geometry.key(layer, 0), self._states(layer)

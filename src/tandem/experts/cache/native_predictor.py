@@ -1,6 +1,7 @@
-"""The regression predictor in native code: one for planned steps and captured ones.
+"""The regression predictor in native code, one for planned and captured steps.
 
-What `tandem.policy.prediction.regression_predictor` predicts, to the last bit, much sooner.
+The same predictions as `tandem.policy.prediction.regression_predictor`, to the last bit, but
+faster.
 """
 
 from tandem.kernels import _native
@@ -14,7 +15,7 @@ from tandem.policy.regression import SUM_OFFSET
 
 
 class NativePredictor:
-    """Predicts layers of planned steps; captured ones ask `native` themselves."""
+    """Predicts layers of planned steps; captured steps use `native` directly."""
 
     def __init__(self, geometry: Geometry) -> None:
         """Start with all experts equally likely."""
@@ -34,16 +35,18 @@ class NativePredictor:
         self.is_hinted = self.native.is_hinted
 
     def hint(self, hint: Hint) -> None:
-        """Keep a hint; how often hints come true is counted."""
+        """Record a hint; how often hints come true is counted."""
         if (factor := self.sources.factor(hint.source)) is not None:
             self.native.hint(hint.load.layer, hint.load.experts, hint.load.tokens, factor)
 
     def observe(self, load: LayerLoad) -> None:
-        """Note a lesson for the rows that predicted this layer."""
+        """Record a lesson for the table rows that predicted this layer."""
         self.native.observe(load.layer, load.experts, load.tokens)
 
     def predict(self, layer: int) -> Forecast | None:
-        """Return the forecast, for choices without a native form."""
+        """Return the forecast of a layer, for prefetch choices without a native form; None:
+        unknown.
+        """
         if (found := self.native.forecast(layer)) is None:
             return None
         scores, chances = found
@@ -54,7 +57,7 @@ class NativePredictor:
         return Forecast(memoryview(scores).cast("I"), SUM_OFFSET, 1.0 / ONE, frequencies)
 
     def state(self) -> regression_predictor.PredictorState:
-        """Return what is known between steps beside the tables."""
+        """Return the state between steps, without the tables."""
         self.learn()
         before, counts, of_hints = self.native.state()
         return regression_predictor.PredictorState(
@@ -62,5 +65,5 @@ class NativePredictor:
         )
 
     def restore(self, state: regression_predictor.PredictorState) -> None:
-        """Go on with what another one has counted."""
+        """Continue with another predictor's state."""
         self.native.load(*state)

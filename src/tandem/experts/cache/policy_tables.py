@@ -1,4 +1,4 @@
-"""The policies' tables in native code, for planning live: the same answers, much sooner."""
+"""The policies' tables in native code, for live planning: the same results, but faster."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -77,7 +77,7 @@ def _native_tables(eviction: next_use.NextUse) -> list[_native.NextUseTable]:
 
 
 def host_slot_tables(geometry: Geometry, num_slots: int) -> list[_native.NextUseTable]:
-    """Return the tables in which the eviction of so many host slots a layer learns, by layer."""
+    """Return, by layer, the tables of an eviction for `num_slots` host slots."""
     span = next_use.span_for(num_slots, geometry.top_k)
     return [table.native for table in _next_use_tables(geometry, span)]
 
@@ -90,7 +90,7 @@ NATIVE_TABLES = Native(_next_use_tables, NativePredictor, _native_decider)
 def host_slot_eviction(
     name: str, evictions: Registry[Eviction] = EVICTIONS
 ) -> Callable[[Geometry, int], Eviction]:
-    """Return what makes an eviction for so many host slots a layer, as native code decides."""
+    """Return a factory of evictions for host slots, which decide as native code does."""
     make = evictions.factory(name)
 
     def make_for(geometry: Geometry, num_slots: int) -> Eviction:
@@ -102,12 +102,11 @@ def host_slot_eviction(
 
 
 def native_step_policy(planner: Planner) -> _native.StepPolicy | None:
-    """Return what decides about the layers of captured steps, from a planner's state.
+    """Return the policy for the layers of captured steps, from a planner's state.
 
-    It decides as the planner for steps in one graph, and learns where it does: in the eviction's
-    tables and in the prediction, if steps in one graph copy ahead by it. None for an eviction
-    without native tables, for slots that layers share, and for predictions that are staged in plans
-    too.
+    It decides as the planner does for steps in one graph, and updates the same tables: the
+    eviction's, and the prediction's if steps in one graph copy ahead. None for an eviction without
+    native tables, for slots that layers share, and for predictions that plans stage too.
     """
     eviction, residency = planner.eviction, planner.residency
     if not isinstance(eviction, next_use.NextUse) or residency.num_sets == 1:
@@ -136,10 +135,11 @@ def _graph_predictor(planner: Planner) -> tuple[_native.RegressionPredictor | No
 def resident_lists(
     planner: Planner,
 ) -> tuple[bytes, list[int], list[list[int]], list[list[int]], list[int], list[int], list[int]]:
-    """Return (state and slot by key, experts with a slot and free slots by layer, staging slots).
+    """Return (state and slot by key, experts with a slot and free slots by layer, staging slots,
+    ...).
 
-    Then the keys of experts that were copied ahead, and the slots for more. What has passed of
-    these is given up. Staging slots are the ring's.
+    Then the keys of experts copied ahead, and the slots for more; expired ones are dropped. Staging
+    slots are the ring's.
     """
     residency, experts = planner.residency, planner.geometry.num_experts
     residency.release_passed(planner.geometry.num_layers, ())

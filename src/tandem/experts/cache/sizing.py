@@ -1,4 +1,4 @@
-"""What of a device's memory a user gives, and how many slots that holds. Only bytes, no torch."""
+"""The memory that a user grants on a device, and how many slots it holds. Only bytes, no torch."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -13,11 +13,11 @@ AUTO_MARGIN = 0.10
 
 
 class OutOfDeviceMemoryError(CapacityError):
-    """The device has no memory left for a slot or for work; the cache shrinks and goes on."""
+    """The device has no memory for a slot or for work; the cache shrinks and continues."""
 
 
 class DeviceMemory(NamedTuple):
-    """A device's memory now."""
+    """A device's total and free memory."""
 
     total_bytes: int
     free_bytes: int
@@ -25,7 +25,7 @@ class DeviceMemory(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryShare:
-    """How much of a device Tandem may use; both None: what is free, less a margin."""
+    """How much of a device Tandem may use; if both are None, what is free less a margin."""
 
     num_bytes: int | None = None
     fraction: float | None = None
@@ -81,10 +81,10 @@ def count_slots(
     num_experts: int,
     reserved_bytes: int = 0,
 ) -> int:
-    """Return how many slots the budget has room for; never more than the model has experts.
+    """Return how many slots fit in the budget, at most one per expert.
 
-    `reserved_bytes` of the budget are for dense parts, KV cache and workspace. `CapacityError` if
-    not one slot fits.
+    `reserved_bytes` of the budget are for dense parts, KV cache and workspace. Raises
+    `CapacityError` if not one slot fits.
     """
     budget = budget_bytes(share, memory)
     count = (budget - reserved_bytes) // slot_bytes
@@ -104,10 +104,10 @@ def require_whole(
     parts: Mapping[str, int],
     smaller: Iterable[tuple[str, int]] = (),
 ) -> int:
-    """Return the budget, which holds all of a dense model; raises `CapacityError` if it does not.
+    """Return the budget in bytes if it holds the whole dense model; else raises `CapacityError`.
 
-    `parts` are the bytes of what lies on the device, by what they are; `smaller` what they would
-    be together with other options, by what a user gives for it, largest first.
+    `parts` are the bytes on the device by name. `smaller` are the totals with other options, by
+    option, the largest first.
     """
     needed, budget = sum(parts.values()), budget_bytes(share, memory)
     room = min(budget, memory.free_bytes)

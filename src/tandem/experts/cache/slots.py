@@ -27,7 +27,7 @@ Bring = Callable[[Sequence[Claim]], None]
 
 
 class MemoryPool(Protocol):
-    """A device, as far as it gives slots their memory."""
+    """The part of a device that allocates slots."""
 
     name: str
 
@@ -35,11 +35,11 @@ class MemoryPool(Protocol):
         """Return uint8 memory, aligned to 64 bytes; raises `OutOfDeviceMemoryError`."""
 
     def release(self, memory: Tensor) -> None:
-        """Take memory back."""
+        """Free memory."""
         return
 
     def synchronize(self) -> None:
-        """Return when all launched batches are done; raises the first error of any of them."""
+        """Wait until all launched batches are done; raises their first error."""
         return
 
     def close(self) -> None:
@@ -52,25 +52,25 @@ class SlotUse:
     __slots__ = ("_bring", "_slots", "claims")
 
     def __init__(self, slots: "Slots", claims: list[Claim], bring: Bring | None) -> None:
-        """Hold claims; `bring` is called before the contents are waited for."""
+        """Hold claims; `bring` is called before waiting for the contents."""
         self._slots = slots
         self._bring = bring
         self.claims = claims
 
     def images(self) -> list[Tensor]:
-        """Return the slots' memory once their contents have landed."""
+        """Return the slots' memory once the contents have landed."""
         if self._bring is not None:
             self._bring(self.claims)
         return self._slots.wait_landed(self.claims)
 
     def addresses(self) -> list[int]:
-        """Return where that memory is."""
+        """Return the addresses of the slots once the contents have landed."""
         if self._bring is not None:
             self._bring(self.claims)
         return self._slots.wait_addresses(self.claims)
 
     def end(self) -> None:
-        """Let go: nothing reads the slots for this batch any more."""
+        """Release the claims: this batch no longer reads the slots."""
         self._slots.end_use(self.claims)
 
 
@@ -78,7 +78,7 @@ class Slots:
     """`num_slots` slots of `slot_bytes` on a device."""
 
     def __init__(self, pool: MemoryPool, num_slots: int, slot_bytes: int) -> None:
-        """Take the memory; raises `OutOfDeviceMemoryError`, holding nothing."""
+        """Allocate the memory; raises `OutOfDeviceMemoryError` and then holds nothing."""
         self.slot_bytes = aligned(slot_bytes)
         self.num_slots = num_slots
         self.changed = threading.Condition()
@@ -107,7 +107,7 @@ class Slots:
         self._addresses = [memory.data_ptr() for memory in self._memory]
 
     def release(self) -> None:
-        """Give the memory back; no slot is used afterwards."""
+        """Free the memory; no slot may be used afterwards."""
         for block in self._blocks:
             self._pool.release(block)
         self._blocks, self._memory = [], []
@@ -122,11 +122,11 @@ class Slots:
         return self._memory[slot]
 
     def address(self, slot: int) -> int:
-        """Return where a slot's bytes are."""
+        """Return the address of a slot's bytes."""
         return self._addresses[slot]
 
     def key_in(self, slot: int) -> int:
-        """Return the key of the expert that the slot holds or is about to; NOTHING if none."""
+        """Return the key of the expert that the slot holds or will hold; NOTHING if none."""
         return self._key[slot]
 
     def plan_copy(self, slot: int, key: int) -> int:
@@ -151,7 +151,7 @@ class Slots:
         return SlotUse(self, claims, bring)
 
     def end_use(self, claims: Sequence[Claim]) -> None:
-        """Drop claims."""
+        """Release claims."""
         with self.changed:
             for claim in claims:
                 if self._uses.get(claim, 0) <= 1:
@@ -161,19 +161,21 @@ class Slots:
             self.changed.notify_all()
 
     def can_write(self, slot: int, generation: int) -> bool:
-        """Tell whether a generation's bytes may come: the one before has landed and is unused."""
+        """Tell whether a generation's bytes may be written: the one before has landed and is
+        unused.
+        """
         before = generation - 1
         return self._landed[slot] == before and (slot, before) not in self._uses
 
     def land(self, slot: int, generation: int) -> None:
-        """Note that a generation's last byte is in the slot."""
+        """Record that a generation has arrived completely."""
         with self.changed:
             assert self._landed[slot] == generation - 1, f"slot {slot} skips a generation"
             self._landed[slot] = generation
             self.changed.notify_all()
 
     def adopt(self, slot: int, key: int) -> None:
-        """Note a content that was copied without this object; it is complete and unused."""
+        """Record an expert that was copied without this object; it is complete and unused."""
         with self.changed:
             assert self._landed[slot] == self._planned[slot], f"slot {slot} is being written"
             self._key[slot] = key
@@ -181,7 +183,7 @@ class Slots:
             self._landed[slot] = self._planned[slot]
 
     def void(self, slot: int, generation: int) -> None:
-        """Give a planned generation up that no batch uses; the slot then holds nothing."""
+        """Cancel a planned generation that no batch uses; the slot then holds nothing."""
         with self.changed:
             assert (slot, generation) not in self._uses, f"slot {slot} is used"
             if self._planned[slot] == generation:
@@ -190,12 +192,12 @@ class Slots:
             self.changed.notify_all()
 
     def wait_landed(self, claims: Sequence[Claim]) -> list[Tensor]:
-        """Wait until claimed generations are complete; returns their slots' memory."""
+        """Wait until claimed generations have landed; returns their slots' memory."""
         self._wait(claims)
         return [self._memory[slot] for slot, _ in claims]
 
     def wait_addresses(self, claims: Sequence[Claim]) -> list[int]:
-        """Do the same; returns where that memory is."""
+        """Wait until claimed generations have landed; returns their slots' addresses."""
         self._wait(claims)
         return [self._addresses[slot] for slot, _ in claims]
 
@@ -212,13 +214,15 @@ class Slots:
                 raise self._error
 
     def forget_uses(self) -> None:
-        """Drop all claims, when nothing that is launched is left: some may never have been."""
+        """Drop all claims once nothing launched is running; some batches may never have been
+        launched.
+        """
         with self.changed:
             self._uses.clear()
             self.changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Wake all who wait for contents: they will not come."""
+        """Make all waits for contents raise this error, because they will not arrive."""
         with self.changed:
             self._error = error
             self.changed.notify_all()

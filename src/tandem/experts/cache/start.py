@@ -11,7 +11,7 @@ STARTS: Registry[list[int]] = Registry("start content")
 
 @STARTS.register("heat")
 def hottest(geometry: Geometry, set_sizes: Sequence[int], heat: Sequence[float]) -> list[int]:
-    """Fill every set with the experts that were used most in earlier runs; ties at random."""
+    """Fill every set with the experts used most in earlier runs; ties at random."""
     order = list(range(len(heat)))
     random.Random(0).shuffle(order)
     order.sort(key=lambda key: -heat[key])
@@ -28,7 +28,7 @@ def random_start(geometry: Geometry, set_sizes: Sequence[int], heat: Sequence[fl
 
 @STARTS.register("none")
 def empty(geometry: Geometry, set_sizes: Sequence[int], heat: Sequence[float]) -> list[int]:
-    """Return nothing: paper 2."""
+    """Return nothing, as paper 2 starts."""
     return []
 
 

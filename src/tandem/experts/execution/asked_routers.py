@@ -1,6 +1,6 @@
-"""What a captured step asks the next layer's router with: a product, and the largest of it.
+"""What a captured step needs to ask the next layer's router: a product, and its largest values.
 
-Of the scores by a function of its sums that only grows, where a bias comes behind that.
+If a bias follows a function of the scores, that function must be monotonic.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,9 @@ SCORINGS = ("", "sigmoid", "sqrtsoftplus")
 
 
 class AskedRouter(NamedTuple):
-    """A layer's router, asked with the state of the layer before it; all where the state lies."""
+    """A layer's router, which gets the state of the layer before it; both are on the same
+    device.
+    """
 
     weight: Tensor  # (num_experts, hidden_size)
     bias: Tensor | None  # (num_experts,)

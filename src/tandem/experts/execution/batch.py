@@ -20,11 +20,11 @@ class RoutedCall(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All but the layer."""
+        """Its tensors: tokens, choice and weights."""
         return self[1:]
 
     def detached(self) -> "RoutedCall":
-        """Return the call without its gradients."""
+        """Return the call without gradients."""
         if not (self.hidden.requires_grad or self.top_k_weights.requires_grad):
             return self  # to ask costs less than to detach
         layer, hidden, index, weights = self
@@ -46,7 +46,7 @@ class ExpertFunctions:
 
 
 class CallSide:
-    """What one processor reads and writes in a call, in its own memory: the tokens and the rows."""
+    """What one processor reads and writes in a call, in its own memory: tokens and result rows."""
 
     __slots__ = ("_hidden_fp32", "hidden", "rows")
 
@@ -66,10 +66,10 @@ class CallSide:
 
 @dataclass(slots=True)
 class ExpertBatch:
-    """Some experts of a layer with their rows; not changed once it is made.
+    """Some experts of a layer with their routed tokens; immutable.
 
-    Expert `experts[i]` has rows `begin[i]`..`begin[i + 1]` - 1 of the call, and the rows
-    `begin[i] - begin[0]`.. of `token` and `out`, which are slices of the call's.
+    Expert `experts[i]` has rows `begin[i]`..`begin[i + 1]` - 1 of the call, and the rows `begin[i]
+    - begin[0]`.. of `token` and `out`, which are slices of the call's.
     """
 
     layer: HostLayer
@@ -94,12 +94,12 @@ class ExpertBatch:
 
     @property
     def token(self) -> Tensor:
-        """The token of each row: (num_rows,) int32, on the host."""
+        """The token of each routed token: (num_rows,) int32, on the host."""
         return self.tokens[self.first_token : self.first_token + self.num_rows]
 
     @property
     def out(self) -> Tensor:
-        """Where the rows go: (num_rows, hidden_size) fp32, a range of the side's rows."""
+        """Where results go: (num_rows, hidden_size) fp32, a range of the side's rows."""
         return self.side.rows[self.begin[0] : self.begin[-1]]
 
     @property

@@ -47,7 +47,7 @@ class _Copies(NamedTuple):
 
 
 class CapturedSteps:
-    """The captured steps of an expert cache, but for what their layers run on."""
+    """The captured steps of an expert cache; a subclass supplies what the layers run on."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class CapturedSteps:
     ) -> None:
         """Start the coordinator's threads, as many as `threads`.
 
-        `table` (layers, experts) in the host's memory says where experts lie, 0: nowhere. The
+        `table` (layers, experts) in host memory has the address of each expert, 0: absent. The
         policy must have a native form (`policy_tables.native_step_policy`).
         """
         self._cache, self._rate, self._table = cache, bytes_per_second or 0.0, table
@@ -79,24 +79,24 @@ class CapturedSteps:
         return self._num_tokens > 0
 
     def fetches(self, num_tokens: int) -> bool:
-        """Tell whether a step copies misses for the layer itself."""
+        """Tell whether a step of `num_tokens` copies misses for the current layer."""
         return self._cache.planner.graph_rule(num_tokens).fetches
 
     def asks(self, num_tokens: int) -> bool:
-        """Tell whether each layer of a step asks the next one's router."""
+        """Tell whether each layer of a step asks the next layer's router."""
         return self._cache.planner.asks_in_graph(num_tokens)
 
     def link(self) -> _native.DriverLink | None:
-        """Return how copies go to a GPU; None: slots are in the host's memory."""
+        """Return how copies reach the GPU; None: slots are in host memory."""
         return None
 
     def wait_for_device(self) -> None:
-        """Return when nothing runs on the device that may read a slot."""
+        """Wait until nothing on the device can still read a slot."""
 
     def begin_on(self, box: int, num_tokens: int, known: Sequence[LayerLoad] = ()) -> None:
-        """Begin a step of so many tokens on one of the coordinator's mailboxes.
+        """Begin a step of `num_tokens` tokens in one of the coordinator's mailboxes.
 
-        What is `known`, nothing on the device reads a slot: copies ahead begin at once.
+        The device reads no slot yet, so copies ahead for the `known` loads begin at once.
         """
         self._enter()
         self._lend_slots(num_tokens)
@@ -110,9 +110,9 @@ class CapturedSteps:
         self._num_tokens = num_tokens
 
     def finish(self, *, is_heard: bool) -> None:
-        """End a step all of whose layers have been run or queued; `report` tells of what is heard.
+        """End a step whose layers have all been run or queued; `report` reports it if `is_heard`.
 
-        Telling takes Python time, in which the next step can be under way.
+        Reporting takes Python time, during which the next step can run.
         """
         assert self._num_tokens
         self.coordinator.finish_step(PATIENCE_SECONDS)
@@ -136,9 +136,9 @@ class CapturedSteps:
                 listener(event)
 
     def abort(self) -> None:
-        """Give up a step that has broken off, or was lost, once nothing on the device waits in it.
+        """Abandon a step that failed or was lost, once nothing on the device waits in it.
 
-        What was decided in it holds. Raises `DeviceLostError` if its thread does not come back.
+        Its decisions stay valid. Raises `DeviceLostError` if its thread does not return.
         """
         if not self._num_tokens:
             return
@@ -151,7 +151,7 @@ class CapturedSteps:
         self._apply_step()
 
     def leave(self) -> None:
-        """Let plans take over: copies end, and the slots are known by what they hold."""
+        """Hand over to planned steps: finish copies, and update the slots' contents."""
         self.abort()
         if not self._is_entered:
             return
@@ -320,7 +320,7 @@ def _without_victims(copies: Sequence[_SlotCopy]) -> tuple[Copy, ...]:
 def captured_layers(
     cache: ExpertCache, functions: Mapping[int, ExpertFunctions], dtype: torch.dtype
 ) -> list[_native.RoutedLayer] | None:
-    """Return the layers as captured steps take them; None where kernels or policy need plans.
+    """Return the layers in the form of captured steps; None if kernels or policy need plans.
 
     `functions` are by layer.
     """

@@ -31,14 +31,16 @@ if TYPE_CHECKING:
 
 
 class DeviceLostError(ExecutionError):
-    """The device hangs or has broken: of no use to this process, only another one gets it back."""
+    """The device hangs or is broken; only a new process can use it again."""
 
 
 class WholeCache(Protocol):
-    """Layers whose experts are all resident: the host need not know what a router has chosen."""
+    """Layers whose experts are all resident; the host does not need the routers' choices."""
 
     def serves(self, functions: ExpertFunctions) -> bool:
-        """Tell whether a layer with these functions is computed here, as the cache is now."""
+        """Tell whether a layer with these functions can be computed here in the cache's present
+        state.
+        """
 
     def execute(
         self,
@@ -51,10 +53,10 @@ class WholeCache(Protocol):
         """Queue a layer; see `Executor`."""
 
     def note(self, layer: int, top_k_index: Tensor) -> None:
-        """Queue the copy of a choice to the host, to be told by `noted`."""
+        """Queue the copy of a choice to the host; `noted` reports it."""
 
     def noted(self, now: float) -> Iterator[LayerExecuted]:
-        """Yield what has happened in the noted layers, each once; waits for their choices."""
+        """Yield an event for each noted layer, once; waits for the routers' choices."""
 
 
 class Device(MemoryPool, Protocol):
@@ -68,16 +70,16 @@ class Device(MemoryPool, Protocol):
     """Host memory for the same, which `upload` is fast from."""
 
     def memory(self) -> DeviceMemory:
-        """Return what there is, and what is left of it."""
+        """Return total and free memory."""
 
     def pin(self, memory: Tensor) -> bool:
-        """Make host memory fast to copy from; False if the system does not let."""
+        """Pin host memory; False if the system refuses."""
 
     def download(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Return host copies of the device's tensors, as the model has left them; one wait."""
+        """Return host copies of the device's tensors in their present state, with one wait."""
 
     def forget_rows(self) -> None:
-        """Hand out none of that memory again: a broken call may still write to it."""
+        """Stop reusing the present memory, because a broken call may still write to it."""
         self.rows.forget()
         self.host_rows.forget()
 
@@ -90,7 +92,7 @@ class Device(MemoryPool, Protocol):
         """
 
     def upload(self, source: Tensor, target: Tensor) -> None:
-        """Copy host memory to the device, before what is launched later."""
+        """Copy host memory to the device, before any later launch."""
 
     def prepare_sum(self, row_of: Tensor, weights: Tensor) -> SumRows:
         """Return what sums weight * row over k, first to last, after all batches.
@@ -102,7 +104,7 @@ class Device(MemoryPool, Protocol):
         """
 
     def resident(self, cache: "ExpertCache") -> "WholeCache | None":
-        """Return what computes a cache's layers without a plan while all experts are resident."""
+        """Return what computes a cache's layers without plans once all experts are resident."""
         return None
 
     def require_usable(self) -> None:

@@ -1,7 +1,7 @@
-"""Computes a MoE layer's experts. This one, `CpuExecutor`, runs every expert on the CPU.
+"""The executor interface, and `CpuExecutor`, which computes every expert on the CPU.
 
-It is the simplest implementation of the seam and the baseline of all others. The result does not
-depend on who computed what: each (token, expert) gives one fp32 row, and rows are added in the
+It is the simplest implementation and the baseline of all others. The result does not depend on
+which processor computed what: each routed token gives one fp32 vector, and these are added in the
 order of the router's top-k.
 """
 
@@ -33,7 +33,9 @@ MAX_TOKENS_AT_ONCE = 2048
 
 
 def computed_in_chunks(call: RoutedCall, compute: Callable[[RoutedCall], Tensor]) -> Tensor:
-    """Return what `compute` makes of a call, which gets at most `MAX_TOKENS_AT_ONCE` at a time."""
+    """Return `compute`'s result for a call that is split into at most `MAX_TOKENS_AT_ONCE`
+    tokens.
+    """
     if len(call.hidden) <= MAX_TOKENS_AT_ONCE:
         return compute(call)
     parts = zip(*[tensor.split(MAX_TOKENS_AT_ONCE) for tensor in call.tensors], strict=True)
@@ -41,7 +43,7 @@ def computed_in_chunks(call: RoutedCall, compute: Callable[[RoutedCall], Tensor]
 
 
 class DirectCall(NamedTuple):
-    """A layer's call that native code does alone, from the router's choice to the sum."""
+    """A layer call that native code does alone, from the router's choice to the sum."""
 
     layer: _native.RoutedLayer
     choice: tuple[Tensor, Tensor] | None
@@ -53,9 +55,9 @@ class DirectCall(NamedTuple):
 
 
 class Executor(ABC):
-    """The seam between a model's experts modules and whatever computes them.
+    """Computes the experts of a model's experts modules.
 
-    What a subclass leaves out is for one to which steps mean nothing.
+    The methods with a default are for executors that need to know about steps.
     """
 
     cache: ExpertCache | None = None
@@ -74,7 +76,9 @@ class Executor(ABC):
 
     @property
     def reads_disk(self) -> bool:
-        """Whether experts may be waited for, so that a captured step is given up and done again."""
+        """Whether experts may be read from a disk, so that a captured step may be abandoned and
+        repeated.
+        """
         return self.store.slots is not None
 
     @property
@@ -83,16 +87,18 @@ class Executor(ABC):
         return False
 
     def expect(self, known: Sequence[LayerLoad]) -> None:  # noqa: B027
-        """Hear what layers that are routed by token will use in the next forward pass.
+        """Take the loads of layers that are routed by token id, for the next forward pass.
 
-        In the layers' order; before that is announced.
+        In the layers' order, before that pass is announced.
         """
 
     def catch_up(self) -> None:  # noqa: B027
-        """Report what has been computed and not been reported: steps may be told of a step late."""
+        """Report what has been computed but not reported, as some steps are reported one step
+        late.
+        """
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:  # noqa: B027
-        """Announce the tokens of the forward pass that comes; ids are empty if unknown."""
+        """Announce the tokens of the next forward pass; the ids are empty if unknown."""
 
     def execute(
         self,
@@ -111,31 +117,33 @@ class Executor(ABC):
 
     @abstractmethod
     def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
-        """Compute a call, as `execute`."""
+        """Compute a call; see `execute`."""
 
     def settle(self) -> None:  # noqa: B027
-        """Do what waits for the next step, before a step that is replayed without `execute`."""
+        """Finish pending work before a step that is replayed without `execute`."""
 
     def repeat_step(self, num_tokens: int) -> None:  # noqa: B027
-        """Announce that a recording does a step again, to be compared."""
+        """Announce that a recording repeats a step, for comparison."""
 
     def deferring(self) -> AbstractContextManager[None]:
-        """Return what lets layers within leave to later what their results do not need."""
+        """Return a context in which layers may defer what their results do not need."""
         return nullcontext()
 
     def direct_call(self, call: RoutedCall, functions: ExpertFunctions) -> DirectCall | None:
-        """Return what does calls like this one without the executor; None: it takes part."""
+        """Return a function for calls like this one that bypasses the executor; None: it must take
+        part.
+        """
         return None
 
     def close(self) -> None:  # noqa: B027
-        """End all threads; the executor is not used afterwards."""
+        """End all threads; the executor must not be used afterwards."""
 
 
 @contextmanager
 def unheard(executor: Executor | None) -> Iterator[None]:
-    """Keep steps that only try something from an executor's listeners (None: there is none).
+    """Hide trial steps from an executor's listeners (None: no executor).
 
-    What listeners sum up, learn from or show is what answers took.
+    Listeners sum up, learn from and show only what answers took.
     """
     if executor is None:
         yield
@@ -154,14 +162,14 @@ class CpuExecutor(Executor):
     """Runs every active expert on the CPU: packed ones natively, plain ones in torch."""
 
     def __init__(self, store: HostStore, threads: CpuThreads | None = None) -> None:
-        """Serve the layers of a store; None takes a thread for each fast core."""
+        """Serve the layers of a store; without `threads` there is one for each fast core."""
         super().__init__(store)
         self._kernels = ExpertKernels(threads or CpuThreads())
         self._rows = RowMemory()
         self._rows_lock = threading.Lock()  # several Python threads may call one model
 
     def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
-        """Compute a call, as `execute`."""
+        """Compute a call; see `execute`."""
         call = call.detached()
         if all(tensor.is_cpu for tensor in call.tensors):
             return self._execute(call, functions)
@@ -169,7 +177,7 @@ class CpuExecutor(Executor):
         return self._execute(on_host, functions).to(call.hidden.device)
 
     def direct_call(self, call: RoutedCall, functions: ExpertFunctions) -> DirectCall | None:
-        """Return the direct call of a packed layer; None for what the kernels do not know."""
+        """Return the direct call of a packed layer; None if the kernels do not support it."""
         if type(self) is not CpuExecutor:  # a subclass computes in a way of its own
             return None
         layer = self.store[call.layer]
@@ -211,7 +219,7 @@ class CpuExecutor(Executor):
             return work.prepare_result(side, call.top_k_weights, self._kernels.prepare_sum)()
 
     def report(self, layer: HostLayer, chosen: Tensor, num_active: int, num_rows: int) -> None:
-        """Tell the listeners what a layer's router chose, and how much was computed for it."""
+        """Report to the listeners what a layer's router chose, and how many rows were computed."""
         event = LayerExecuted(
             layer=layer.layer,
             num_tokens=len(chosen),

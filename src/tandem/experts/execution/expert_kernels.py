@@ -22,17 +22,17 @@ from tandem.kernels.reference import expert_ffn
 
 
 class WeightSource(Protocol):
-    """Where a batch's weights lie, if not in the host store."""
+    """Where a batch's weights are, if not in the host store."""
 
     def images(self) -> Sequence[Tensor]:
         """Return the memory of each expert, once it is filled."""
 
     def addresses(self) -> Sequence[int]:
-        """Return where that memory is."""
+        """Return the address of each expert, once it is filled."""
 
 
 class ExpertKernels:
-    """The kernels and their threads, which start with the first packed batch. One call a time."""
+    """The kernels and their threads, which start with the first packed batch. Not thread-safe."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class ExpertKernels:
         self._routed: RoutedLayers | None = None
 
     def wake(self) -> None:
-        """Wake the threads while a call is prepared, if they have been started."""
+        """Wake the threads, if started, while a call is prepared."""
         if self._routed is not None:
             self.threads.engine.wake()
 
@@ -55,10 +55,10 @@ class ExpertKernels:
         self.start(batch, source).finish()
 
     def start(self, batch: ExpertBatch, source: WeightSource | None = None) -> "StartedWork":
-        """Let the threads begin with a batch; the caller's `finish` lends a hand.
+        """Start a batch on the threads; `finish` computes beside them.
 
-        Nothing else may be asked of these kernels in between. What the native kernels do not know
-        is computed as a whole by `finish`.
+        Make no other call in between. What the native kernels do not support, `finish` computes
+        alone.
         """
         begin = time.perf_counter() if self._on_busy else 0.0
         native = None
@@ -145,7 +145,7 @@ class ExpertKernels:
 
 @dataclass(frozen=True, slots=True)
 class StartedWork:
-    """A batch that the threads are at."""
+    """A batch in progress on the threads."""
 
     _finish: Callable[[], None]
     _batch: ExpertBatch
@@ -154,14 +154,16 @@ class StartedWork:
     _begin: float
 
     def finish(self) -> None:
-        """Compute beside the threads; the batch's `out` is filled on return."""
+        """Compute beside the threads; on return the batch's `out` is filled."""
         self._finish()
         if self._on_busy is not None:
             self._on_busy(time.perf_counter() - self._begin)
 
 
 def compute_in_torch(batch: ExpertBatch, token: Tensor, images: Sequence[Tensor] | None) -> None:
-    """Compute expert by expert where `token`, the batch's, is, from `images` or the host store."""
+    """Compute a batch expert by expert on the device of `token`, from `images` or the host
+    store.
+    """
     layer, functions, first = batch.layer, batch.functions, batch.begin[0]
     is_packed = isinstance(layer, PackedLayer)
     activate = (functions.unpacked_activate if is_packed else None) or functions.activate

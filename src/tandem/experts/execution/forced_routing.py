@@ -1,7 +1,6 @@
-"""Forces a recorded routing onto a model, so that speed is measured under what real routers chose.
+"""Forces a recorded routing onto a model, so that speed is measured with real routers' choices.
 
-Wraps an executor: the model's own choice is replaced on its way to the experts. What the model then
-says means nothing.
+Wraps an executor and replaces the model's own choice. The answers are then meaningless.
 """
 
 from collections.abc import Sequence
@@ -21,10 +20,10 @@ _Tokens = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class ForcedRouting(PassingExecutor):
-    """An executor in which every token is routed as the next token of a trace, from its begin."""
+    """An executor that routes each token as the next token of a trace, from its start."""
 
     def __init__(self, inner: Executor, trace: RoutingTrace) -> None:
-        """Hand everything to `inner`; `ConfigError` for a trace of another shape."""
+        """Forward to `inner`; `ConfigError` for a trace of another shape."""
         super().__init__(inner)
         meta = trace.meta
         num_experts = max((x.arrivals.num_experts for x in inner.store), default=0)
@@ -41,7 +40,7 @@ class ForcedRouting(PassingExecutor):
         self._there: tuple[Tensor, Tensor] | None = None  # of the step, where the model's state is
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
-        """Let the next layer begin with the trace's next tokens."""
+        """Advance to the trace's next tokens."""
         self._tokens = self._take(len(token_ids)) if token_ids else None
         self._there = None
         for (num_tokens, _), kept in self._choices.items():
@@ -51,7 +50,7 @@ class ForcedRouting(PassingExecutor):
         super().begin_step(token_ids, is_prefill=is_prefill)
 
     def before(self, call: RoutedCall) -> RoutedCall:
-        """Take the trace's experts instead; weights are the trace's, or all equal."""
+        """Replace the choice by the trace's; weights are the trace's, or all equal."""
         num_tokens, device = len(call.hidden), call.top_k_index.device
         if self._tokens is None or len(self._tokens) != num_tokens:
             self._tokens = self._take(num_tokens)
@@ -62,7 +61,7 @@ class ForcedRouting(PassingExecutor):
         return call._replace(top_k_index=index[call.layer], top_k_weights=weights[call.layer])
 
     def direct_call(self, call: RoutedCall, functions: ExpertFunctions) -> DirectCall | None:
-        """Return the direct call of the executor within, which reads the trace's choice."""
+        """Return the direct call of the wrapped executor, which reads the trace's choice."""
         choice = self.choices(call.layer, len(call.hidden), torch.device("cpu"))
         forced = RoutedCall(call.layer, call.hidden, *choice)
         native = self.inner.direct_call(forced, functions)
@@ -86,9 +85,9 @@ class ForcedRouting(PassingExecutor):
         return int(self._trace.experts.shape[-1])
 
     def choices(self, layer: int, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return experts and weights (num_tokens, top_k) for a layer of a step that is replayed.
+        """Return experts and weights (num_tokens, top_k) of a layer in a replayed step.
 
-        They are tensors that stay; every step of so many tokens fills them as it begins.
+        The tensors keep their addresses; each step of this size fills them when it begins.
         """
         key = num_tokens, device
         if key not in self._choices:

@@ -59,7 +59,7 @@ class _Done(NamedTuple):
 
 
 class HybridExecutor(Executor):
-    """Computes layers by the planner's plans. One call at a time, layers in the model's order."""
+    """Computes layers by the planner's plans. Not thread-safe; layers come in the model's order."""
 
     cache: ExpertCache
     device: Device
@@ -68,9 +68,10 @@ class HybridExecutor(Executor):
     def __init__(
         self, cache: ExpertCache, device: Device, kernels: ExpertKernels, *, in_graph: bool = False
     ) -> None:
-        """Serve the cache's store; the cache is on `device`, `kernels` compute the CPU's share.
+        """Compute the experts of the cache's store on its `device`; `kernels` compute the CPU's
+        share.
 
-        With `in_graph` decode steps of few tokens are planned as those that are one graph decide.
+        With `in_graph`, decode steps of few tokens follow the rules of steps in one graph.
         """
         super().__init__(cache.store)
         self.cache, self.device = cache, device
@@ -101,11 +102,11 @@ class HybridExecutor(Executor):
         return self.look_ahead is not None
 
     def expect(self, known: Sequence[LayerLoad]) -> None:
-        """Hear what layers that are routed by token will use in the next forward pass."""
+        """Take the loads of layers that are routed by token id, for the next forward pass."""
         self._known = known
 
     def take_known(self) -> Sequence[LayerLoad]:
-        """Return what was expected of the step that begins, once."""
+        """Return the loads expected of the current step; they are returned once."""
         known, self._known = self._known, ()
         return known
 
@@ -115,11 +116,10 @@ class HybridExecutor(Executor):
 
     @contextlib.contextmanager
     def captured_step(self, begin: Callable[[Sequence[LayerLoad]], None]) -> Iterator[None]:
-        """Begin a captured step; inside, a graph that hands its layers over is launched.
+        """Begin a captured step; inside, launch a graph that hands its layers over.
 
-        `begin` takes the loads that are known before it.
-
-        Raises `StepSlowError` for one that waited too long for a disk: it may be done again.
+        `begin` takes the loads known beforehand. Raises `StepSlowError` if the step waited too long
+        for a disk; it may be repeated.
         """
         assert self.captured is not None
         with self._turn:
@@ -154,20 +154,20 @@ class HybridExecutor(Executor):
             raise
 
     def resize(self, num_slots: int) -> None:
-        """Change the number of slots; it happens before the next step."""
+        """Change the number of slots before the next step."""
         self._wanted_slots = num_slots
 
     def settle(self) -> None:
-        """Learn of the last layer, and take the size that was asked for."""
+        """Learn from the last layer, and apply a requested change of size."""
         self._learn_of_last_layer()
         if self._wanted_slots is not None:
             wanted, self._wanted_slots = self._wanted_slots, None
             self.resize_now(wanted)
 
     def resize_now(self, num_slots: int, resident: Sequence[int] | None = None) -> None:
-        """Change the number of slots between steps, as of `ExpertCache.resize`.
+        """Change the number of slots between steps, as `ExpertCache.resize` does.
 
-        Captured steps know slots by what they held, so they are left first.
+        Captured steps know slots by their contents, so they are left first.
         """
         self.catch_up()
         if self.captured is not None:
@@ -177,9 +177,10 @@ class HybridExecutor(Executor):
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
-        """Learn and report of a layer when the next one is asked for, and of the last at the end.
+        """Inside, learn from and report each layer when the next one is asked for, and the last at
+        the end.
 
-        For a caller that queues work between layers, which the device then does meanwhile.
+        For a caller that queues work between layers, which the device does meanwhile.
         """
         self._is_deferring = True
         try:
@@ -198,7 +199,7 @@ class HybridExecutor(Executor):
         self.cache.close()
 
     def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
-        """Compute a call, as `execute`. Callers in several Python threads run one by one."""
+        """Compute a call; see `execute`. Calls from several Python threads are serialised."""
         call, layer = call.detached(), call.layer
         with self._turn:
             try:
@@ -287,9 +288,9 @@ class HybridExecutor(Executor):
         return out
 
     def catch_up(self) -> None:
-        """Learn from the last layer, and report all that has been computed and not been reported.
+        """Learn from the last layer, and report everything computed and not yet reported.
 
-        Of captured steps, and of layers that were computed without a plan, the next step reports.
+        Captured steps and layers computed without a plan are reported by the next step.
         """
         self._learn_of_last_layer()
         if self.captured is not None:

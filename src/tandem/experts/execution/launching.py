@@ -20,7 +20,7 @@ from tandem.policy.plan import Copy, LayerPlan
 def launch(
     cache: ExpertCache, device: Device, call: LayerCall, plan: LayerPlan, side: CallSide
 ) -> None:
-    """Launch the device's share of a plan; `call` has its experts in the plan's launch order."""
+    """Launch the device's share of a plan; `call` has its experts in launch order."""
     order, slot_of = plan.in_launch_order(), cache.planner.residency.slot_of
     first = plan.layer * cache.geometry.num_experts
 

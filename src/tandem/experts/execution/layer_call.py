@@ -23,7 +23,7 @@ class LayerCall:
     def __init__(
         self, host: HostLayer, functions: ExpertFunctions, routing: Routing, order: Sequence[int]
     ) -> None:
-        """Lay the rows out with the active experts in this order."""
+        """Lay out the routed tokens with the active experts in this order."""
         self.host = host
         self.routing = routing
         self._functions = functions
@@ -31,7 +31,7 @@ class LayerCall:
         self._rows = routing.sorted_by(order)
 
     def batch(self, first: int, last: int, side: CallSide) -> ExpertBatch:
-        """Return the batch of the order's experts first .. last - 1, computed on a side."""
+        """Return the batch of experts first .. last - 1 of the order, on a side."""
         token, first_token = self._rows.token, self._rows.begin[first]
         experts, begin = self._order[first:last], self._rows.begin[first : last + 1]
         if self.host.input_order is not None:
@@ -41,7 +41,7 @@ class LayerCall:
         return ExpertBatch(self.host, self._functions, side, experts, begin, token, first_token)
 
     def first_row(self, place: int) -> int:
-        """Return the first row of the expert at a place of the order."""
+        """Return the first row of the expert at position `place` of the order."""
         return self._rows.begin[place]
 
     def prepare_result(

@@ -10,27 +10,27 @@ from tandem.experts.execution.executor import Executor
 
 
 class PassingExecutor(Executor):
-    """Hands everything to the executor within. A subclass overrides `before` or `after`."""
+    """Forwards everything to the wrapped executor. A subclass overrides `before` or `after`."""
 
     needs_steps = True
     takes_drafts = False  # a step is a token of each sequence to what records or forces routing
 
     def __init__(self, inner: Executor) -> None:
-        """Stand before `inner`, with its store and its listeners."""
+        """Wrap `inner`, with its store and its listeners."""
         super().__init__(inner.store)
         self.inner, self.cache, self.listeners = inner, inner.cache, inner.listeners
 
     @property
     def asks_ahead(self) -> bool:
-        """Whether the executor within asks routers ahead."""
+        """Whether the wrapped executor asks routers ahead."""
         return self.inner.asks_ahead
 
     def before(self, call: RoutedCall) -> RoutedCall:
-        """Return the call that is computed."""
+        """Return the call to compute."""
         return call
 
     def after(self, call: RoutedCall) -> None:
-        """See the call that has been computed."""
+        """Observe the call that was computed."""
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
         """Announce the step."""
@@ -44,21 +44,21 @@ class PassingExecutor(Executor):
         return out
 
     def catch_up(self) -> None:
-        """Let the executor within report what waits."""
+        """Let the wrapped executor report pending events."""
         self.inner.catch_up()
 
     def settle(self) -> None:
-        """Let the executor within do what waits."""
+        """Let the wrapped executor finish pending work."""
         self.inner.settle()
 
     def repeat_step(self, num_tokens: int) -> None:
-        """Announce it to the executor within."""
+        """Announce the repetition to the wrapped executor."""
         self.inner.repeat_step(num_tokens)
 
     def deferring(self) -> AbstractContextManager[None]:
-        """Let the executor within defer."""
+        """Let the wrapped executor defer."""
         return self.inner.deferring()
 
     def close(self) -> None:
-        """Close the executor within."""
+        """Close the wrapped executor."""
         self.inner.close()

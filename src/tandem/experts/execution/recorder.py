@@ -1,6 +1,6 @@
-"""Notes what the routers choose while a model runs, and makes a routing trace of it.
+"""Records routers' choices while a model runs, and makes a routing trace of them.
 
-Wraps an executor: the routing is read on its way to the experts.
+Wraps an executor and reads the routing of each call.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -57,10 +57,10 @@ class RoutingRecorder(PassingExecutor):
         hears_of_drafts: bool = False,
         by_token: Sequence[int] = (),
     ) -> None:
-        """Hand everything to `inner`; `guesses` returns what `predictors` named.
+        """Forward to `inner`; `guesses` returns what the `predictors` predicted.
 
-        `by_token` are the layers that are routed by token.
-        With `hears_of_drafts` the steps of one sequence may verify drafted tokens: see `keep`.
+        `by_token` are the layers routed by token id. With `hears_of_drafts`, steps of one sequence
+        may verify drafted tokens: see `keep`.
         """
         super().__init__(inner)
         self.takes_drafts = hears_of_drafts
@@ -72,18 +72,18 @@ class RoutingRecorder(PassingExecutor):
         self._sequences: list[_Sequence] = []
 
     def begin_sequences(self, batch: int = 1) -> None:
-        """Begin `batch` sequences side by side; those before have ended."""
+        """Begin `batch` sequences side by side; earlier ones end."""
         self._finish()
         self._batch = batch
         self._is_recording = True
 
     def pause(self) -> None:
-        """End the sequences; record nothing until the next ones begin."""
+        """End the sequences; record nothing until the next `begin_sequences`."""
         self._finish()
         self._is_recording = False
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
-        """Note the tokens of a step."""
+        """Record the tokens of a step."""
         if self._is_recording:
             self._steps.append(_Step(np.array(token_ids, dtype=np.int32), [], [], []))
         super().begin_step(token_ids, is_prefill=is_prefill)
@@ -103,7 +103,7 @@ class RoutingRecorder(PassingExecutor):
         )
 
     def after(self, call: RoutedCall) -> None:
-        """Note the routing of a layer."""
+        """Record the routing of a layer."""
         layer = call.layer
         # A layer that comes again before the next step begins is a second look at it.
         if self._is_recording and len(self._steps[-1].experts) == layer:

@@ -1,4 +1,6 @@
-"""Computes every expert in plain torch from its unpacked weights: slow, and right."""
+"""Computes every expert in plain torch from its unpacked weights: slow, but the definition of
+right.
+"""
 
 import torch
 from torch import Tensor
@@ -40,5 +42,5 @@ class ReferenceExecutor(Executor):
         return expert_ffn(rows, self.weights(host, expert), activate)
 
     def weights(self, host: HostLayer, expert: int) -> ExpertWeights:
-        """Return one expert's values."""
+        """Return one expert's unpacked weights."""
         return host.weights(expert)

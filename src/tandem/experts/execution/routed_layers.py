@@ -1,6 +1,6 @@
-"""Packed layers as the native calls take them: one call for a batch, or for a whole layer.
+"""Packed layers in the form of the native calls: one call per batch, or per layer.
 
-Where the kernels know the layer's format and the model's activation; the rest goes the long way.
+For formats and activations that the kernels support; everything else takes the slower path.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from tandem.kernels.native import TOKEN_DTYPES, native_layout
 
 
 def native_layer(layer: HostLayer, functions: ExpertFunctions) -> _native.RoutedLayer | None:
-    """Return a layer as the native calls take it; None where the kernels do not know it."""
+    """Return a layer in the form of the native calls; None if the kernels do not support it."""
     activation = functions.native
     if activation is None or not isinstance(layer, PackedLayer):
         return None
@@ -31,12 +31,12 @@ def native_layer(layer: HostLayer, functions: ExpertFunctions) -> _native.Routed
 
 
 def can_run_steps(layer: HostLayer, functions: ExpertFunctions) -> bool:
-    """Tell whether nothing lies between the router's choice and the sum that native code lacks."""
+    """Tell whether native code can do all of a layer, from the router's choice to the sum."""
     return functions.post_norm is None and layer.input_order is None
 
 
 def can_read(call: RoutedCall) -> bool:
-    """Tell whether native code reads a call's tensors as they are, but for gaps."""
+    """Tell whether native code can read a call's tensors as they are; gaps are allowed."""
     _, hidden, index, weights = call
     return (
         hidden.dtype in TOKEN_DTYPES
@@ -72,10 +72,10 @@ class RoutedLayers:
     def start_batch(
         self, batch: ExpertBatch, addresses: Sequence[int] | None
     ) -> _native.StartedBatch | None:
-        """Let the threads begin to fill the rows of a batch, whose tensors live until `finish`.
+        """Start filling the rows of a batch on the threads; its tensors must live until `finish`.
 
-        Weights are at `addresses`, or in the host store if None. Returns None, having done nothing,
-        where the kernels do not know the layer.
+        Weights are at `addresses`, or in the host store if None. Returns None, without effect, if
+        the kernels do not support the layer.
         """
         native = self._prepared(batch.layer, batch.functions).native
         if native is None:
@@ -94,9 +94,10 @@ class RoutedLayers:
     def run_directly(
         self, layer: HostLayer, functions: ExpertFunctions, call: RoutedCall
     ) -> tuple[Tensor, int] | None:
-        """Return a layer's result and how many experts were active; None if it cannot.
+        """Return a layer's result and its number of active experts; None if the kernels do not
+        support it.
 
-        Sorts, computes and adds up natively, with every expert on the CPU.
+        Sorts, computes and sums natively, with every expert on the CPU.
         """
         native = self._prepared(layer, functions)
         if native.native is None or not native.runs_steps or not can_read(call):

@@ -75,9 +75,10 @@ class Routing:
         return self.top_k if self._single is not None else len(self._valid)
 
     def load(self, layer: int, top_k_weights: Tensor | None) -> LayerLoad:
-        """Return the choice as a planner needs it; with None, without gate weights.
+        """Return the choice in the form of a planner; without `top_k_weights` it has no gate
+        weights.
 
-        Gate weights are rounded to fp16, as a trace stores them: a replay decides the same.
+        Gate weights are rounded to fp16, as in a trace, so that a replay decides the same.
         """
         if top_k_weights is None:
             return LayerLoad(layer, self.experts, self.tokens, (), self._routes())
@@ -125,7 +126,7 @@ class Routing:
         return SortedTokens(begin, token, row_of)
 
     def fastest_order(self) -> Sequence[int]:
-        """Return the order of experts that takes the least sorting."""
+        """Return the order of experts that needs the least sorting."""
         return self._single if self._single is not None else self.experts
 
 

@@ -1,6 +1,6 @@
-"""Memory for a call's fp32 rows that is kept from call to call, on the host or on a device.
+"""Memory for a call's fp32 rows, reused from call to call, on the host or a device.
 
-A new allocation of megabytes costs a page fault for every 4 KB: a tenth of a long prompt.
+A new allocation of megabytes costs a page fault for every 4 KB: a tenth of a long prompt's time.
 """
 
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class RowMemory:
-    """Hands out the same memory again and again; it grows with the largest call."""
+    """Returns the same memory for each call; it grows with the largest call."""
 
     def __init__(self, allocate: Callable[[int], Tensor] = torch.empty) -> None:
-        """Take memory from `allocate` (number of fp32 values)."""
+        """Allocate with `allocate`, which takes a number of fp32 values."""
         self._allocate = allocate
         self._memory: Tensor | None = None
         self._view: Tensor | None = None  # what was asked for last: the same in every decode step
@@ -31,12 +31,12 @@ class RowMemory:
         return self._view
 
     def holds(self, rows: Tensor) -> bool:
-        """Tell whether rows lie in the present memory."""
+        """Tell whether rows are in the present memory."""
         memory = self._memory
         return memory is not None and (
             rows.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
         )
 
     def forget(self) -> None:
-        """Never hand out the present memory again: a broken call may still write to it."""
+        """Stop reusing the present memory, because a broken call may still write to it."""
         self._memory = self._view = None

@@ -1,6 +1,6 @@
-"""Measures what things cost on this machine: a `HardwareProfile` for one model, in a few seconds.
+"""Measures the costs of operations on this machine: a `HardwareProfile` for one model, in seconds.
 
-Real kernels, real shapes, the model's own experts: each repetition takes other ones, so that
+Real kernels, real shapes, the model's own experts. Each repetition takes other experts, so that
 weights come from memory and not from a processor's caches. Times are medians.
 """
 
@@ -39,7 +39,7 @@ DenseSeconds = Callable[[int], float]  # of one layer, by token count
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredExperts:
-    """A model's experts as they are timed; `kernels` are the CPU's."""
+    """A model's experts for timing; `kernels` are the CPU's."""
 
     store: HostStore
     geometry: Geometry
@@ -50,16 +50,16 @@ class MeasuredExperts:
 
     @property
     def num_at_once(self) -> int:
-        """Experts of a batch of several."""
+        """How many experts a batch of several has."""
         return min(EXPERTS_AT_ONCE, self.geometry.num_experts)
 
     def hidden(self, num_tokens: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Return a random state of the model: (num_tokens, hidden_size)."""
+        """Return random hidden states: (num_tokens, hidden_size)."""
         return torch.randn(num_tokens, self.hidden_size, device=device).to(self.dtype)
 
 
 def experts_in_memory(store: HostStore) -> list[Sequence[int]]:
-    """Return each layer's experts that no disk is waited for; all, where these are too few."""
+    """Return each layer's experts that are in memory; all of them, if these are too few."""
     found: list[Sequence[int]] = []
     for layer in store:
         every = range(layer.arrivals.num_experts)
@@ -74,7 +74,7 @@ def measure_profile(
 ) -> HardwareProfile:
     """Measure a model's experts on the CPU, the link, and both at once; the GPU table is the CPU's.
 
-    What a device computes in is measured by the device, or said by the user of an emulated one.
+    A device measures its own computation; for an emulated one the user gives it.
     """
     bench, geometry = _Bench(experts), experts.geometry
     tokens, cpu, first = bench.cpu_tables()
@@ -126,7 +126,7 @@ def with_emulated_gpu(profile: HardwareProfile, speed: float) -> HardwareProfile
 def with_timed_steps(
     profile: HardwareProfile, prompt_tokens: int, prompt_seconds: float, step_seconds: float
 ) -> HardwareProfile:
-    """Return a profile whose rest of a layer is what whole steps took beyond their experts."""
+    """Return a profile whose dense part is the time of whole steps less their experts."""
     shape = profile.shapes[0]
 
     def rest(tokens: int, seconds: float) -> float:
@@ -140,7 +140,7 @@ def with_timed_steps(
 
 
 def experts_seconds(shape: ShapeCosts, tokens: int) -> float:
-    """Return what the CPU takes for the experts of a layer that so many tokens reach evenly."""
+    """Return the seconds that the CPU takes for a layer's experts, with `tokens` spread evenly."""
     active = min(shape.num_experts, tokens * shape.top_k)
     each = interpolate(shape.tokens, shape.cpu_seconds, tokens * shape.top_k // active)
     return shape.cpu_first_expert_seconds + active * each
@@ -149,7 +149,7 @@ def experts_seconds(shape: ShapeCosts, tokens: int) -> float:
 def with_link(profile: HardwareProfile, bytes_per_second: float) -> HardwareProfile:
     """Return the profile of the same machine with another link.
 
-    The memory that the CPU leaves to copies stays as it was: a link slower than that is not slowed.
+    The bandwidth that the CPU leaves to copies stays the same: a slower link is not slowed further.
     """
     left = profile.link_bytes_per_second / profile.link_slowdown_while_computing
     shapes = tuple(
@@ -165,16 +165,17 @@ def with_link(profile: HardwareProfile, bytes_per_second: float) -> HardwareProf
 
 
 def seconds_each(one: float, many: float, several: int, least: float) -> float:
-    """Return what one more expert costs, from batches of one and of several of them.
+    """Return the cost of one more expert, from batches of one and of several experts.
 
-    It is at least `least`, what fewer tokens cost: noise must not make the table fall.
+    The result is at least `least`, the cost of fewer tokens, so that noise never makes the table
+    fall.
     """
     each = (many - one) / (several - 1) if several > 1 else one
     return max(each, many / several / 2, least)
 
 
 def beside(other: Callable[[], object], work: Callable[[], float]) -> float:
-    """Return what `work` measures while a thread does something else over and over."""
+    """Return what `work` measures while a thread repeats `other`."""
     stop = threading.Event()
 
     def keep_on() -> None:

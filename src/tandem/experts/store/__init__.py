@@ -1,1 +1,1 @@
-"""All experts, once, in host memory."""
+"""All experts of a model, in host memory."""

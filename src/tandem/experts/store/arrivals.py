@@ -1,4 +1,4 @@
-"""Watches a layer's tensors arrive from a checkpoint: right shapes, finite, and all of them."""
+"""Checks a layer's tensors as they arrive from a checkpoint: shapes, finiteness, completeness."""
 
 import math
 
@@ -14,12 +14,12 @@ TENSOR_NAMES = (*WEIGHT_NAMES, *(f"{name}_bias" for name in WEIGHT_NAMES))
 
 
 class Arrivals:
-    """What has come of one MoE layer; `shapes` are those of its fused tensors."""
+    """What has arrived of one MoE layer; `shapes` are those of its fused tensors."""
 
     def __init__(self, name: str, shapes: dict[str, tuple[int, ...]], num_spare: int = 0) -> None:
         """Expect (num_experts, ...) tensors by name.
 
-        A checkpoint may have tensors of `num_spare` experts behind these, which nothing reads.
+        A checkpoint may have tensors of `num_spare` more experts, which nothing reads.
         """
         self.name = name
         self.num_spare = num_spare
@@ -33,7 +33,7 @@ class Arrivals:
         return next(name for name in UP_NAMES if name in self.shapes)
 
     def check_fused(self, tensor_name: str, shape: tuple[int, ...]) -> None:
-        """Raise `ModelError` unless a fused tensor has the shape that the config asks for."""
+        """Raise `ModelError` if a fused tensor's shape differs from the config's."""
         expected = self.shapes[tensor_name]
         if shape != expected:
             raise ModelError(
@@ -42,11 +42,11 @@ class Arrivals:
             )
 
     def check_expert(self, tensor_name: str, shape: tuple[int, ...]) -> None:
-        """The same for one expert's tensor."""
+        """Raise `ModelError` if the shape of one expert's tensor differs from the config's."""
         self.check_fused(tensor_name, (self.num_experts, *shape))
 
     def count(self, tensor_name: str, num_experts: int) -> None:
-        """Note that a tensor of so many experts has been stored."""
+        """Record that a tensor of `num_experts` experts has been stored."""
         self._num_filled[tensor_name] += num_experts
 
     @property
@@ -55,7 +55,7 @@ class Arrivals:
         return all(filled >= self.num_experts for filled in self._num_filled.values())
 
     def require_complete(self) -> None:
-        """Raise `ModelError` naming the first tensor of which experts are missing."""
+        """Raise `ModelError` naming the first tensor with missing experts."""
         for tensor_name, filled in self._num_filled.items():
             if filled < self.num_experts:
                 raise ModelError(
@@ -65,7 +65,7 @@ class Arrivals:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Tell whether all values are finite, at the speed of memory; waits for a GPU."""
+    """Tell whether all values are finite, at memory speed; waits for a GPU."""
     if tensor.numel() == 0:
         return True
     values = tensor.detach()

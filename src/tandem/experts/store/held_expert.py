@@ -1,4 +1,4 @@
-"""An expert's bytes in host memory, which stay where they are while they are read or copied."""
+"""An expert's bytes in host memory, which stay in place while they are read or copied."""
 
 from typing import NamedTuple
 
@@ -15,19 +15,19 @@ class Extent(NamedTuple):
 
 
 class HeldExpert:
-    """An expert that stays until `let_go`; `with` waits for its bytes first.
+    """An expert held in place until `let_go`; `with` first waits for its bytes.
 
-    Without a host slot it lies in memory for good.
+    Without a host slot it is in memory permanently.
     """
 
     __slots__ = ("_slot", "extents")
 
     def __init__(self, extents: list[Extent], slot: _native.HeldExpert | None = None) -> None:
-        """Hold what is at `extents`; from a disk it may still be on its way."""
+        """Hold what is at `extents`; bytes from a disk may still be arriving."""
         self.extents, self._slot = extents, slot
 
     def has_come(self) -> bool:
-        """Tell whether `wait` returns at once."""
+        """Tell whether `wait` would return at once."""
         return self._slot is None or self._slot.has_come()
 
     def wait(self) -> None:
@@ -36,12 +36,12 @@ class HeldExpert:
             self._slot.wait()
 
     def keep(self) -> None:
-        """Let host memory have an expert that was taken back: its bytes have come."""
+        """Give host memory an expert that was taken back from a device: its bytes have arrived."""
         if self._slot is not None:
             self._slot.keep()
 
     def let_go(self) -> None:
-        """Give the slot back to the others; twice is no error."""
+        """Release the slot. May be called twice."""
         if self._slot is not None:
             self._slot.let_go()
 

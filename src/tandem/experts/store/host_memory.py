@@ -1,4 +1,4 @@
-"""What this machine's memory has room for. Reads the operating system, nothing else."""
+"""How much memory this machine has free. Reads the operating system, nothing else."""
 
 import os
 import resource
@@ -13,7 +13,7 @@ from tandem.hardware.windows import memory_advice, wsl_version
 
 
 def available_bytes() -> int:
-    """Return the memory that programs can still take without pushing others out."""
+    """Return the memory that programs can still take without swapping."""
     limits = [memory_left(ROOT)]
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -25,9 +25,9 @@ def available_bytes() -> int:
 
 
 def process_bytes() -> int:
-    """Return the memory that this process takes now, mapped files that it has read included.
+    """Return the memory that this process uses, including mapped files that it has read.
 
-    Its peak where the system does not say.
+    On systems that do not tell, the peak.
     """
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -37,7 +37,7 @@ def process_bytes() -> int:
 
 
 def peak_process_bytes() -> int:
-    """Return the most that this process has taken, also pages that it would have given back."""
+    """Return the peak memory of this process, including pages that it could give back."""
     try:  # getrusage counts what the process took that started this one
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -49,12 +49,14 @@ def peak_process_bytes() -> int:
 
 
 def total_bytes() -> int:
-    """Return the machine's memory."""
+    """Return the machine's total memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def require_host_memory(num_bytes: int, available: int, *, what: str, formats: str = "") -> None:
-    """Raise `HostCapacityError` unless so many bytes are there; says what would fit."""
+    """Raise `HostCapacityError` unless `num_bytes` are available; the message says what would
+    fit.
+    """
     if num_bytes <= available:
         return
     more = f"; {memory_advice(total_bytes())}" if wsl_version() == 2 else ""

@@ -34,10 +34,10 @@ class HostStore:
         is_interleaved: bool = False,
         num_spare: int = 0,
     ) -> HostLayer:
-        """Announce the next MoE layer; its memory is taken when its tensors arrive.
+        """Announce the next MoE layer; its memory is allocated when its tensors arrive.
 
         `shapes` are those of the fused tensors; `expert_dtype` None keeps the source's dtype.
-        `num_spare` is as of `Arrivals`.
+        `num_spare` is as in `Arrivals`.
         """
         arrivals, number = Arrivals(name, shapes, num_spare), len(self._layers)
         layer: HostLayer
@@ -65,12 +65,12 @@ class HostStore:
 
     @property
     def slots(self) -> _native.HostSlots | None:
-        """The slots in memory of experts that lie on a disk; None: all are in memory."""
+        """The host slots for experts on a disk; None: all experts are in memory."""
         first = self._layers[0] if self._layers else None
         return first.slots.native if isinstance(first, PackedLayer) and first.slots else None
 
     def expected_bytes(self, source_dtype: torch.dtype) -> int:
-        """Return the bytes that all announced experts will take, before they arrive."""
+        """Return the bytes that all announced experts will take."""
         return sum(layer.expected_bytes(source_dtype) for layer in self._layers)
 
     @property

@@ -1,4 +1,4 @@
-"""Where a layer whose experts lie on the disk is read from: slots in memory, or the disk now."""
+"""Reads a layer whose experts are on the disk, from host slots or from the disk."""
 
 import ctypes
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from tandem.kernels import _native
 
 @dataclass(frozen=True, slots=True)
 class LayerSlots:
-    """A layer's part of the slots that a model has in memory."""
+    """A layer's part of a model's host slots."""
 
     native: _native.HostSlots
     number: int
@@ -19,21 +19,21 @@ class LayerSlots:
     expert_bytes: int
 
     def hold(self, expert: int) -> HeldExpert:
-        """Hold an expert where it is, or where it is read to; waits until there is room.
+        """Hold an expert in its slot, or read it into one; waits until there is room.
 
-        For a thread that holds no other, or lets go of the others without this one.
+        The calling thread must hold no other expert, or be able to release it independently.
         """
         return self._at(self.native.hold(self.number, expert))
 
     def try_hold(self, expert: int) -> HeldExpert | None:
-        """Do the same without a wait; None: there is no room now."""
+        """Hold an expert without waiting; None: there is no room now."""
         held = self.native.try_hold(self.number, expert)
         return None if held is None else self._at(held)
 
     def take_back(self, expert: int) -> HeldExpert | None:
-        """Return room for the bytes of an expert that leaves a device; None: it is not worth that.
+        """Return room for the bytes of an expert that leaves a device; None: it is not worth it.
 
-        `keep` it once they have come; what is only let go of is forgotten.
+        Call `keep` once they have arrived; without it the expert is forgotten.
         """
         held = self.native.take_back(self.number, expert)
         return None if held is None else self._at(held)

@@ -88,7 +88,7 @@ class PackedLayer:
         return self._buffers
 
     def put(self, tensor_name: str, fused: Tensor) -> None:
-        """Pack the fused tensor (num_experts, ...) of one projection or bias."""
+        """Pack one projection or bias of all experts, (num_experts, ...)."""
         self.arrivals.check_fused(tensor_name, tuple(fused.shape))
         self.put_all(tensor_name, [[tensor] for tensor in fused])
 
@@ -155,7 +155,7 @@ class PackedLayer:
     def put_rows(self, tensor_name: str, experts: Sequence[Sequence[FileRows]]) -> None:
         """Place all experts' projections from rows of a file: gate and up, or one matrix each.
 
-        Raises `ModelError` for scales that are not finite; nothing has arrived then.
+        Raises `ModelError` for scales that are not finite; nothing is stored then.
         """
         placings: list[Placing] = []
         for expert, parts in enumerate(experts):
@@ -211,7 +211,7 @@ class PackedLayer:
             self.arrivals.count(tensor_name, self.arrivals.num_experts)
 
     def move_to(self, stored: dict[str, Tensor]) -> None:
-        """Read from these tensors from now on, which hold what `stored` returned."""
+        """Use these tensors from now on; they hold what `stored` returned."""
         self._keep(stored[STORED_NAME])
         self.input_order = stored.get(STORED_ORDER_NAME)
 
@@ -223,7 +223,7 @@ class PackedLayer:
         return unpack_expert(self.layout, self.buffers[expert])
 
     def extents(self, expert: int) -> list[Extent]:
-        """Return what a slot must receive to hold an expert: a packed one is its own image."""
+        """Return the contents of a slot for an expert; a packed one is its own image."""
         return [Extent(0, self.buffers[expert])]
 
     def hold(self, expert: int) -> HeldExpert:
@@ -231,7 +231,7 @@ class PackedLayer:
         return HeldExpert(self.extents(expert)) if self.slots is None else self.slots.hold(expert)
 
     def try_hold(self, expert: int) -> HeldExpert | None:
-        """Do the same without a wait; None: there is no room in memory now."""
+        """Hold an expert without waiting; None: there is no room in memory now."""
         return self.hold(expert) if self.slots is None else self.slots.try_hold(expert)
 
     def take_back(self, expert: int) -> HeldExpert | None:
@@ -239,7 +239,7 @@ class PackedLayer:
         return None if self.slots is None else self.slots.take_back(expert)
 
     def weights_in(self, image: Tensor) -> ExpertWeights:
-        """Return the values of the expert that a slot holds. Slow: unpacks."""
+        """Return the unpacked weights of the expert in a slot. Slow."""
         return unpack_expert(self.layout, image[: self.layout.num_bytes])
 
     def expected_bytes(self, source_dtype: torch.dtype) -> int:
@@ -252,7 +252,7 @@ class PackedLayer:
         return self.layout.num_bytes
 
     def stored(self) -> dict[str, Tensor]:
-        """Return what a packed checkpoint holds of this layer, by name; contiguous, with gaps."""
+        """Return the layer's tensors for a packed checkpoint, by name; contiguous, with gaps."""
         order = {} if self.input_order is None else {STORED_ORDER_NAME: self.input_order}
         experts = self.buffers if self._stored is None else self._stored
         return {STORED_NAME: experts, **order}

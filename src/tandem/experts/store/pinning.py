@@ -1,13 +1,13 @@
-"""Pins the host store after it is filled, layer by layer, as far as the device and the system let.
+"""Pins the host store after it is filled, layer by layer, as far as device and system allow.
 
-Copies from pinned memory are faster and do not hold the CPU up; without it all works, slower.
+Copies from pinned memory are faster and do not block the CPU; without it everything works, slower.
 
-One rule for what is pinned where. A layer in memory of its own is pinned where it lies. A layer in
-a mapped file (a packed checkpoint) is copied into memory of its own first, if so much of it is
-free: pages of a file cannot be pinned on every system, and where they can the system copies them
-too. So is a layer that the driver refuses where it lies, because its pages are not its alone. The
-first layer that cannot be pinned either way is the last one tried. Of experts on a disk the host
-slots are pinned, layer by layer; their memory stays with them then.
+A layer in ordinary memory is pinned in place. A layer in a mapped file (a packed checkpoint) is
+first copied to ordinary memory, if enough is free: pages of a file cannot be pinned on every
+system, and where they can, the system copies them too. A layer whose pages are not its alone, so
+that the driver refuses it, is also copied. The first layer that cannot be pinned either way ends
+the attempt. For experts on a disk the host slots are pinned, layer by layer; their memory then
+stays allocated.
 """
 
 import mmap
@@ -46,9 +46,9 @@ def pin_store(
     is_mapped: Callable[[Tensor], bool] = lambda tensor: False,
     free_bytes: Callable[[], int] = available_bytes,
 ) -> Pinned:
-    """Pin layers in order until one cannot be, and say loudly why if some are left.
+    """Pin layers in order until one cannot be; warn if some are left.
 
-    `is_mapped` tells whether a tensor lies in a mapped file.
+    `is_mapped` tells whether a tensor is in a mapped file.
     """
     total = sum(_stored_bytes(layer) for layer in store)
     done = moved = 0
@@ -75,7 +75,7 @@ def pin_store(
 
 
 def pin_slots(slabs: Sequence[Tensor], pin: Pin) -> Pinned:
-    """Pin the memory of host slots in order until some cannot be, and say loudly what is left."""
+    """Pin the memory of host slots in order until some cannot be; warn if some are left."""
     done = 0
     for slab in slabs:
         if slab.nbytes > 0 and not pin(slab):

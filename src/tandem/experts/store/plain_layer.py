@@ -66,7 +66,7 @@ class PlainLayer:
         self.arrivals.count(stored_name, self.arrivals.num_experts)
 
     def move_to(self, stored: dict[str, Tensor]) -> None:
-        """Read from these tensors from now on, which hold what `stored` returned."""
+        """Use these tensors from now on; they hold what `stored` returned."""
         self._tensors = dict(stored)
 
     def weights(self, expert: int) -> ExpertWeights:

@@ -1,6 +1,6 @@
-"""Stands in a state dict for a tensor of the host store: says its shape, refuses to be read.
+"""A placeholder in a state dict for a tensor of the host store: it has a shape, but cannot be read.
 
-So a state dict has the names that it must have, and no file is written without its experts.
+The state dict then has all names, and no file can be written without its experts.
 """
 
 from typing import NoReturn
@@ -13,7 +13,7 @@ from tandem.kernels.torch_private import tensor_without_values
 
 
 def refuse_to_copy() -> NoReturn:
-    """Raise `ConfigError`: what is copied or pickled would lack the experts."""
+    """Raise `ConfigError`, because a copy or pickle would lack the experts."""
     raise ConfigError(
         "the experts of this model are in Tandem's host store, so it cannot be copied, pickled or "
         "written like other models; write it with tandem.save(model, directory)"
@@ -21,7 +21,7 @@ def refuse_to_copy() -> NoReturn:
 
 
 class StandIn(Tensor):
-    """A tensor without values, of a shape and a dtype."""
+    """A tensor without values, with a shape and a dtype."""
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype) -> "StandIn":
@@ -50,7 +50,7 @@ class StandIn(Tensor):
 
 
 def keep_elsewhere(module: nn.Module, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Let an experts module, whose tensors of these shapes are stored, refuse to be read."""
+    """Make an experts module, whose tensors of these shapes are in the host store, refuse reads."""
     for name in shapes:
         empty = module.get_parameter(name).data
         setattr(module, name, KeptElsewhere(empty, requires_grad=False))
@@ -59,16 +59,16 @@ def keep_elsewhere(module: nn.Module, shapes: dict[str, tuple[int, ...]]) -> Non
 
 
 class KeptElsewhere(nn.Parameter):
-    """The empty parameter of an experts module; what would adapt the experts is refused."""
+    """The empty parameter of an experts module; it refuses what would adapt the experts."""
 
     @property
     def ndim(self) -> NoReturn:  # type: ignore[override]
-        """Refuse: PEFT asks it, or the next, before it wraps a parameter."""
+        """Refuse: PEFT reads this or `ds_shape` before it wraps a parameter."""
         _refuse_to_adapt()
 
     @property
     def ds_shape(self) -> NoReturn:
-        """Refuse."""
+        """Refuse: see `ndim`."""
         _refuse_to_adapt()
 
 
@@ -80,7 +80,7 @@ def _refuse_to_adapt() -> NoReturn:
 
 
 def refuse_to_load(*_: object) -> NoReturn:
-    """Refuse: a state dict has no place where a packed weight is."""
+    """Refuse: a state dict cannot be loaded into packed weights."""
     raise ConfigError(
         "load_state_dict cannot write into weights that Tandem keeps or has packed; save the "
         'changed model with Transformers and load that with tandem.load, where dense_dtype="none" '

@@ -1,1 +1,1 @@
-"""What the executor reports, and what is made of it."""
+"""The executor's events, and statistics made from them."""

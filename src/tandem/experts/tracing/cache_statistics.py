@@ -9,7 +9,7 @@ from tandem.policy.plan import Copy
 
 @dataclass(slots=True)
 class LayerCounts:
-    """Sums of one layer."""
+    """The totals of one layer."""
 
     active: int = 0
     hits: int = 0
@@ -31,7 +31,7 @@ class LayerCounts:
 
 @dataclass(slots=True)
 class CacheStatistics:
-    """Sums by layer; add it to a hybrid executor's listeners."""
+    """Totals by layer; add it to a hybrid executor's listeners."""
 
     layers: dict[int, LayerCounts] = field(default_factory=dict)
     prefetch_issued: int = 0
@@ -90,7 +90,7 @@ class CacheStatistics:
 
     @property
     def hits(self) -> int:
-        """Of them, resident and ready when planned."""
+        """Active experts that were resident and ready when their layer was planned."""
         return sum(counts.hits for counts in self.layers.values())
 
     @property
@@ -106,5 +106,5 @@ class CacheStatistics:
 
     @property
     def device_share(self) -> float:
-        """Share of the (token, expert) rows that the device computed."""
+        """The share of routed tokens that the device computed."""
         return self.device_rows / self.rows if self.rows else 0.0

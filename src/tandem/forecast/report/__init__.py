@@ -1,1 +1,3 @@
-"""`tandem doctor --report`: what works on a machine that its makers do not have, in one file."""
+"""`tandem doctor --report`: tests a machine that the developers do not have, and writes one
+file.
+"""

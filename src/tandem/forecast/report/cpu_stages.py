@@ -1,4 +1,4 @@
-"""What is tried on every machine: the kernels of each instruction set, and a model's answer."""
+"""Stages for every machine: the kernels of each instruction set, and a model's answer."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -62,7 +62,9 @@ def kernels() -> Said:
 
 
 def answer() -> Said:
-    """Let a tiny model answer, its decode steps recorded and not: both must say the same."""
+    """Compare a tiny model's answers with recorded and with unrecorded decode steps; they must be
+    equal.
+    """
     with TemporaryDirectory() as folder:
         checkpoint = save_tiny_model(Path(folder) / "tiny")
         model = tandem.load(checkpoint, dtype="float32", expert_dtype="int8")
@@ -79,7 +81,7 @@ def answer() -> Said:
 
 
 def logits_of(generator: Generator) -> torch.Tensor:
-    """Return the logits (1 + STEPS, vocabulary) of a prompt and of steps whose tokens are given."""
+    """Return the logits (1 + STEPS, vocabulary) of a prompt and of steps with given tokens."""
     pool = generator.slot_pool(1, capacity=len(_PROMPT) + STEPS)
     logits = [pool.prefill({0: list(_PROMPT)}).float().cpu().view(1, -1)]
     tokens = ((17 * step) % VOCABULARY for step in range(STEPS))

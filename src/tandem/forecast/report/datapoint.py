@@ -1,7 +1,7 @@
-"""The file of `tandem datapoint`: one machine in JSON, and a line of it for a table.
+"""The file of `tandem datapoint`: one machine as JSON, and its line in a table.
 
-It holds what doctor finds, a forecast beside its measurement, and the hardware profile, which
-`tandem plan --profile` reads.
+It holds doctor's findings, a forecast with its measurement, and the hardware profile, which `tandem
+plan --profile` reads.
 """
 
 import json
@@ -26,7 +26,7 @@ HOLDS = (
 
 
 def write_datapoint(path: Path, record: Record, seconds: float) -> None:
-    """Write the file at once, or leave it as it was; `ConfigError` if the disk refuses."""
+    """Write the file atomically; `ConfigError` if the disk refuses."""
     record = record.anonymous()
     profiles = [one.said.profile for one in record.speeds if one.said.profile is not None]
     speeds = [asdict(one) for one in record.speeds]
@@ -78,7 +78,7 @@ HEAD = (
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return what a datapoint says; `FileFormatError` for a file that is none."""
+    """Return the rows of a datapoint; `FileFormatError` if the file is none."""
     try:
         found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         speeds = [one for one in found["speeds"] if one["state"] == "ok"]

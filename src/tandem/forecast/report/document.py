@@ -1,4 +1,4 @@
-"""The file of `tandem doctor --report`: Markdown for people, JSON at its end for programs."""
+"""The file of `tandem doctor --report`: Markdown to read, with JSON at its end."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ FIRST_LINE = "# Report of `tandem doctor`"
 
 
 def write_report(path: Path, record: Record) -> None:
-    """Write the file at once, or leave it as it was; `ConfigError` if the disk refuses."""
+    """Write the file atomically; `ConfigError` if the disk refuses."""
     record = record.anonymous()
     lines = [FIRST_LINE, "", *(f"- {version}" for version in record.versions), ""]
     lines += ["## This machine", "", *_findings(record.findings), ""]

@@ -1,4 +1,4 @@
-"""What is tried on a GPU: hand-over, copies, kernels, captures, then a small model."""
+"""Stages for a GPU: hand-over, copies, kernels, captures, then a small model."""
 
 import time
 from collections.abc import Callable
@@ -35,7 +35,7 @@ _MOST_DIVERGENCE = 1e-3
 
 
 def gpu() -> Said:
-    """Say what is here."""
+    """Describe the GPU and its driver."""
     import triton
 
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
@@ -43,7 +43,7 @@ def gpu() -> Said:
 
 
 def hand_over() -> Said:
-    """Let a graph and a thread of the host hand layers over, and time it."""
+    """Hand layers over between a graph and a host thread, and time it."""
     streams = CudaStreams()
     signals = find_signals(streams)
     if signals is None:
@@ -70,7 +70,7 @@ def _pin(streams: CudaStreams, host: Tensor) -> None:
 
 
 def pinned_copies() -> Said:
-    """Time copies from registered memory, against pageable."""
+    """Time copies from registered memory against pageable memory."""
     streams, host, target = _memories()
 
     def copy() -> None:
@@ -162,7 +162,7 @@ def kernels_many() -> Said:
 
 
 def graph() -> Said:
-    """Capture two pieces with eager work between, and replay them."""
+    """Capture two graphs with eager work between them, and replay them."""
     x, capture = torch.zeros(4, device="cuda"), CudaCapture(torch.device("cuda"))
     with on_capture_stream(capture):
         capture.begin()
@@ -204,7 +204,9 @@ def broken_capture() -> Said:
 
 
 def small_model(device: str = "cuda") -> Said:
-    """Load a tiny model with half of its experts there; its steps must say what the CPU says."""
+    """Load a tiny model with half of its experts on the GPU; its steps must agree with the
+    CPU's.
+    """
     with TemporaryDirectory() as folder:
         checkpoint = save_tiny_model(Path(folder) / "tiny")
         alone = tandem.load(checkpoint, dtype="float32", expert_dtype="mxfp4")

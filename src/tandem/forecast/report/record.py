@@ -1,6 +1,7 @@
-"""What was found and measured on a machine, without private data, and the file it goes into.
+"""The findings and measurements of a machine, without private data, and their file.
 
-It goes into public places, so names of this machine, its user and their directories are replaced.
+The file is meant to be published, so names of the host, its user and their directories are
+replaced.
 """
 
 import getpass
@@ -22,7 +23,7 @@ _LEAST_NAME = 3  # characters: a shorter name of a user is also part of words
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What `tandem doctor --report` and `tandem datapoint` write of a machine."""
+    """What `tandem doctor --report` and `tandem datapoint` write about a machine."""
 
     versions: Sequence[str]
     findings: Sequence[Finding]
@@ -32,7 +33,7 @@ class Record:
     """What was tried and works, or does not."""
 
     def anonymous(self) -> "Record":
-        """Return it without this machine's directories and the names of host and user."""
+        """Return the record without local directories and the names of host and user."""
         return Record(
             versions=[without_private_data(version) for version in self.versions],
             findings=[_finding_without_names(finding) for finding in self.findings],
@@ -42,9 +43,9 @@ class Record:
 
 
 def require_writable(path: Path, first_line: str, kind: str) -> None:
-    """Refuse a file that cannot be written, or that something else has written; `ConfigError`.
+    """Raise `ConfigError` if a file cannot be written, or was written by something else.
 
-    `first_line` begins a file of this `kind`, which may be written again.
+    A file that begins with `first_line`, of this `kind`, may be overwritten.
     """
     if not path.parent.is_dir():
         raise ConfigError(f"{path.parent} is no directory; make it, or name another file")
@@ -57,7 +58,7 @@ def require_writable(path: Path, first_line: str, kind: str) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file at once, or leave it as it was; `ConfigError` if the disk refuses."""
+    """Write a file atomically; `ConfigError` if the disk refuses."""
     try:
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
@@ -69,7 +70,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def without_private_data(text: str) -> str:
-    """Return a text without this machine's directories and the names of host and user."""
+    """Return a text without local directories and the names of host and user."""
     for path, name in _places():
         text = text.replace(path, name)
     for word, name in ((socket.gethostname(), "HOST"), (_user(), "USER")):

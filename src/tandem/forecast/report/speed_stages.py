@@ -1,4 +1,4 @@
-"""Three forecasts against three measurements: how far `tandem plan` is off on this machine."""
+"""Compares three forecasts with measurements: how far `tandem plan` is off on this machine."""
 
 import gc
 import math
@@ -47,7 +47,7 @@ class Speeds(NamedTuple):
 def compare(
     what: str, forecast: Speeds, measured: Speeds, profile: HardwareProfile | None = None
 ) -> Said:
-    """Put a forecast beside what was measured."""
+    """Report a forecast beside its measurement."""
     parts = [
         f"{name} {found:.1f} tok/s, forecast {said:.1f} ({said / found - 1:+.0%})"
         for name, said, found in zip(("prompt", "decode"), forecast, measured, strict=True)
@@ -61,15 +61,15 @@ _SHORTEST_SECONDS = 0.1  # the system counts in hundredths
 
 
 class OtherPrograms:
-    """How many cores other programs have taken since it was made: they make forecasts wrong."""
+    """Measures how much processor time other programs use, which makes forecasts wrong."""
 
     def __init__(self) -> None:
-        """Begin to count."""
+        """Start measuring."""
         self._seconds, self._since = _seconds_of_others(), time.perf_counter()
 
     @property
     def cores(self) -> float:
-        """Cores' worth of processor time, on average; 0 where the system does not say."""
+        """The average number of cores that other programs use; 0 if the system does not tell."""
         seconds = _seconds_of_others() - self._seconds
         return max(0.0, seconds) / max(_SHORTEST_SECONDS, time.perf_counter() - self._since)
 
@@ -86,7 +86,9 @@ def _seconds_of_others() -> float:
 
 
 def on_cpu(shape: ModelShape, expert_dtype: str, *, rounds: int = ROUNDS) -> Said:
-    """Forecast a shape's layers from fewer of them, in so many rounds, then measure them all."""
+    """Forecast a shape's speed from few of its layers, in `rounds` rounds, then measure it
+    whole.
+    """
     others = OtherPrograms()
     with TemporaryDirectory() as folder:
         offload = OffloadConfig(expert_dtype=expert_dtype, dense_dtype="auto", cache_dir=folder)
@@ -123,7 +125,7 @@ def _cut_to_memory(shape: ModelShape, offload: OffloadConfig) -> ModelShape:
 
 
 def on_gpu(shape: ModelShape, share: float, device: str = "cuda") -> Said:
-    """Simulate layers with a share of their experts on the GPU, then measure just that."""
+    """Simulate layers with a share of their experts on the GPU, then measure the same."""
     with TemporaryDirectory() as folder:
         offload = OffloadConfig(expert_dtype="int4", device=device, cache_dir=folder)
         place = "cpu" if device == "emulated" else device

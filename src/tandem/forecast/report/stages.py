@@ -1,8 +1,8 @@
-"""Stages that try something on this machine, each in a process that may crash or hang.
+"""Runs stages that try something on this machine, in a process that may crash or hang.
 
-A fault of a driver ends the process that met it, and a wait inside a GPU cannot be undone. So a
-child process runs the stages one by one; where it ends or takes too long, that stage has failed,
-and a new child goes on with the next.
+A driver fault ends the process, and a wait inside a GPU cannot be undone. So a child process runs
+the stages; if it dies or takes too long, that stage has failed, and a new child continues with the
+next.
 """
 
 import ctypes
@@ -28,12 +28,12 @@ _MOST_DETAILS = 4000  # characters of a traceback: its end says most
 
 
 class NotHereError(TandemError):
-    """Something that this machine does not have, which is no fault."""
+    """The machine lacks what a stage needs; this is no fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a stage found: a line for people, and its numbers for programs."""
+    """A stage's result: a line of text, and its numbers."""
 
     text: str
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One thing that is tried."""
+    """One stage: a name, and the function that runs it."""
 
     name: str
     run: Callable[[], Said]
@@ -53,7 +53,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a stage."""
+    """The outcome of a stage."""
 
     name: str
     state: Literal["ok", "failed", "not here"]
@@ -64,7 +64,7 @@ class Outcome:
 
 
 def run_stages(stages: Sequence[Stage], begin: Callable[[Stage], None]) -> Iterator[Outcome]:
-    """Run stages in order and yield their outcomes; `begin` hears of each before it runs."""
+    """Run stages in order and yield their outcomes; `begin` is called before each."""
     with TemporaryDirectory(prefix="tandem-doctor-") as folder:
         child = _Child(Path(folder) / "stderr")
         try:

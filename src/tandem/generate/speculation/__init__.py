@@ -1,4 +1,4 @@
-"""Speculation: drafted tokens are verified together, and kept as far as they are the answer's."""
+"""Speculation: drafted tokens are verified together, and kept as far as they match the answer."""
 
 from tandem.core.errors import ConfigError
 
@@ -7,7 +7,7 @@ SPECULATE = ("auto", "lookup", "mtp", "none")
 
 
 def require_one_drafter(speculate: str, draft: str | None) -> None:
-    """Raise `ConfigError` where a draft model is named, and something else is to draft, or none."""
+    """Raise `ConfigError` if a draft model is named together with another drafter, or with none."""
     if draft is not None and speculate in ("mtp", "none"):
         raise ConfigError(
             f"--draft names a model that drafts, and --speculate {speculate} says otherwise; give "

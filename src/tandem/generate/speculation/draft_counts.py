@@ -1,4 +1,4 @@
-"""How many tokens steps had drafted, and why the others had none."""
+"""Counts how many tokens steps had drafted, and why others had none."""
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -8,7 +8,7 @@ from tandem.experts.tracing.events import ExpertStatistics
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Sums over decode steps that could have verified drafted tokens."""
+    """Totals over decode steps that could have verified drafted tokens."""
 
     steps: Counter[int] = field(default_factory=Counter)
     """Steps by the number of drafted tokens that they verified."""
@@ -24,17 +24,19 @@ class DraftCounts:
         return self.steps.total() - self.steps[0]
 
     def add(self, num_drafted: int, *, is_unpaid: bool) -> None:
-        """Note a step."""
+        """Record a step."""
         self.steps[num_drafted] += 1
         self.num_unpaid += is_unpaid
 
     def add_read(self, read: ExpertStatistics, before: ExpertStatistics, kept: float) -> None:
-        """Note what experts read in a step of drafted tokens, of which a share is kept."""
+        """Record what experts read in a step with drafted tokens; `kept` is the share that was
+        kept.
+        """
         separate = read.separate_bytes - before.separate_bytes
         self.saved_bytes += round(separate * kept) - (read.touched_bytes - before.touched_bytes)
 
     def since(self, before: "DraftCounts") -> "DraftCounts":
-        """Return what came after an earlier copy."""
+        """Return the difference to an earlier copy."""
         return DraftCounts(
             self.steps - before.steps,
             self.num_unpaid - before.num_unpaid,
@@ -46,7 +48,7 @@ class DraftCounts:
         return replace(self, steps=self.steps.copy())
 
     def line(self) -> str:
-        """Return the sums for people."""
+        """Return the counts as a line of text."""
         with_some = {drafted: n for drafted, n in sorted(self.steps.items()) if drafted}
         num_none = self.steps[0]
         parts = []

@@ -1,4 +1,4 @@
-"""A small model that writes ahead: greedily, in sequence slots of its own."""
+"""A small model that drafts greedily, in sequence slots of its own."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,20 +20,20 @@ _MOST_STEP_TOKENS = 8  # of a slot; more are read as a prompt
 
 
 class Guess(NamedTuple):
-    """A token that may come next, and how likely it is by the model that drafts."""
+    """A token that may come next, with the drafting model's probability."""
 
     token: int
     sureness: float
 
 
 class DraftModel:
-    """A model in slots with the numbers of those for which it drafts."""
+    """A draft model whose slots have the same numbers as those of the model that it drafts for."""
 
     needs_hidden = False
     """Whether it reads what the other model's output head reads."""
 
     def __init__(self, new_pool: NewPool, num_tokens: int) -> None:
-        """Draft tokens whose ids are below `num_tokens`, in slots that come when they are asked."""
+        """Draft tokens with ids below `num_tokens`; its slots are created on first use."""
         self._new_pool, self._num_tokens = new_pool, num_tokens
         self._pool: CpuSlotPool | None = None
         self._main: SlotPool | None = None
@@ -52,7 +52,7 @@ class DraftModel:
     def draft(
         self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int], least: float
     ) -> dict[int, SureDraft]:
-        """Read what is new of the sequences, write on, and forget that."""
+        """Read the sequences' new tokens, draft, and forget the drafted tokens again."""
         pool = self._slots()
         drafts = {slot: [guess] for slot, guess in self._catch_up(pool, histories).items()}
         with self._writing_on(pool, list(drafts)):
@@ -104,7 +104,7 @@ class DraftModel:
 
 
 def read(pool: CpuSlotPool, tokens: Mapping[int, Sequence[int]]) -> list[Guess]:
-    """Append tokens to slots; return the likeliest one after each slot's last."""
+    """Append tokens to slots; return the likeliest next token of each slot."""
     if max(map(len, tokens.values())) > _MOST_STEP_TOKENS:
         return _best(pool.prefill(tokens))
     lasts = torch.tensor([len(new) for new in tokens.values()], device="cpu").cumsum(0) - 1

@@ -1,4 +1,4 @@
-"""What can draft, by name; each is made of the model that it drafts for."""
+"""The drafters by name; each is made for the model that it drafts for."""
 
 import time
 import warnings
@@ -29,7 +29,7 @@ from tandem.policy.speculation.step_costs import TOUCHED, StepCosts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftParts:
-    """What drafters are made of."""
+    """What drafters are made from."""
 
     model: PreTrainedModel
     """The model that they draft for."""
@@ -76,10 +76,10 @@ def _mtp(parts: DraftParts) -> DraftModel:
 
 
 def new_speculation(name: str, parts: DraftParts) -> Speculation | None:
-    """Return the speculation of a name: "none", "auto" or a drafter; `ConfigError` else.
+    """Return the speculation with this name: "none", "auto" or a drafter; else `ConfigError`.
 
-    Prompt look-up is always among it, and a draft model if there is one. A drafter that cannot be
-    made is a `TandemWarning`.
+    It always includes prompt look-up, and a draft model if there is one. A drafter that cannot be
+    made gives a `TandemWarning`.
     """
     if name == "none":
         return None

@@ -1,8 +1,7 @@
-"""A model's own MTP layers as drafter: the first reads what the model's head has read.
+"""Drafts with a model's own MTP layers; the first reads what the model's output head reads.
 
-Layer i drafts the token i + 1 places after the last one, as Transformers' `MtpModel` does; what is
-drafted beyond them, the last layer drafts again and again, each time from what it made of the last
-draft.
+Layer i drafts the token i + 1 places after the last one, as Transformers' `MtpModel` does. Beyond
+that the last layer drafts repeatedly, each time from its own output for the last draft.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,12 +17,12 @@ from tandem.generate.speculation.mtp_layer import PROMPT_TOKENS, MtpLayer
 
 
 class MtpDrafter(DraftModel):
-    """Drafts with the layers one after the other, and then with the last."""
+    """Drafts with the layers in order, and then repeatedly with the last one."""
 
     needs_hidden = True
 
     def __init__(self, layers: Sequence[MtpLayer], num_tokens: int) -> None:
-        """Draft tokens whose ids are below `num_tokens` with some layers, the first one first."""
+        """Draft tokens with ids below `num_tokens`; the layers are in order."""
         super().__init__(layers[0].slots, num_tokens)
         self._layers = layers
         for layer, after in pairwise(layers):
@@ -32,7 +31,7 @@ class MtpDrafter(DraftModel):
         self._trials = ExitStack()
 
     def follow(self, main: SlotPool) -> None:
-        """Hear of what the model's slots are given, from now on."""
+        """Observe from now on what the model's slots read."""
         if main is not self._main:
             for layer in self._layers:
                 layer.forget()

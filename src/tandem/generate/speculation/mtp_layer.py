@@ -44,10 +44,10 @@ class _Pairs:
 
 
 class MtpLayer:
-    """The layer at some depth among a model's MTP layers; that of the first is 0."""
+    """One of a model's MTP layers; the first has depth 0."""
 
     def __init__(self, new_pool: NewPool, embedding: MtpEmbedding, depth: int) -> None:
-        """Read in slots of `new_pool`, whose tokens `embedding` joins with what was made."""
+        """Use slots of `new_pool`; `embedding` joins each token with its hidden state."""
         self._new_pool, self._embedding, self._depth = new_pool, embedding, depth
         self._pool: CpuSlotPool | None = None
         self._pairs: dict[int, _Pairs] = {}
@@ -62,21 +62,23 @@ class MtpLayer:
         self._pairs.clear()
 
     def slots(self, count: int) -> CpuSlotPool:
-        """Return the layer's slots, `count` of them if there are none yet."""
+        """Return the layer's slots; creates `count` of them on first use."""
         if self._pool is None:
             self._pool = self._new_pool(count)
         return self._pool
 
     def knows(self, slot: int) -> bool:
-        """Whether something was made of a slot's sequence that the layer reads, or has read."""
+        """Whether the layer has hidden states of a slot's sequence, read or not."""
         return slot in self._pairs
 
     def num_waiting(self, slot: int) -> int:
-        """Return how many pairs of a sequence are not read."""
+        """Return how many pairs of a sequence are unread."""
         return len(self._pairs[slot].rows) if slot in self._pairs else 0
 
     def note(self, slot: int, first: int, made: Tensor) -> None:
-        """Take what was made of a sequence's tokens up to position `first`, and the next ones."""
+        """Add the hidden states of a sequence's tokens up to position `first`, and its next
+        tokens.
+        """
         self._cut(slot, first)
         known = self._pairs.get(slot)
         if known is not None and first == known.first + len(known.rows):
@@ -98,7 +100,7 @@ class MtpLayer:
             self.after._cut(slot, first)
 
     def read_certain(self, sequences: Mapping[int, Sequence[int]]) -> dict[int, Guess]:
-        """Read the pairs whose tokens are certain by now; return what may come after the last."""
+        """Read the pairs whose tokens are certain now; return guesses of the next tokens."""
         tokens: dict[int, Sequence[int]] = {}
         rows, firsts = [], {}
         for slot, sequence in sequences.items():
@@ -115,9 +117,9 @@ class MtpLayer:
     def read_tried(
         self, drafted: Mapping[int, Sequence[int]], before: "MtpLayer"
     ) -> dict[int, Guess]:
-        """Read the pairs that wait, then what the layer before has tried, with drafted tokens.
+        """Read the waiting pairs, then those with drafted tokens that the layer before has tried.
 
-        The slots are on trial; the pairs wait on.
+        The slots are on trial; the pairs keep waiting.
         """
         tokens, rows = {}, []
         for slot, new in drafted.items():
@@ -127,7 +129,7 @@ class MtpLayer:
         return self._read(tokens, rows, None)
 
     def write_on(self, lasts: Mapping[int, int]) -> dict[int, Guess]:
-        """Read the tokens drafted last, each with what the layer itself has made last."""
+        """Read the tokens drafted last, each with the layer's own last output."""
         rows = [self._last[slot] for slot in lasts]
         return self._read({slot: (last,) for slot, last in lasts.items()}, rows, None)
 

@@ -1,4 +1,4 @@
-"""Loads a small model to draft with."""
+"""Loads a small model for drafting."""
 
 from pathlib import Path
 
@@ -11,9 +11,9 @@ from tandem.hf.runtime import require_runtime
 
 
 def load_small(path: Path) -> PreTrainedModel:
-    """Load a model on the CPU, its linear layers packed as they are; raises `TandemError`.
+    """Load a model on the CPU without requantising its linear layers; raises `TandemError`.
 
-    A GGUF file's keep their codes.
+    Those of a GGUF file keep their codes.
     """
     checkpoint = open_model(path)
     model = load_checkpoint(checkpoint, small_options(checkpoint))

@@ -1,8 +1,8 @@
-"""Which drafted tokens a decode step verifies: as many as pay, by measured costs.
+"""Decides which drafted tokens a decode step verifies, by measured costs.
 
-A step of more tokens takes longer, as it touches more experts; its drafted tokens come true with a
-chance. `Speculation.choose` takes the drafts that bring the most tokens a second, which are often
-none. The answer is the same whatever it takes.
+A step of more tokens takes longer, as it touches more experts; drafted tokens are right with some
+probability. `Speculation.choose` takes the drafts that give the most tokens per second, often none.
+The answer is the same in any case.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from tandem.policy.speculation.step_costs import StepCosts
 
 @dataclass(slots=True)
 class Speculation:
-    """Drafts for the requests of one scheduler."""
+    """Drafts tokens for the requests of one scheduler."""
 
     ways: Sequence[Drafting]
     models: Sequence[DraftModel] = ()
@@ -35,7 +35,7 @@ class Speculation:
 
     @property
     def needs_hidden(self) -> bool:
-        """Whether a way of drafting reads what the model's output head reads."""
+        """Whether a drafter reads what the model's output head reads."""
         return any(model.needs_hidden for model in self.models)
 
     def follow(self, pool: SlotPool) -> None:
@@ -51,7 +51,7 @@ class Speculation:
     def choose(
         self, histories: Mapping[int, Sequence[int]], rooms: Mapping[int, int], batch: int
     ) -> Drafts:
-        """Return the drafted tokens that the next step verifies, as of `best_plan`; often none."""
+        """Return the drafted tokens for the next step to verify, by `best_plan`; often none."""
         plan = best_plan(self.ways, NextStep(histories, rooms, batch, self.costs))
         drafts = plan.drafts() if plan is not None and plan.is_worth else {}
         self.counts.add(sum(map(len, drafts.values())), is_unpaid=plan is not None and not drafts)
@@ -59,13 +59,13 @@ class Speculation:
         return drafts
 
     def note_kept(self, num_tokens: int, num_kept: int) -> None:
-        """Note how many tokens of a step that verified drafted ones came true, certain ones too."""
+        """Record how many tokens of a verifying step were kept, certain ones included."""
         if self.experts is not None and self._read_before is not None:
             self.counts.add_read(self.experts, self._read_before, num_kept / num_tokens)
         if self.on_kept is not None:
             self.on_kept(num_tokens, num_kept)
 
     def forget(self, slot: int) -> None:
-        """Drop what is known of a request that is through."""
+        """Drop the state of a finished request."""
         for way in self.ways:
             way.forget(slot)

@@ -1,4 +1,4 @@
-"""What steps of several tokens take where experts are resident, as the executor's events tell."""
+"""What multi-token steps read where experts are resident, from the executor's events."""
 
 import contextlib
 import weakref
@@ -11,7 +11,9 @@ from tandem.policy.speculation.step_shape import TouchedExperts
 
 
 def touched_experts(executor: Executor, cache: ExpertCache) -> TouchedExperts:
-    """Return the shape of an executor's steps, which hears of its layers as long as it is held."""
+    """Return the statistics of an executor's steps; it listens to layers as long as it is
+    referenced.
+    """
     touched = TouchedExperts(lambda: cache.planner)
     listener = _listener(weakref.ref(touched))
     executor.listeners.append(listener)

@@ -1,4 +1,4 @@
-"""Hardware profiles that come with Tandem, and files of what was measured here."""
+"""Hardware profiles that come with Tandem, and profile files measured here."""
 
 import contextlib
 import json
@@ -22,7 +22,9 @@ def profile_names() -> list[str]:
 
 
 def load_profile(name_or_path: str) -> HardwareProfile:
-    """Load a built-in profile by name, or by path (with a slash or .json) one or a datapoint's."""
+    """Load a built-in profile by name, or a profile or datapoint by path (with a slash or
+    .json).
+    """
     if "/" in name_or_path or name_or_path.endswith(".json"):
         path = Path(name_or_path)
         if not path.is_file():
@@ -55,12 +57,12 @@ def _profile_in(text: str) -> str:
 
 
 def save_profile(profile: HardwareProfile, path: str | Path) -> None:
-    """Write a profile; the file appears whole, or not at all and with a warning."""
+    """Write a profile atomically; on an error only a warning is given."""
     keep_file(Path(path), profile.to_json())
 
 
 def keep_file(path: Path, text: str) -> None:
-    """Write a file, whole or not at all; where the system does not let, a warning says so."""
+    """Write a file atomically; on an error only a warning is given."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +80,7 @@ def keep_file(path: Path, text: str) -> None:
 
 
 def shape_for(profile: HardwareProfile, model: str, geometry: Geometry) -> ShapeCosts:
-    """Return the costs of a traced model: by its name, else those of the most similar shape."""
+    """Return the costs of a traced model by name, else those of the most similar shape."""
     name = model.lower().rsplit("/", 1)[-1]
     for costs in profile.shapes:
         if costs.shape in name or name in costs.shape:

@@ -1,10 +1,11 @@
-"""Adapters: modules of ours for experts that are not on Transformers' experts interface.
+"""Adapters: our modules for experts that do not use Transformers' experts interface.
 
-One file each. An adapter takes the place of a module of Transformers in a model that is about to be
-loaded, keeps its other parts, and has its experts as an `AdaptedExperts`, its parameters under the
-names that Transformers gives the checkpoint's tensors, or else with `STACKED`, of `StackedRows`, or
-`SEPARATE`, the path of experts that a checkpoint may have one by one, each with three projections.
-A text model that Transformers has beside a tower alone is here as a whole (`text_class`).
+One file each. An adapter replaces a module of Transformers in a model that is about to be loaded.
+It keeps the module's other parts and holds its experts as an `AdaptedExperts`. Parameters have the
+names that Transformers gives the checkpoint's tensors; otherwise the adapter has `STACKED`, of
+`StackedRows`, or `SEPARATE`, the path of experts that a checkpoint may store one by one, each with
+three projections. A text model that Transformers has only together with a tower is here as a whole
+(`text_class`).
 """
 
 from collections.abc import Callable, Mapping
@@ -35,7 +36,7 @@ TEXT_MODELS: Mapping[str, str] = {"step3p5": "Step3p5ForCausalLM"}
 
 
 def text_class(model_type: str) -> type[PreTrainedModel] | None:
-    """Return our class of a text model; None: Transformers has its own, or there is none."""
+    """Return our class of a text model; None: Transformers has one, or none exists."""
     if model_type not in TEXT_MODELS:
         return None
     found: type[PreTrainedModel] = getattr(
@@ -45,7 +46,7 @@ def text_class(model_type: str) -> type[PreTrainedModel] | None:
 
 
 def put_on_interface(model: PreTrainedModel) -> None:
-    """Replace a model's modules that have an adapter; what has been replaced stays."""
+    """Replace a model's modules that have an adapter; calling it again changes nothing."""
     config = model.config.get_text_config()
     for path, module in list(model.named_modules()):
         adapter = adapter_of(type(module))
@@ -54,12 +55,12 @@ def put_on_interface(model: PreTrainedModel) -> None:
 
 
 def stacked_rows(model: nn.Module) -> list[StackedRows]:
-    """Return which tensors of a checkpoint a model's adapters read in a layout of their own."""
+    """Return which checkpoint tensors a model's adapters read in a layout of their own."""
     kinds = {type(module) for module in model.modules()}
     return [rows for kind in kinds for rows in getattr(kind, "STACKED", ())]
 
 
 def adapter_of(kind: type) -> Adapter | None:
-    """Return what replaces the modules of a class; None: they stay."""
+    """Return the adapter for modules of a class; None: they stay."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     return ADAPTERS.get(name.removeprefix("transformers.models."))

@@ -1,4 +1,4 @@
-"""Experts that a model computes by itself, as a module of Transformers' experts interface."""
+"""Experts that a model computes in its own code, as a module of Transformers' experts interface."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from tandem.hf.experts import experts_forward
 
 
 class StackedRows(NamedTuple):
-    """Tensors of a checkpoint in which all experts' rows lie one below the other."""
+    """Checkpoint tensors in which the rows of all experts are stacked."""
 
     sources: tuple[str, ...]
     """The ends of their names; an expert's rows of each are stacked."""

@@ -8,7 +8,7 @@ from tandem.hf.adapters.adapted_experts import AdaptedExperts, StackedRows
 
 
 class DbrxExperts(nn.Module):
-    """The experts of a layer, under the name of the part that computed one after the other."""
+    """The experts of a layer; replaces the module that computed them one after the other."""
 
     STACKED = (
         StackedRows(("experts.mlp.w1", "experts.mlp.v1"), "experts.mlp.gate_up_proj"),

@@ -10,9 +10,9 @@ from tandem.hf.adapters.adapted_experts import AdaptedExperts
 
 
 def with_image_outputs(model: ModelPart, config: PreTrainedConfig) -> ModelPart:
-    """Return the text model in one with a tower, which reads a field of its outputs (5.24).
+    """Add to a text model's outputs a field that the model with a tower reads; return the model.
 
-    The text model's outputs lack it, so that Transformers' own forward fails.
+    Transformers 5.24 lacks that field, so that its own forward fails.
     """
 
     def add(module: nn.Module, args: object, outputs: object) -> None:
@@ -24,7 +24,7 @@ def with_image_outputs(model: ModelPart, config: PreTrainedConfig) -> ModelPart:
 
 
 class Llama4Router(nn.Linear):
-    """Chooses a token's expert, and by how much its input is scaled."""
+    """Chooses a token's expert, and the factor that scales its input."""
 
     def __init__(self, router: ModelPart) -> None:
         """Take over a router's weights."""
@@ -44,7 +44,7 @@ class Llama4Router(nn.Linear):
 
 
 class Llama4Moe(nn.Module):
-    """The block of a layer's experts: routed ones, and the one that all tokens share."""
+    """The experts block of a layer: the routed experts and the shared one."""
 
     SEPARATE = "feed_forward.experts"  # where quantised checkpoints have experts one by one
 
@@ -59,7 +59,7 @@ class Llama4Moe(nn.Module):
         self.shared_expert = block.shared_expert
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (n_tokens, hidden_size) of (..., hidden_size), and the router's logits."""
+        """Return (n_tokens, hidden_size) for (..., hidden_size), and the router's logits."""
         hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits, score, expert = self.router(hidden)
         routed = self.experts(hidden * score, expert, torch.ones_like(score))

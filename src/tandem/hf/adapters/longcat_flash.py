@@ -7,7 +7,7 @@ from tandem.hf.adapters.adapted_experts import AdaptedExperts
 
 
 class LongcatFlashExperts(AdaptedExperts):
-    """The experts of a layer: those with weights, and behind them those that return their input.
+    """The experts of a layer: those with weights, then those that return their input.
 
     The router chooses among both. To the executor the latter are padding, which adds nothing.
     """

@@ -13,5 +13,5 @@ REFUSED: Mapping[str, str] = {
 
 
 def why_no_adapter(model_type: str) -> str | None:
-    """Return why a type of models has no adapter; None: it is not known here."""
+    """Return why a model type has no adapter; None: it is unknown here."""
     return REFUSED.get(model_type.replace("-", "_"))

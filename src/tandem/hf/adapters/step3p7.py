@@ -1,4 +1,4 @@
-"""Step-3.7: experts of the last layers clamp what comes out of the activation, not what goes in."""
+"""Step-3.7: the last layers' experts clamp the activation's output, not its input."""
 
 from torch import Tensor
 
@@ -7,7 +7,7 @@ from tandem.hf.adapters.adapted_experts import AdaptedExperts
 
 
 class Step3p7Experts(AdaptedExperts):
-    """The experts of a layer; an id behind them is the router's padding and adds nothing."""
+    """The experts of a layer; ids behind them are the router's padding and add nothing."""
 
     def __init__(self, experts: ModelPart, config: PreTrainedConfig) -> None:
         """Take over the weights of a `Step3p7Experts`."""

@@ -1,8 +1,8 @@
-"""Finds routers that are a product and the largest of it, as a captured step can ask them.
+"""Finds routers that a captured step can ask: a product, followed by its largest values.
 
-What a router does beside (a softmax, weights) matters as little as its name: it is one of these if
-it chooses what the product chooses, for states drawn at random. A bias may come behind a function
-of the product that only grows. What a router chooses by tokens alone is known, and not asked for.
+Whatever else a router does (a softmax, weights) does not matter: it qualifies if it chooses what
+the product chooses, for random states. A bias may follow a monotonic function of the product.
+Routers that choose by token id alone need not be asked.
 """
 
 import itertools
@@ -26,7 +26,7 @@ _LEAST_EQUAL = 0.98
 class LinearRouter(NamedTuple):
     """Chooses the largest of weight (experts, hidden_size) times a state, plus bias (experts,).
 
-    Of these sums by a function of `SCORINGS`, which comes ahead of the bias.
+    A function of `SCORINGS` may be applied to the product before the bias.
     """
 
     weight: Tensor
@@ -36,7 +36,7 @@ class LinearRouter(NamedTuple):
 
 @torch.no_grad()
 def linear_router(router: Router) -> LinearRouter | None:
-    """Return a router's product; None where it chooses otherwise, or reads more than a state."""
+    """Return a router as a product; None if it chooses otherwise, or reads more than a state."""
     if router.reads_tokens:
         return None
     tensors = [*router.module.parameters(), *router.module.buffers()]
@@ -59,7 +59,7 @@ def linear_router(router: Router) -> LinearRouter | None:
 
 
 def scored(logits: Tensor, scoring: str) -> Tensor:
-    """Return a function of `SCORINGS` of products."""
+    """Apply a function of `SCORINGS` to products."""
     if scoring == "sigmoid":
         return logits.sigmoid()
     return F.softplus(logits).sqrt() if scoring == "sqrtsoftplus" else logits
@@ -79,7 +79,9 @@ def _is_like(logits: Tensor, choice: Tensor) -> bool:
 
 
 def linear_routers(routers: Sequence[Router]) -> list[LinearRouter | None] | None:
-    """Return the products of these, None for those by token; None unless each other is one."""
+    """Return the routers as products, with None for those by token id; None if one is no
+    product.
+    """
     found = [None if is_by_token(r.module) else linear_router(r) for r in routers]
     pairs = zip(routers, found, strict=True)
     is_whole = all(linear or is_by_token(router.module) for router, linear in pairs)

@@ -1,8 +1,8 @@
-"""Looking ahead: asks the next MoE layer's router what it would choose for this layer's state.
+"""Looks ahead: asks the next MoE layer's router what it would choose for this layer's state.
 
-"gate" asks with the state as it is (HybriMoE), "residual" adds the mean difference first (DALI,
-equation 10). Runs between a layer's router and its experts; changes nothing in the model. What a
-router reads is told by an opaque call, so that a recorded or captured step tells it too.
+"gate" asks with the state as it is (HybriMoE), "residual" first adds the mean difference (DALI,
+equation 10). It runs between a layer's router and its experts, and changes nothing in the model. An
+opaque call reports what a router reads, so that recorded and captured steps report it too.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,12 +27,12 @@ SOURCES = ("gate", "residual")
 
 
 class LookAhead:
-    """Follows a model's routers through every step; a hybrid executor's `look_ahead`."""
+    """Follows a model's routers in every step; `look_ahead` of a hybrid executor."""
 
     def __init__(
         self, routers: Sequence[Router], residuals: Residuals, sources: Sequence[str]
     ) -> None:
-        """Listen to `routers`, in the order of the MoE layers; `close` ends it."""
+        """Listen to `routers`, in the order of the MoE layers, until `close`."""
         self.residuals = residuals
         self.guesses: dict[str, Tensor] = {}
         """By source, the experts (n_tokens, top_k) predicted for the layer after the last one."""
@@ -50,9 +50,9 @@ class LookAhead:
         ]
 
     def for_graphs(self) -> list[AskedRouter | None] | None:
-        """Return the routers behind the first one as captured steps ask them; None: they cannot.
+        """Return the routers after the first as captured steps ask them; None: they cannot.
 
-        None in the list for one that is not asked, as what it chooses by token is known.
+        An entry is None for a router by token id, whose choice is known.
         """
         linear = None if self.sources != ("residual",) else linear_routers(self._routers[1:])
         if linear is None:
@@ -132,10 +132,10 @@ def look_ahead(
     cache_path: Path,
     residuals_path: str | None = None,
 ) -> LookAhead | str:
-    """Return what looks ahead in a model, or why nothing can.
+    """Return what looks ahead in a model, or a sentence that says why nothing can.
 
-    Residual vectors are read from `residuals_path`, else from where a calibration has left them,
-    else they are learned as the model runs.
+    Residual vectors are read from `residuals_path`, else from a calibration, else they are learned
+    while the model runs.
     """
     routers = find_routers(model, bound)
     if isinstance(routers, str):

@@ -1,7 +1,7 @@
-"""DALI's residual vectors: how much a router's input differs from the one before, on average.
+"""DALI's residual vectors: the mean difference between a router's input and the one before.
 
-Running means over all tokens seen (equation 11), learned while the model runs, or fixed by
-`tandem calibrate` and kept with the model's identity.
+Running means over all tokens (equation 11), learned while the model runs, or fixed by `tandem
+calibrate` and kept with the model's identity.
 """
 
 import json
@@ -23,13 +23,15 @@ class Residuals:
     def __init__(
         self, num_layers: int, hidden_size: int, device: torch.device | str = "cpu"
     ) -> None:
-        """Start with zeros, which is plain look-ahead, where the routers are."""
+        """Start with zeros, which is plain look-ahead, on the routers' device."""
         self.means = torch.zeros(max(0, num_layers - 1), hidden_size, device=device)
         self.tokens = [0] * max(0, num_layers - 1)
         self.is_fixed = False
 
     def learn(self, layer: int, hidden: Tensor, following: Tensor) -> None:
-        """Take in the inputs (n_tokens, hidden_size) of a layer's router and of the next one's."""
+        """Add the inputs (n_tokens, hidden_size) of a layer's router and of the next one's to the
+        means.
+        """
         if self.is_fixed:
             return
         count = min(self.tokens[layer] + len(hidden), FORGET_AFTER_TOKENS)
@@ -56,7 +58,7 @@ class Residuals:
         hidden_size: int,
         device: torch.device | str = "cpu",
     ) -> "Residuals":
-        """Read fixed vectors; an error for a damaged file, or for those of another model."""
+        """Read fixed vectors; raises for a damaged file, or vectors of another model."""
         try:
             with np.load(path, allow_pickle=False) as archive:
                 means, meta = archive["means"], json.loads(str(archive["meta"]))

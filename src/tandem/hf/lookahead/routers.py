@@ -1,8 +1,8 @@
-"""Finds a model's routers by watching one tiny forward pass; knows no architecture.
+"""Finds a model's routers by observing one tiny forward pass; knows no architecture.
 
-A router is the submodule, near the experts, that returned the very choice which the experts then
-received. It can be asked again with another hidden state if the rest of what it takes is stored in
-the model, or the ids of the step's tokens, or no tensor at all.
+A router is the submodule, near the experts, that returned the choice which the experts received. It
+can be asked again with another hidden state if its other inputs are stored in the model, are the
+step's token ids, or are no tensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ TOKEN_IDS = object()  # stands among a router's arguments for the ids of the ste
 
 
 class Router(NamedTuple):
-    """A router that can be asked about a hidden state that is not its own."""
+    """A router that can be asked about another layer's hidden state."""
 
     module: nn.Module
     rest: tuple[object, ...]
@@ -32,11 +32,11 @@ class Router(NamedTuple):
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether it reads the ids of the step's tokens."""
+        """Whether it reads the step's token ids."""
         return any(part is TOKEN_IDS for part in (*self.rest, *self.options.values()))
 
     def token_ids(self, args: Sequence[object], options: dict[str, object]) -> Tensor | None:
-        """Return the ids among the arguments of a call of it."""
+        """Return the token ids among the arguments of a call to it."""
         given = [*zip(self.rest, args[1:], strict=False)]
         given += [(part, options.get(name)) for name, part in self.options.items()]
         return next((x for part, x in given if part is TOKEN_IDS and isinstance(x, Tensor)), None)
@@ -44,7 +44,7 @@ class Router(NamedTuple):
     def choose(self, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Return the experts (n_tokens, top_k) that it chooses for a hidden state.
 
-        Calls `forward`, so that nothing that listens to the module hears of it.
+        Calls `forward`, so that no hook of the module runs.
         """
         rest = [token_ids if part is TOKEN_IDS else part for part in self.rest]
         options = {k: token_ids if v is TOKEN_IDS else v for k, v in self.options.items()}
@@ -61,7 +61,7 @@ class _Call(NamedTuple):
 
 
 def find_routers(model: PreTrainedModel, bound: Bound) -> list[Router] | str:
-    """Return every layer's router, in the store's order, or why there is no looking ahead."""
+    """Return every layer's router in the store's order, or a sentence why none can be asked."""
     names = {module: name for name, module in model.named_modules()}
     experts = {names[module]: layer for module, layer in bound}
     with _watch(experts, names) as (calls, choices):

@@ -1,7 +1,7 @@
-"""One tiny forward pass that tells what a model's config names in many ways, or not at all.
+"""One tiny forward pass, to observe what configs name in many ways, or not at all.
 
-It is observed how the experts modules are called: in which dtype and width, with how many experts a
-token. Nothing here lists architectures.
+It records how the experts modules are called: dtype, width, and number of experts per token.
+Nothing here lists architectures.
 """
 
 import dataclasses
@@ -32,15 +32,15 @@ class ExpertsCall:
 
 
 class Observer(PassingExecutor):
-    """An executor that notes its calls and lets the one within compute them."""
+    """An executor that records its calls and lets the wrapped one compute them."""
 
     def __init__(self, inner: Executor) -> None:
-        """Hand everything to `inner`."""
+        """Wrap `inner`."""
         super().__init__(inner)
         self.calls: list[ExpertsCall] = []
 
     def after(self, call: RoutedCall) -> None:
-        """Note a call."""
+        """Record a call."""
         hidden, index = call.hidden, call.top_k_index
         self.calls.append(
             ExpertsCall(
@@ -55,7 +55,7 @@ class Observer(PassingExecutor):
 
 
 class NoExperts(Executor):
-    """An executor that computes nothing, to time everything else."""
+    """An executor that computes nothing, for timing everything else."""
 
     def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
         """Return zeros."""
@@ -63,7 +63,7 @@ class NoExperts(Executor):
 
 
 def warm_up_ids(model: PreTrainedModel, num_tokens: int, *, first: int = 11) -> Tensor:
-    """Return the token ids (num_tokens,) of a warm-up's prompt, where the model is."""
+    """Return the token ids (num_tokens,) of a warm-up prompt, on the model's device."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     # Ordinary ids: multimodal models keep those that stand for images at either end.
     ids = (torch.arange(num_tokens, device="cpu") * 7 + first) % max(1, vocabulary // 2)
@@ -74,9 +74,9 @@ def warm_up_ids(model: PreTrainedModel, num_tokens: int, *, first: int = 11) -> 
 def forward_tokens(
     model: PreTrainedModel, num_tokens: int, *, num_logits: int | None = None
 ) -> float:
-    """Run one prompt of so many tokens; returns the seconds that it took.
+    """Run a prompt of `num_tokens`; returns the seconds that it took.
 
-    With `num_logits` only the last tokens' are computed, where the model can leave the others out.
+    With `num_logits` only the last tokens' logits are computed, if the model supports that.
     """
     ids = warm_up_ids(model, num_tokens)
     can_leave_out = num_logits is not None and takes_logits_to_keep(model)

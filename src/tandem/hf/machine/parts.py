@@ -1,4 +1,4 @@
-"""What a hybrid executor is made from: the model as it was observed, and a device's parts."""
+"""What a hybrid executor is made from: the observed model, and a device's parts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,12 +57,12 @@ class ObservedModel:
 
     @property
     def model_type(self) -> str:
-        """What its architecture is called."""
+        """The name of its architecture."""
         return str(self.model.config.model_type)
 
     @property
     def link_bytes_per_second(self) -> float | None:
-        """The bandwidth that the options ask for."""
+        """The link's bandwidth that the options set."""
         wanted = self.options.link_bandwidth
         return None if wanted is None else parse_bandwidth(wanted)
 
@@ -71,7 +71,7 @@ class ObservedModel:
         bind_all(self.bound, executor)
 
     def functions(self) -> ExpertFunctions:
-        """Return what surrounds the matrix products of its first experts module."""
+        """Return the functions around the projections of its first experts module."""
         return expert_functions(self.bound[0][0])
 
     def cpu_kernels(self, on_busy: Callable[[float], None] | None = None) -> ExpertKernels:
@@ -79,7 +79,7 @@ class ObservedModel:
         return ExpertKernels(self.threads, on_busy=on_busy)
 
     def experts(self, kernels: ExpertKernels) -> MeasuredExperts:
-        """Return its experts as they are timed."""
+        """Return its experts for timing."""
         return MeasuredExperts(
             store=self.store,
             geometry=self.geometry,
@@ -90,9 +90,9 @@ class ObservedModel:
         )
 
     def native_layers(self, cache: ExpertCache) -> list[_native.RoutedLayer] | None:
-        """Return the layers as captured steps take them; None where something needs plans.
+        """Return the layers in the form of captured steps; None if something needs plans.
 
-        Steps are answered layer by layer: one that a token passes by would be waited for.
+        Steps are answered layer by layer: a layer that a token skips would be waited for.
         """
         if not self.runs_in_order:
             return None
@@ -100,9 +100,9 @@ class ObservedModel:
         return captured_layers(cache, functions, self.call.dtype)
 
     def machine(self, profile: HardwareProfile) -> Machine:
-        """Return a profile's machine for this model, with the link that the options ask for.
+        """Return a profile's machine for this model, with the link that the options set.
 
-        Its times have the host's own work in them.
+        Its times include the host's own work.
         """
         rate = self.link_bytes_per_second
         profile = profile if rate is None else with_link(profile, rate)
@@ -111,7 +111,7 @@ class ObservedModel:
         return Machine(profile, profile.charged(shape, path.host_path), path)
 
     def why_planned(self) -> str | None:
-        """Name what decode steps in one graph cannot follow; None: they follow all."""
+        """Return the option that steps in one graph cannot follow; None: they follow all."""
         if self.options.look_ahead and self.asked_routers is None:
             return "look-ahead, as not each router is one product"
         return self.options.why_planned()
@@ -119,8 +119,8 @@ class ObservedModel:
     def settings(self, machine: Machine, num_slots: int) -> PlannerSettings:
         """Return the planner's settings for a machine and its slots.
 
-        Steps in one graph fetch and copy ahead where a trial says that it pays; of what lies on a
-        disk they fetch nothing, and copy ahead, and ask routers for that, if it is asked for.
+        Steps in one graph fetch and copy ahead if a trial says that it pays. With experts on a disk
+        they fetch nothing, and copy ahead and ask routers only if the options say so.
         """
         settings = self.options.planner_settings()
         if machine.path.in_graph and self.host_slots is None:
@@ -133,9 +133,9 @@ class ObservedModel:
 
 
 def observe(model: PreTrainedModel, runtime: Runtime) -> ObservedModel:
-    """Run a few tokens and note how the experts modules are called; leaves them bound to that.
+    """Run a few tokens and record how the experts modules are called; leaves them bound to that.
 
-    Raises `UnsupportedModelError` for a model that cannot be run on text alone.
+    Raises `UnsupportedModelError` for a model that cannot run on text alone.
     """
     observer, store = Observer(runtime.cpu_executor()), runtime.store
     bind_all(runtime.bound, observer)
@@ -163,7 +163,7 @@ def observe(model: PreTrainedModel, runtime: Runtime) -> ObservedModel:
 
 @dataclass(frozen=True, slots=True)
 class DeviceParts:
-    """A device with its clock and link, the CPU's kernels, and what it all costs."""
+    """A device with its clock and link, the CPU's kernels, and the costs of all of them."""
 
     device: Device
     clock: Clock

@@ -1,4 +1,4 @@
-"""The hardware profile of this machine for a loaded model: measured on first load, then kept."""
+"""The hardware profile of this machine for a loaded model: measured once, then kept."""
 
 import hashlib
 import warnings
@@ -23,9 +23,9 @@ DENSE_REPETITIONS = 3
 def measured_profile(
     observed: ObservedModel, *, cache_dir: Path | None = None, refresh: bool = False
 ) -> HardwareProfile:
-    """Return the kept profile of this processor, format and shape; measure it where there is none.
+    """Return the kept profile of this processor, format and shape; it is measured if missing.
 
-    The experts modules are bound to nothing useful afterwards: bind them again.
+    Afterwards the experts modules must be bound again.
     """
     path = profile_path(observed, cache_dir)
     kept = None if refresh else kept_profile(path)
@@ -46,7 +46,7 @@ def profile_path(observed: ObservedModel, cache_dir: Path | None = None) -> Path
 
 
 def kept_profile(path: Path) -> HardwareProfile | None:
-    """Read a kept profile; None where there is none, or none that can be read, which is said."""
+    """Read a kept profile; None if there is none, or, with a warning, if it cannot be read."""
     if not path.is_file():
         return None
     try:
@@ -61,7 +61,7 @@ def kept_profile(path: Path) -> HardwareProfile | None:
 
 
 def profile_key(observed: ObservedModel) -> str:
-    """Return a hash of what measured times depend on."""
+    """Return a hash of everything that measured times depend on."""
     cpu, options, layers = detect_cpu(), observed.options, observed.store
     shapes = [(layer.arrivals.shapes, layer.image_bytes, type(layer).__name__) for layer in layers]
     threads, isa = options.threads or cpu.num_threads, options.isa or ""

@@ -1,8 +1,8 @@
-"""Where each byte lies: row-major words to blocks of 16 rows and back. Knows no numbers.
+"""The memory layout: row-major words to blocks of 16 rows and back. Knows no numbers.
 
-Every format is one transposition: four bytes of one row (2, 4 or 8 columns) make a dword, and a
-block holds its 16 rows' first dwords, then their second ones, and so on. Scales go the same way.
-Codes of fewer than 8 bits lie in planes of 4, 2 and 1 bits, strip by strip of 32 columns.
+Every format is one transposition: four bytes of a row (2, 4 or 8 columns) make a dword, and a block
+holds the first dwords of its 16 rows, then the second ones, and so on. Scales are laid out the same
+way. Codes of fewer than 8 bits are split into planes of 4, 2 and 1 bits, in strips of 32 columns.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,17 +45,17 @@ class CodedMatrix:
     super_minima: Tensor | None = None
 
     def rows(self, chosen: slice | Tensor) -> "CodedMatrix":
-        """Return some rows: views for a slice."""
+        """Return some rows; a slice returns views."""
         return self.with_each(lambda part: part[chosen])
 
     def with_each(self, change: Callable[[Tensor], Tensor]) -> "CodedMatrix":
-        """Return the matrix with every part changed."""
+        """Return the matrix with `change` applied to every part."""
         changed = (None if part is None else change(part) for part in self.parts[1:])
         return CodedMatrix(change(self.codes), *changed)
 
     @classmethod
     def stacked(cls, matrices: Sequence["CodedMatrix"]) -> "CodedMatrix":
-        """Return the rows of several matrices of one format."""
+        """Return the rows of several matrices of one format, stacked."""
         first, *others = matrices
         if not others:
             return first
@@ -103,14 +103,14 @@ class MatrixBlocks:
         return cls(words, scales.view(SCALE_DTYPES[encoding.scale]).view(blocks, lines, lanes))
 
     def every_nth(self, step: int, first: int) -> "MatrixBlocks":
-        """Return views of every `step`-th block."""
+        """Return a view of every `step`-th block, from `first` on."""
         chosen = slice(first, None, step)
         return MatrixBlocks(
             self.words[chosen], None if self.scales is None else self.scales[chosen]
         )
 
     def write(self, fmt: WeightFormat, first_block: int, coded: CodedMatrix) -> None:
-        """Place rows that fill whole blocks and whole groups, from a block on."""
+        """Place rows, which must fill whole blocks and groups, from a block on."""
         stop = first_block + coded.codes.shape[0] // ROWS_PER_BLOCK
         if fmt.encoding.grid is not None:
             self._write_lines(fmt, slice(first_block, stop), coded)

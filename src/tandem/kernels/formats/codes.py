@@ -1,4 +1,4 @@
-"""What a stored code stands for: the offsets, and values from codes and scales."""
+"""What a stored code stands for: offsets, and values from codes and scales."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ E2M1_SIGN = 8
 
 
 def decode(coded: CodedMatrix, fmt: WeightFormat) -> Tensor:
-    """Return the values that codes stand for: (rows, cols) fp32, cols being whole groups."""
+    """Return the values of codes: (rows, cols) fp32; cols must be whole groups."""
     if coded.scales is None or fmt.group_size is None:
         return coded.codes.float()
     values: Tensor = code_values(coded.codes, fmt).unflatten(1, (-1, fmt.group_size))
@@ -27,7 +27,7 @@ def decode(coded: CodedMatrix, fmt: WeightFormat) -> Tensor:
 
 
 def of_groups(numbers: Tensor, factors: Tensor | None) -> Tensor:
-    """Return scales or minima (rows, groups) in fp32, times their super-blocks' `factors`.
+    """Return scales or minima (rows, groups) in fp32, times the `factors` of their super-blocks.
 
     An fp16 factor times a byte is exact in fp32; an fp32 factor of a row rounds once.
     """

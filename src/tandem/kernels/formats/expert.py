@@ -1,4 +1,6 @@
-"""One expert as one contiguous buffer, so that a fetch is one copy; its parts go there by turns."""
+"""One expert as one contiguous buffer, so that a fetch is one copy; its parts are written in
+turn.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +24,7 @@ from tandem.kernels.reference import ExpertWeights
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Bytes of an expert's buffer that belong together; absent ones are 0 long."""
+    """A section of an expert's buffer; an absent one has length 0."""
 
     offset: int
     num_bytes: int
@@ -78,7 +80,7 @@ class ExpertLayout:
 
     @property
     def format_name(self) -> str:
-        """Name the formats as an `expert_dtype` does."""
+        """The formats' name, as in `expert_dtype`."""
         return expert_format(self.format, self.down_format).name
 
     @property
@@ -93,7 +95,7 @@ class ExpertLayout:
 
     @property
     def num_halves(self) -> int:
-        """Matrices that share the up section in alternation: gate and up, or up alone."""
+        """How many matrices alternate in the up section: 2 for gate and up, 1 for up alone."""
         return 2 if self.is_gated else 1
 
     def up_half(self, buffer: Tensor, half: int) -> MatrixBlocks:
@@ -116,7 +118,7 @@ class ExpertLayout:
 
 
 def unpack_expert(layout: ExpertLayout, buffer: Tensor) -> ExpertWeights:
-    """Return an expert's values in fp32: `up` as [gate; up], nothing transposed."""
+    """Return an expert's values in fp32: `up` as [gate; up], not transposed."""
     fmt, hidden, inner = layout.format, layout.hidden_size, layout.intermediate_size
     halves = range(layout.num_halves)
     up = [decode(layout.up_half(buffer, half).read(fmt), fmt) for half in halves]
@@ -154,9 +156,9 @@ def round_up(
     name: str,
     importance: Tensor | None = None,
 ) -> list[Rounding]:
-    """Say where the first projection's halves, (inner rows, hidden_size), go in a zeroed buffer.
+    """Return the rounding jobs for the first projection's halves, (inner rows, hidden_size).
 
-    `importance` is that of the inputs, (hidden_size,).
+    `out` is a zeroed buffer; `importance` is that of the inputs, (hidden_size,).
     """
     name = f"{name}: the first projection"
     return [
@@ -168,7 +170,7 @@ def round_up(
 def round_down(
     layout: ExpertLayout, down: Tensor, *, out: Tensor, name: str, importance: Tensor | None = None
 ) -> list[Rounding]:
-    """Say where the second projection (hidden_size, intermediate_size) goes, not transposed."""
+    """Return the rounding jobs for the second projection (hidden_size, intermediate_size)."""
     blocks, name = layout.down_blocks(out), f"{name}: the second projection"
     return [Rounding(blocks, layout.down_format, down, name, importance)]
 
@@ -206,7 +208,7 @@ def write_down_codes(layout: ExpertLayout, down: CodedMatrix, *, out: Tensor) ->
 
 
 def order_inner_rows(layout: ExpertLayout, buffer: Tensor, order: Tensor) -> None:
-    """Put row `order[i]` of the first projection (of each of its halves) at row i."""
+    """Reorder the first projection (each of its halves): row `order[i]` moves to row i."""
     for half in range(layout.num_halves):
         blocks = layout.up_half(buffer, half)
         coded = blocks.read(layout.format)  # a copy, padding included

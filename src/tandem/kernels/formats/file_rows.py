@@ -1,4 +1,4 @@
-"""Rows that are quantised already, as files have them, rearranged natively into packed matrices."""
+"""Rearranges rows that are already quantised in a file into packed matrices, natively."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -53,11 +53,11 @@ class FileBlocks:
         return blocks * _native.block_cols(self.kind)
 
     def extents(self) -> list[tuple[int, int]]:
-        """Return (address, bytes) of what is read."""
+        """Return (address, bytes) of the memory that is read."""
         return [(self.rows.ctypes.data, self.rows.nbytes)]
 
     def rows_at(self, chosen: slice) -> "FileBlocks":
-        """Return some rows that follow each other."""
+        """Return a contiguous range of rows."""
         if self.order is not None:
             raise ValueError("rows in another order, expected those of the file")
         return replace(self, rows=self.rows[chosen])
@@ -94,12 +94,12 @@ class FileFields:
         return self.shape[1]
 
     def extents(self) -> list[tuple[int, int]]:
-        """Return (address, bytes) of what is read, of views with what lies in between."""
+        """Return (address, bytes) of the memory that is read; views include the gaps."""
         parts = (part for part in (self.words, self.scales, self.minima) if part is not None)
         return [(part.data_ptr(), _span(part)) for part in parts]
 
     def fit(self, fmt: WeightFormat) -> bool:
-        """Whether rows are whole words, and scales of a type that can be the format's."""
+        """Whether rows are whole words, and the scales' type converts to the format's."""
         has_bytes = fmt.encoding.scale in ("e8m0", "e4m3")
         numbers = [self.scales] if self.minima is None else [self.scales, self.minima]
         return self.num_cols * fmt.bits % 32 == 0 and all(
@@ -108,7 +108,7 @@ class FileFields:
         )
 
     def rows_at(self, chosen: slice) -> "FileFields":
-        """Return some rows, each with words and scales of its own."""
+        """Return some rows, each with its own words and scales."""
         if self.places or len(self.scales) != self.num_rows:
             raise ValueError("rows that share words or scales, expected some for each")
         words, minima = self.words[chosen], self.minima
@@ -122,7 +122,7 @@ FileRows = FileBlocks | FileFields
 
 
 class Placing(NamedTuple):
-    """Rows of a file, and blocks of a packed matrix that have room for just them."""
+    """Rows of a file, and the blocks of a packed matrix that they fill."""
 
     blocks: MatrixBlocks
     format: WeightFormat
@@ -133,8 +133,8 @@ class Placing(NamedTuple):
 def write_file_rows(placings: Sequence[Placing]) -> None:
     """Place rows into matrices; `ModelError` names the first with a scale that is not finite.
 
-    Of fields also one with a scale, or an e4m3 code, that the format does not hold exactly. Works
-    with as many threads as torch does, without Python's lock; mapped files are read ahead.
+    For fields, also one with a scale or an e4m3 code that the format does not hold exactly. Uses as
+    many threads as torch, without the GIL; mapped files are read ahead.
     """
     if _place(placings):
         return

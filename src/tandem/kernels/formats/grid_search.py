@@ -1,11 +1,11 @@
-"""Lines, scales and factors of formats with a grid (IQ2 and IQ3) that lose least: the reference.
+"""The best lines, scales and factors for formats with a grid (IQ2 and IQ3): the reference.
 
-A group's scale is an odd multiple of its super-block's factor. For a scale s a line g loses
-s * (s * sum(w g g) - 2 * sum(w |x| g)) beside what is the same for all, so every line of the grid
-is tried; for lines and multiples m that are chosen, the factor of least error is sum(w |x| m g)
-over sum(w m m g g). It makes values too small by the error's share, all alike, and what layers
-make too small adds up; so the last factor is the one that makes their products with the weights
-right, sum(w x x) over sum(w |x| m g). Sums run in the native order.
+A group's scale is an odd multiple of its super-block's factor. For a scale s a line g has the error
+s * (s * sum(w g g) - 2 * sum(w |x| g)) plus a constant, so every line of the grid is tried. For
+chosen lines and multiples m, the factor of least error is sum(w |x| m g) over sum(w m m g g). It
+makes all values too small by the error's share, and this adds up from layer to layer; so the last
+factor is the one that makes their products with the weights right, sum(w x x) over sum(w |x| m g).
+Sums run in the native order.
 """
 
 from dataclasses import dataclass, replace
@@ -45,8 +45,8 @@ def round_to_lines(
 ) -> CodedMatrix:
     """Round (rows, groups, group_size) fp32 weights; `importance` is (groups, group_size).
 
-    Each super-block takes the better of scales of the largest magnitudes and of those that are
-    searched. Weights too large for fp16's factors get one that is not finite.
+    Each super-block takes the better of the plain and the searched scales. Weights too large for
+    fp16 factors get one that is not finite.
     """
     grid = _GridWeights(x, importance, fmt)
     fit = grid.stretched(grid.fit_scales(grid.peaks / grid.largest))

@@ -15,10 +15,11 @@ _EIGHTS = _SUPER_COLS // 8
 
 
 def read_words(fmt: WeightFormat, words: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return codes (rows, cols) uint8, scales (rows, groups) int8, and fp16 factors among them.
+    """Return codes (rows, cols) uint8, scales (rows, groups) int8, and the fp16 factors if stored
+    there.
 
-    `words` is (rows, words) int32. A code is a number's place in its grid's magnitudes, its sign
-    above it.
+    `words` is (rows, words) int32. A code is the number's index in its grid's magnitudes, with its
+    sign above.
     """
     grid, supers = _grid(fmt), words.long().unflatten(1, (-1, _grid(fmt).words))
     lines = _numbers(supers, grid.low, _SUPER_COLS // grid.line_cols)
@@ -37,7 +38,7 @@ def read_words(fmt: WeightFormat, words: Tensor) -> tuple[Tensor, Tensor, Tensor
 def write_words(
     fmt: WeightFormat, codes: Tensor, scales: Tensor, factors: Tensor | None, name: str = "weight"
 ) -> Tensor:
-    """Undo `read_words`; `ModelError` with `name` for codes that are no lines of the grid."""
+    """Invert `read_words`; `ModelError` with `name` for codes that are no line of the grid."""
     grid = _grid(fmt)
     stored = codes.long().unflatten(1, (-1, _SUPER_COLS))
     numbers = _joined(stored & ((1 << grid.sign_bit) - 1), grid.line_cols, grid.line_bits)
@@ -109,7 +110,7 @@ def _put(words: Tensor, field: BitField, numbers: Tensor) -> None:
 
 
 def spread(packed: Tensor, count: int, bits: int) -> Tensor:
-    """Return the numbers of `bits` bits in (rows, supers, n): (rows, supers, n * count)."""
+    """Unpack numbers of `bits` bits: (rows, supers, n) to (rows, supers, n * count)."""
     shifts = torch.arange(0, count * bits, bits, device="cpu")
     return (packed[..., None] >> shifts & ((1 << bits) - 1)).flatten(2)
 

@@ -1,7 +1,7 @@
-"""Grids of llama.cpp's IQ types: where what belongs to a line lies in a row's words.
+"""Grids of llama.cpp's IQ types: which bits of a row's words belong to a line.
 
 A format with a grid keeps the words of the file's blocks as they are. Its codes are lines of 4 or 8
-numbers, named by their number in a grid that `csrc/grids.cpp` has.
+numbers, given by their index in a grid of `csrc/grids.cpp`.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BitField:
-    """Numbers in a row's words of 256 columns, none in two of them."""
+    """A bit field in a row's words of 256 columns; no number crosses two words."""
 
     base: int
     fours: int
@@ -19,13 +19,13 @@ class BitField:
     width: int
 
     def at(self, number: int) -> int:
-        """Return the bit that a number begins at."""
+        """Return the first bit of a number."""
         return self.base + number // 4 * self.fours + number % 4 * self.step
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How the words of 256 columns are made up; `Grid` in `csrc/grids.hpp` says the same."""
+    """The layout of the words of 256 columns; the same as `Grid` in `csrc/grids.hpp`."""
 
     words: int
     """Of 32 bits."""
@@ -50,7 +50,7 @@ class Grid:
 
     @property
     def sign_bit(self) -> int:
-        """The bit of a stored code that is its sign, above those of the number."""
+        """The sign bit of a stored code, above the bits of the number."""
         return 2 if self.line_cols == 8 else 3
 
 

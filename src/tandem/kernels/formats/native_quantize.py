@@ -1,4 +1,4 @@
-"""Rounds weights to formats natively: what `quantize` defines in torch, and places them too."""
+"""Rounds weights to formats natively and places them; `quantize` is the definition in torch."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,7 +18,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Rounding(NamedTuple):
-    """(rows, cols) weights, of any stride, and blocks that have room for just them."""
+    """Weights (rows, cols), of any stride, and the blocks that they fill."""
 
     blocks: MatrixBlocks
     format: WeightFormat
@@ -29,10 +29,10 @@ class Rounding(NamedTuple):
 
 
 def quantize_natively(roundings: Sequence[Rounding], *, has_search: bool = True) -> bool:
-    """Round matrices with as many threads as torch has; mapped files are read ahead of them.
+    """Round matrices with as many threads as torch has; mapped files are read ahead.
 
-    Codes and scales are `quantize`'s but for the order of its sums, and the same for every
-    instruction set. Returns False, with some blocks written perhaps, if a weight is not finite or
+    Codes and scales are `quantize`'s except for the order of sums, and the same for every
+    instruction set. Returns False, perhaps with some blocks written, if a weight is not finite or
     too large for its format, or if a dtype or a format has no native rounding.
     """
     if any(r.weight.dtype not in _DTYPES or r.format.kind not in _ROUNDED for r in roundings):

@@ -84,14 +84,14 @@ def write_weight(
     has_search: bool = True,
     name: str = "weight",
 ) -> None:
-    """Round (rows, cols) weights, of any stride, into blocks that have room for just them."""
+    """Round (rows, cols) weights, of any stride, into the blocks that they fill."""
     write_weights([Rounding(blocks, fmt, weight, name, importance)], has_search=has_search)
 
 
 def write_weights(roundings: Sequence[Rounding], *, has_search: bool = True) -> None:
-    """Round matrices, all together on all cores; their `importance` is not padded yet.
+    """Round several matrices on all cores; their `importance` is not padded yet.
 
-    Raises `ModelError` with the name of one that is not finite or too large for its format.
+    Raises `ModelError` with the name of a matrix that is not finite or too large for its format.
     """
     ready = [r._replace(importance=_column_importance(r)) for r in roundings]
     if quantize_natively(ready, has_search=has_search):
@@ -111,7 +111,7 @@ def _column_importance(rounding: Rounding) -> Tensor | None:
 
 
 def write_by_reference(rounding: Rounding, *, has_search: bool) -> None:
-    """As the torch reference does it, which says what is wrong with weights that do not fit."""
+    """Round by the torch reference, whose errors say what is wrong with weights that do not fit."""
     blocks, fmt, weight, name, importance = rounding
     width = fmt.padded_cols(weight.shape[1])
     step = max(1, _CHUNK_WEIGHTS // width // ROWS_PER_BLOCK) * ROWS_PER_BLOCK
@@ -125,7 +125,7 @@ def write_by_reference(rounding: Rounding, *, has_search: bool) -> None:
 def write_codes(
     blocks: MatrixBlocks, fmt: WeightFormat, coded: CodedMatrix, *, name: str = "weight"
 ) -> None:
-    """Place (rows, cols) codes into blocks that have room for just them."""
+    """Place (rows, cols) codes into the blocks that they fill."""
     rows, cols = (fmt.padded_rows(coded.codes.shape[0]), fmt.padded_cols(coded.codes.shape[1]))
     if fmt.encoding.rows_per_scale > 1 and coded.scales is not None:
         _require_block_scales(coded.scales, fmt, name)

@@ -1,4 +1,4 @@
-"""Round weights to a format: which rule each format follows. Knows values, not memory layouts."""
+"""Rounds weights to a format: which rule each format follows. Knows values, not memory layouts."""
 
 import torch
 from torch import Tensor

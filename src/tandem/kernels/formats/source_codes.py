@@ -20,13 +20,13 @@ def coded_matrix(
     zeros: Tensor | None = None,
     name: str = "weight",
 ) -> CodedMatrix:
-    """Check a source's codes and return them as the layout stores them, row by row.
+    """Check a source's codes and return them in the layout's form, row by row.
 
     `codes` is (rows, cols): whole numbers -8..7 for int4, -128..127 for int8, 0..15 for int4z and
     for mxfp4 (e2m1 bits, sign highest); float8_e4m3fn or its bits as uint8 for fp8. `scales` is
     (rows, groups): floating-point, uint8 E8M0 for mxfp4; for fp8 (rows / 128, cols / 128), rounded
-    up. `zeros` (rows, groups) belongs to int4z alone: value = (code - zero) * scale, of which
-    zero * scale is rounded to fp16. Raises `ModelError` with `name` for what does not fit exactly.
+    up. `zeros` (rows, groups) belongs to int4z alone: value = (code - zero) * scale, of which zero
+    * scale is rounded to fp16. Raises `ModelError` with `name` for what does not fit exactly.
     """
     if fmt.group_size is None:
         raise ModelError(f"{name}: {fmt.name} has no codes and scales; use pack for its weights")
@@ -51,12 +51,12 @@ def coded_matrix(
 
 
 def minima_of(zeros: Tensor, scales: Tensor) -> Tensor:
-    """Return what zero points are as minima: minus zero * scale, rounded to fp16."""
+    """Convert zero points to minima: minus zero * scale, rounded to fp16."""
     return (-zeros.float() * scales.float()).half()
 
 
 def stored_matrix(coded: CodedMatrix, name: str) -> CodedMatrix:
-    """Return a matrix whose codes are stored ones; `ModelError` for scales that are NaN."""
+    """Return a matrix of stored codes unchanged; `ModelError` for scales that are NaN."""
     for part in coded.parts[1:]:
         if part is not None and part.is_floating_point():
             _require_finite(part, f"{name}'s scales")

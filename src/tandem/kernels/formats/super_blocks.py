@@ -19,8 +19,8 @@ def round_to_supers(
     """Return the codes of (rows, groups, group_size) weights for the best of some fits.
 
     A fit is a scale for each group, (rows, groups), and perhaps a minimum. Both are rounded to
-    bytes of a super-scale, the weights with what comes out, and each super-block takes the fit that
-    leaves it the least error.
+    bytes times a super-scale, and the weights are rounded with the result. Each super-block takes
+    the fit with the least error.
     """
     best, least = None, torch.empty(0, device="cpu")
     for scales, minima in fits:

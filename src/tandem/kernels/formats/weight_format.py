@@ -22,13 +22,13 @@ WHOLE_ROW = -1  # columns of a super-block
 
 
 def aligned(num_bytes: int, alignment_bytes: int = SECTION_ALIGNMENT_BYTES) -> int:
-    """Round up to where the next section may begin."""
+    """Return the smallest multiple of the section alignment that is at least `num_bytes`."""
     return -(-num_bytes // alignment_bytes) * alignment_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """What a weight is stored as, and what a group's scale is; everything else asks this record."""
+    """How a kind of format stores weights and scales; all other code reads this record."""
 
     number: int
     """What `csrc/packed.hpp` calls it."""
@@ -58,29 +58,29 @@ class Encoding:
 
     @property
     def lines(self) -> int:
-        """Numbers of a group beside its codes: a scale, or a scale and a minimum."""
+        """Numbers stored per group besides codes: 1 for a scale, 2 for a scale and a minimum."""
         return 2 if self.has_minima else 1
 
     @property
     def factor(self) -> Literal["fp16", "fp32"]:
-        """What the factors of super-blocks are."""
+        """The type of super-blocks' factors."""
         return "fp32" if self.super_cols == WHOLE_ROW else "fp16"
 
     @property
     def super_bytes(self) -> int:
-        """Bytes of the factors of one row and super-block."""
+        """Bytes of the factors of one super-block of a row."""
         if not self.super_cols or (self.grid is not None and self.grid.factor is not None):
             return 0
         return int(_SCALE_BYTES[self.factor]) * self.lines
 
     @property
     def has_zero(self) -> bool:
-        """Whether zero is a value of every group, so that columns of padding can be zero."""
+        """Whether every group can represent zero, so that padding columns can be zero."""
         return not self.has_minima and (not self.table or self.table[self.offset] == 0)
 
     @property
     def planes(self) -> tuple[int, ...]:
-        """Widths of the planes that a code's bits lie in, the lowest bits first."""
+        """Widths of the planes into which a code's bits are split, the lowest bits first."""
         widths = (16, 8, 4, 2, 1)
         return tuple(width for width in widths if self.bits & width)
 
@@ -171,30 +171,30 @@ class WeightFormat:
 
     @property
     def encoding(self) -> Encoding:
-        """How its kind of format stores a weight."""
+        """How this kind of format stores weights and scales."""
         return _ENCODINGS[self.kind]
 
     @property
     def bits(self) -> int:
-        """Bits of one weight's code, without scales; a line of a grid has fewer."""
+        """Bits of a weight's code, without scales; for a grid, of a decoded number."""
         return self.encoding.bits
 
     @property
     def col_multiple(self) -> int:
-        """Columns are padded with zeros to a multiple of this."""
+        """Columns are padded with zeros to a multiple of this number."""
         if self.encoding.super_cols > 0:
             return self.encoding.super_cols
         return max(_STRIP_COLS, self.group_size) if self.group_size else 8
 
     def dwords(self, cols: int) -> int:
-        """Return the 4-byte words of one row's codes, padding included."""
+        """Return the number of dwords of a row's codes, padding included."""
         if self.encoding.grid is not None:
             return self.supers(cols) * self.encoding.grid.words
         return self.padded_cols(cols) * self.bits // 32
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of one weight with its share of the scales, without padding and factors of rows."""
+        """Bits per weight including its share of the scales, without padding and row factors."""
         if self.group_size is None:
             return float(self.bits)
         encoding = self.encoding
@@ -206,7 +206,7 @@ class WeightFormat:
         return self.bits + 8 * share
 
     def supers(self, cols: int) -> int:
-        """Return how many super-blocks a row of so many columns has; 0 where there are none."""
+        """Return how many super-blocks a row of `cols` columns has; 0 if the format has none."""
         if self.encoding.super_cols == WHOLE_ROW:
             return 1
         return self.padded_cols(cols) // self.encoding.super_cols if self.encoding.super_cols else 0
@@ -220,11 +220,11 @@ class WeightFormat:
         return -(-cols // self.col_multiple) * self.col_multiple
 
     def data_bytes(self, rows: int, cols: int) -> int:
-        """Bytes that the codes of a (rows, cols) matrix take, padding included."""
+        """Return the bytes of a (rows, cols) matrix's codes, padding included."""
         return self.padded_rows(rows) * self.dwords(cols) * 4
 
     def scale_bytes(self, rows: int, cols: int) -> int:
-        """Bytes that the scales (and minima) of a (rows, cols) matrix take, padding included."""
+        """Return the bytes of a (rows, cols) matrix's scales (and minima), padding included."""
         if self.group_size is None:
             return 0
         width, encoding = self.padded_cols(cols), self.encoding
@@ -233,20 +233,20 @@ class WeightFormat:
         return int(self.padded_rows(rows) * one_row)
 
     def matrix_bytes(self, rows: int, cols: int) -> int:
-        """Bytes that a (rows, cols) matrix takes with its scales, padding included."""
+        """Return the bytes of a (rows, cols) matrix with its scales, padding included."""
         return self.data_bytes(rows, cols) + self.scale_bytes(rows, cols)
 
 
 @dataclass(frozen=True, slots=True)
 class MixedFormat:
-    """The formats of experts whose first and second projections have different ones."""
+    """Different formats for the first and the second projection of experts."""
 
     up: WeightFormat
     down: WeightFormat
 
     @property
     def name(self) -> str:
-        """Both names, as an `expert_dtype` gives them."""
+        """Both names, as in `expert_dtype`."""
         return f"{self.up.name}{_AND}{self.down.name}"
 
 
@@ -302,13 +302,15 @@ ALIASES = {
 
 
 def find_expert_format(name: str) -> ExpertFormat:
-    """Return the format of a name, or of two with a "+" between them; raises as `find_format`."""
+    """Return the format with this name, or with two names joined by "+"; raises as
+    `find_format`.
+    """
     up, _, down = name.partition(_AND)
     return expert_format(find_format(up), find_format(down or up))
 
 
 def find_format(name: str) -> WeightFormat:
-    """Return the format of a name or alias, in any case; `ConfigError` with near names else."""
+    """Return the format of a name or alias, in any case; `ConfigError` names the nearest names."""
     by_name, lower = {fmt.name: fmt for fmt in FORMATS}, name.lower()
     try:
         return by_name[ALIASES.get(lower, lower)]

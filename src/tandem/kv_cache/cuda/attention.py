@@ -1,4 +1,4 @@
-"""Attention in torch on a GPU's keys and values: what no kernel of Tandem's does."""
+"""Attention in torch over a GPU's keys and values, where none of Tandem's kernels applies."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ _MOST_SCORE_BYTES = 64 << 20
 
 
 def visible(place: Tensor, position: Tensor, window: int, chunk: int = 0) -> Tensor:
-    """Tell which positions the token at a place sees: in its window, and of its own chunk."""
+    """Tell which positions the token at `place` sees: in its window and its own chunk."""
     seen = position <= place
     if chunk:
         seen = seen & (position >= place // chunk * chunk)
@@ -24,7 +24,7 @@ def visible(place: Tensor, position: Tensor, window: int, chunk: int = 0) -> Ten
 
 
 def by_query_head(selected: Tensor | None, group: int) -> Tensor | None:
-    """Return what KV heads see, (n_tokens, heads, positions), as a mask of their queries' heads."""
+    """Expand what KV heads see, (n_tokens, heads, positions), to a mask of query heads."""
     if selected is None or selected.dim() == 2:
         return selected
     return selected.repeat_interleave(group, 1).transpose(0, 1)
@@ -39,7 +39,7 @@ def attention(
     sinks: Tensor | None,
     bias: BiasOf | None = None,
 ) -> Tensor:
-    """Attend (b, h, n, d) to (b, h, m, d); `sinks` (h, n or 1, 1) are scores of nothing.
+    """Attend (b, h, n, d) to (b, h, m, d); `sinks` (h, n or 1, 1) take a share of the softmax.
 
     `bias` returns what is added to some queries' scores.
     """
@@ -57,7 +57,7 @@ def attention_in_pieces(
     sinks: Tensor | None,
     bias: BiasOf | None = None,
 ) -> Tensor:
-    """As `_attention_by_scores`, for some queries at a time."""
+    """Do what `_attention_by_scores` does, for some queries at a time."""
     # fp32 scores of 2,048 queries of gpt-oss at 8,192 positions are 4 GB, and there are copies.
     bytes_per_query = 4 * q.shape[0] * q.shape[1] * k.shape[2]
     count = max(1, _MOST_SCORE_BYTES // bytes_per_query)

@@ -1,9 +1,9 @@
-"""Keys and values on a GPU, at addresses that stay: what a captured decode step can read.
+"""Keys and values on a GPU at fixed addresses, which a captured decode step can read.
 
-As `KvCache`, by slots and without padding. Decode steps attend with kernels that find the length of
-each text, and the memory of a layer, on the device: nothing is captured again when either grows.
-Without such kernels it is all torch, also on the CPU: a step then reads the filled part rounded up
-to a power of two (the *attended length*), masked by position.
+Like `KvCache`, by slots and without padding. Decode steps use kernels that look up each text's
+length and each layer's memory on the device, so that nothing is captured again when either grows.
+Without such kernels everything is torch, also on the CPU: a step then reads the filled part rounded
+up to a power of two (the *attended length*), masked by position.
 """
 
 import gc
@@ -66,9 +66,9 @@ class StaticKvCache(SlotCache):
     ) -> None:
         """Hold `num_slots` slots of `capacity` tokens; `make_room` frees memory if it can.
 
-        Keys and values are kept in `kv_dtype`; `kernels` attend in decode steps, `window_kernels`
-        where compressed keys stand beside windows, selected or all, `state_kernels` advance states;
-        None: torch. `stream_kernels` are for the model's residual streams.
+        Keys and values are stored in `kv_dtype`. In decode steps `kernels` attend, `window_kernels`
+        do so for windows with compressed keys, `state_kernels` advance states, and `stream_kernels`
+        mix the model's residual streams; None: torch.
         """
         super().__init__(num_slots)
         self.stream_kernels = stream_kernels
@@ -93,17 +93,17 @@ class StaticKvCache(SlotCache):
 
     @property
     def has_kernels(self) -> bool:
-        """Whether Triton's kernels do what they can in a decode step."""
+        """Whether Triton kernels do as much of a decode step as they can."""
         return self.stream_kernels is not None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the cache takes now, with the host's copies of states."""
+        """Bytes that the cache takes now, including copies of states on the host."""
         return self.kv_bytes + self.states.num_bytes
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values, index keys and compressed ones among them."""
+        """Bytes of keys and values, including index keys and compressed ones."""
         kept = sum(layer.num_bytes for layer in self._layers.values()) + self.windows.num_bytes
         return kept + self.index_keys.num_bytes
 
@@ -118,22 +118,22 @@ class StaticKvCache(SlotCache):
         self.states.begin_prompt(segment)
 
     def places(self, num_rows: int) -> StepPlaces:
-        """Return where the rows of steps of so many stand, which is the same tensor every time."""
+        """Return where the tokens of steps of this size stand: always the same tensors."""
         if num_rows not in self._places:
             self._places[num_rows] = StepPlaces(num_rows, self._device)
         return self._places[num_rows]
 
     @property
     def form(self) -> tuple[int, bool, bool]:
-        """What of the announced step beside its size is captured: always the same with kernels."""
+        """What a captured step depends on besides its size; constant with kernels."""
         return self.attended_length, self._is_aligned, self.states.have_log
 
     def begin_decode(self, counts: Mapping[int, int], num_rows: int) -> None:
-        """Announce the next tokens of some slots, by slot how many; queue what the step reads.
+        """Announce the next tokens of some slots, by slot how many, and queue what the step reads.
 
-        A step has one of few sizes: its last rows are idle. They write behind what a slot holds,
-        the shortest, as that is read, and it does not count. All but the first token of a slot may
-        be taken back by `truncate`.
+        A step has one of few sizes; padding tokens fill it up. They write behind the tokens of the
+        shortest slot, whose length does not change. All but the first token of a slot may be taken
+        back by `truncate`.
         """
         segments = [Segment(slot, self.lengths[slot], n) for slot, n in counts.items()]
         self._announce(segments, is_decoding=True)
@@ -160,9 +160,9 @@ class StaticKvCache(SlotCache):
         self.windows.copy_prefix(source, target, length)
 
     def reachable(self, slot: int, length: int) -> int:
-        """Return with how many of its first `length` tokens a slot can go on.
+        """Return how many of its first `length` tokens a slot can continue from.
 
-        None where a ring no longer has what the next token sees.
+        None if a ring no longer has what the next token sees.
         """
         length = super().reachable(slot, length)
         return length if self.windows.rings.reaches(slot, length) else 0
@@ -175,7 +175,7 @@ class StaticKvCache(SlotCache):
     def advance(
         self, key: StateKey, operation: Callable[[], StateOperation], *inputs: Tensor
     ) -> Tensor:
-        """Go on from a layer's states by the step's tokens; see `SlotCache.advance`."""
+        """Advance a layer's states by the step's tokens; see `SlotCache.advance`."""
         return self.states.advance(key, operation, inputs)
 
     def _invent(self, length: int) -> None:
@@ -186,9 +186,9 @@ class StaticKvCache(SlotCache):
     def select(
         self, new: NewIndexKeys, key: Tensor, query: Tensor, weights: Tensor | None
     ) -> Tensor:
-        """Keep the step's new index keys of a layer; return a mask of what its tokens see.
+        """Store the step's new index keys of a layer; return a mask of what its tokens see.
 
-        (n_tokens, positions), or by head; otherwise as of `IndexStore.select`.
+        (n_tokens, positions), or by head; otherwise as `IndexStore.select`.
         """
         if self._kernels is not None:
             raise NotInSlotsError("kernels attend to all positions")
@@ -206,7 +206,7 @@ class StaticKvCache(SlotCache):
         return torch.arange(first, first + count, device=self._device)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Append the new keys and values of the expected layer; attend: (n_tokens, heads, dim)."""
+        """Append the expected layer's new keys and values, and attend: (n_tokens, heads, dim)."""
         if self.has_compressed:
             return self._attend_in_windows(call)
         call = _with_mask(call)
@@ -226,10 +226,10 @@ class StaticKvCache(SlotCache):
         return self.windows.of_step(number, self._step, self.attended_length, call)
 
     def absorbs(self, kept: AttentionForm, expanded: AttentionForm) -> bool:
-        """Tell whether the step's tokens attend to latents as they are kept.
+        """Tell whether the step's tokens attend to latents as stored.
 
-        Behind a long text a prompt's few tokens do, where that is less arithmetic than to expand
-        what is before them: of each head and position twice as many operations as is counted here.
+        In prompts that is cheaper for few tokens after a long text than expanding the text's
+        latents: it needs twice as many operations per head and position as are counted here.
         """
         if self.is_decoding:
             return True
@@ -240,7 +240,7 @@ class StaticKvCache(SlotCache):
         return first > 0 and count * wider < expanding
 
     def attend_expanded(self, call: AttentionCall, expansion: Expansion) -> Tensor:
-        """Append a prompt's new latents; attend to what its slot keeps of them, expanded."""
+        """Append a prompt's new latents, and attend to its slot's latents, expanded."""
         kept, _ = self._appended(call)
         call = _with_mask(call)._replace(form=expansion.form)
         return self._prefill(call, *expansion.expand(kept[0]))

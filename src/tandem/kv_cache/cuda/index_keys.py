@@ -1,7 +1,7 @@
-"""Index keys on a GPU, at addresses that stay: which positions a layer's tokens see.
+"""Index keys on a GPU at fixed addresses, which decide what a layer's tokens see.
 
-As `IndexStore`. What comes out is a mask, whose size depends on the step's alone: so a step can be
-captured. Where keys are selected in place of positions, a step has their numbers.
+Like `IndexStore`, but the result is a mask whose size depends only on the step's, so that the step
+can be captured. Where keys are selected instead of positions, a step gets their numbers.
 """
 
 import torch
@@ -28,7 +28,7 @@ class DeviceIndexKeys(KeptIndexKeys):
     """Index keys on a GPU."""
 
     def __init__(self, num_slots: int, zeros: Zeros, kernels: DecodeKernels | None = None) -> None:
-        """Hold nothing for so many slots; `kernels` select keys; None: torch."""
+        """Start empty, for `num_slots` slots; `kernels` select keys; None: torch."""
         super().__init__(num_slots, zeros)
         self._kernels = kernels
 
@@ -40,10 +40,10 @@ class DeviceIndexKeys(KeptIndexKeys):
         query: Tensor,
         weights: Tensor | None,
     ) -> Tensor:
-        """Keep a prompt's new keys (n_tokens, any); return what its tokens see.
+        """Store a prompt's new keys (n_tokens, any); return what its tokens see.
 
-        `query` is (n_tokens, heads, dim), `weights` (n_tokens, heads); the result (n_tokens,
-        positions up to the last token's), or keys; (n_tokens, heads, positions) where each head
+        `query` is (n_tokens, heads, dim), `weights` (n_tokens, heads). The result is (n_tokens,
+        positions up to the last token's), or keys; (n_tokens, heads, positions) if each head
         selects for itself.
         """
         (slot, first, count), selection = segment, new.selection
@@ -83,10 +83,10 @@ class DeviceIndexKeys(KeptIndexKeys):
         query: Tensor,
         weights: Tensor | None,
     ) -> Tensor:
-        """Keep the new keys of a step; return what its tokens see of `length` positions.
+        """Store the new keys of a step; return what its tokens see of `length` positions.
 
-        `read` chooses whose keys each row scores, as of `StaticKvCache`. Of keys it returns the
-        numbers (n_tokens, most), -1 where there are fewer.
+        `read` chooses whose keys each token scores, as in `StaticKvCache`. For keys the result is
+        their numbers (n_tokens, most), -1 where there are fewer.
         """
         slots, positions = places.slots, places.positions
         selection, block = new.selection, new.selection.block
@@ -119,14 +119,16 @@ class DeviceIndexKeys(KeptIndexKeys):
 
 
 def last_of_blocks(tokens: Tensor, first: int, block: int) -> Tensor:
-    """Return those of a slot's tokens (n_tokens, ...) from position `first` on that end blocks."""
+    """Return those of a slot's tokens (n_tokens, ...), from position `first` on, that end a
+    block.
+    """
     return tokens[block - 1 - first % block :: block]
 
 
 def number_of_key(positions: Tensor, block: int, room: int) -> Tensor:
-    """Return the numbers of keys that tokens of a step bring, one for each block of tokens.
+    """Return the numbers of the keys that a step's tokens add, one for each block of tokens.
 
-    The last one that there is room for has those of tokens that end no block.
+    Tokens that end no block get the last number that there is room for.
     """
     if block == 1:
         return positions
@@ -134,18 +136,20 @@ def number_of_key(positions: Tensor, block: int, room: int) -> Tensor:
 
 
 def num_keys(length: int, block: int) -> int:
-    """Return how many keys are read of so many positions: one at least, which may not be there."""
+    """Return how many keys are read for `length` positions: at least one, which may not exist."""
     return max(1, length // block)
 
 
 def whole_keys(places: Tensor, block: int, length: int) -> Tensor:
-    """Return the numbers of the keys that tokens see, if all before them; -1 for the others."""
+    """Return the numbers of the keys that tokens see if they see all earlier ones; -1 for
+    others.
+    """
     seen = are_whole(places, block, length)
     return torch.where(seen, torch.arange(seen.shape[1], device=places.device), -1)
 
 
 def are_whole(places: Tensor, block: int, length: int) -> Tensor:
-    """Tell which of the keys of `length` positions tokens see, if all before them."""
+    """Tell which keys of `length` positions tokens see if they see all earlier ones."""
     numbers = torch.arange(num_keys(length, block), device=places.device)
     return numbers < ((places + 1) // block)[:, None]
 

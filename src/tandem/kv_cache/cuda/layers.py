@@ -30,7 +30,7 @@ class DecodeKernels(Protocol):
     """Append tokens to their slots and attend, in decode steps: (n_tokens, heads, dim).
 
     Queries, keys and values are (heads, n_tokens, dim), `where` and `kind` the layer's. A slot may
-    have several tokens, of which each sees those before it. See `triton_kernels.decode_attention`.
+    have several tokens, each of which sees those before it. See `triton_kernels.decode_attention`.
     """
 
     def __call__(
@@ -67,7 +67,7 @@ class DecodeKernels(Protocol):
         ring: int,
         ratio: int,
     ) -> Tensor:
-        """Attend to windows that are kept in rings, and compressed keys behind: `DeviceWindows`."""
+        """Attend to windows in rings and to the compressed keys behind them: `DeviceWindows`."""
 
     def select_keys(
         self,
@@ -83,11 +83,11 @@ class DecodeKernels(Protocol):
         most: int,
         length: int,
     ) -> Tensor:
-        """Keep tokens' index keys, and select (n_tokens, most), as `DeviceIndexKeys.of_step`.
+        """Store tokens' index keys, and select (n_tokens, most), as `DeviceIndexKeys.of_step` does.
 
-        Of `keys` (slots, room, dim) fp32, each of a `block` of positions, those of the first
-        `length` are scored. `key` is (n_tokens, dim), `query` (n_tokens, heads, dim), `weights`
-        (n_tokens, heads).
+        `keys` is (slots, room, dim) fp32, one key per `block` of positions; those of the first
+        `length` positions are scored. `key` is (n_tokens, dim), `query` (n_tokens, heads, dim),
+        `weights` (n_tokens, heads).
         """
 
     def select_keys_of_prompt(
@@ -104,23 +104,23 @@ class DecodeKernels(Protocol):
     ) -> Tensor:
         """Tell which of a slot's `keys` (keys, dim) a prompt's tokens see: (n_tokens, keys).
 
-        They stand at `positions` (n_tokens,), which follow each other from `first` on, and bring no
-        key that is not there. The rest is as of `select_keys`.
+        The tokens are at consecutive `positions` (n_tokens,), from `first` on, and their keys are
+        stored. The rest is as in `select_keys`.
         """
 
 
 def stored_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
-    """Return what keys and values of a dtype are kept in, by a `kv_dtype` or "auto"."""
+    """Return the dtype in which keys and values are stored, by a `kv_dtype` or "auto"."""
     if kv_dtype not in ("auto", *_DTYPES):
         raise ConfigError(f"kv_dtype is {kv_dtype!r}; expected auto, {', '.join(_DTYPES)}")
     return _DTYPES.get(kv_dtype, dtype)
 
 
 class StepPlaces:
-    """Where the rows of a decode step stand, at addresses that stay: the same for each size."""
+    """The slots and positions of a decode step's tokens, at fixed addresses for each size."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
-        """Hold so many rows, to be brought."""
+        """Hold `num_rows` tokens, which `bring` sets."""
         self._device, self._masks = device, dict[tuple[int, int, bool], Tensor]()
         self._width = max(2, num_rows)  # kernels are compiled for addresses of whole 16 bytes
         fields = len(Run._fields)
@@ -143,7 +143,7 @@ class StepPlaces:
         runs: Sequence[Run],
         prompt_lengths: Sequence[int],
     ) -> None:
-        """Queue a step's rows."""
+        """Queue a step's slots and positions."""
         gap = [0] * (self._width - len(slots))
         rows = (*slots, *gap, *positions, *gap, *prompt_lengths, *gap)
         numbers = [*rows, *(number for run in runs for number in run)]
@@ -152,7 +152,9 @@ class StepPlaces:
             mask.copy_(self._seen(*kind, mask.shape[3]))
 
     def mask(self, form: AttentionForm, capacity: int) -> Tensor:
-        """Return which of `capacity` positions rows see: (n_rows, 1, 1, capacity), kept."""
+        """Return which of `capacity` positions each token sees: (n_tokens, 1, 1, capacity),
+        cached.
+        """
         kind = form.window, form.chunk, form.keeps_prompt
         if kind not in self._masks or self._masks[kind].shape[3] != capacity:
             with torch.inference_mode(False):
@@ -169,7 +171,7 @@ class StepPlaces:
 
 
 class LayerMemory:
-    """One layer's keys and values; in inference mode or not, its tensors are ordinary ones."""
+    """One layer's keys and values, always as ordinary tensors, also in inference mode."""
 
     def __init__(
         self,
@@ -181,9 +183,9 @@ class LayerMemory:
         *,
         has_values: bool = True,
     ) -> None:
-        """Take memory for `capacity` positions of each slot.
+        """Allocate `capacity` positions for each slot.
 
-        Without `has_values` values are the first dimensions of the keys.
+        Without `has_values` the values are the first dimensions of the keys.
         """
         self.dtype, self._zeros, self._value_dim = dtype, zeros, form.value_dim
         lead = (num_slots, form.num_kv_heads, capacity)
@@ -197,7 +199,7 @@ class LayerMemory:
 
     @property
     def kind(self) -> str:
-        """What the kernels call its dtype."""
+        """The kernels' name of its dtype."""
         return KINDS[self.dtype]
 
     @property
@@ -211,7 +213,7 @@ class LayerMemory:
         return sum(tensor.nbytes for tensor in self._tensors)
 
     def store(self, slots: Tensor | int, at: Tensor | slice, key: Tensor, value: Tensor) -> None:
-        """Write keys and values of the positions `at` of some slots, in the order of indexing."""
+        """Write keys and values at positions `at` of some slots, in indexing order."""
         for number, new in zip(range(self._num_lines), (key, value), strict=False):
             if self.dtype == torch.int8:
                 new, scale = _codes(new)
@@ -219,14 +221,14 @@ class LayerMemory:
             self._tensors[number][slots, :, at] = new.to(self.dtype)
 
     def as_kept(self, key: Tensor) -> Tensor:
-        """Return keys as they are read after they were stored."""
+        """Return keys as they would be read after storing."""
         if self.dtype == torch.int8:
             codes, scale = _codes(key)
             return (codes * scale[..., None]).to(key.dtype)
         return key.to(self.dtype).to(key.dtype)
 
     def keys_at(self, slots: int | Tensor, at: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the keys of the positions `at` of some slots, in the order of indexing."""
+        """Return the keys at positions `at` of some slots, in indexing order."""
         keys = self._tensors[0][slots, :, at]
         if self.dtype == torch.int8:
             keys = keys * self._tensors[self._num_lines][slots, :, at][..., None]
@@ -235,7 +237,7 @@ class LayerMemory:
     def read(
         self, slots: int | slice | Tensor, end: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of the first positions of some slots, in a dtype."""
+        """Return the keys and values of the first `end` positions of some slots, in a dtype."""
         found = []
         for number in range(self._num_lines):
             stored = self._tensors[number][slots, :, :end]
@@ -245,12 +247,12 @@ class LayerMemory:
         return found[0], found[1] if len(found) > 1 else found[0][..., : self._value_dim]
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Let a slot hold the first positions of another one."""
+        """Copy the first `length` positions of one slot to another."""
         for tensor in self._tensors:
             tensor[target, :, :length] = tensor[source, :, :length]
 
     def invent(self, length: int) -> None:
-        """Fill the first positions with numbers that nobody has computed."""
+        """Fill the first positions with made-up numbers."""
         for tensor in self._tensors:
             some = tensor[:, :, :length]
             if self.dtype != torch.int8:
@@ -261,9 +263,9 @@ class LayerMemory:
                 some.fill_(3 * _INVENTED_SPREAD / _LARGEST)
 
     def grow(self, capacity: int, used: int) -> None:
-        """Take memory for more positions, which holds what the first `used` have.
+        """Allocate more positions and copy the first `used` ones.
 
-        Kernels that are queued later read it there.
+        Kernels queued later read the new memory.
         """
         for number, old in enumerate(self._tensors):
             new = self._zeros((*old.shape[:2], capacity, *old.shape[3:]), old.dtype)

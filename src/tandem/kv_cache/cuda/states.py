@@ -34,14 +34,14 @@ from tandem.kv_cache.states import KeptStates, StateKey
 
 @dataclass(eq=False)
 class DeviceLayer:
-    """An operation whose numbers lie as `StateKernels` reads them, with its states."""
+    """An operation with its numbers in `StateKernels`' layout, and its states."""
 
     operation: StateOperation
     memory: StateMemory
 
     @property
     def states(self) -> Tensor:
-        """(slots, ...) fp32"""
+        """(slots, ...) fp32."""
         return self.memory.states
 
 
@@ -54,12 +54,12 @@ class _Part(NamedTuple):
 
 
 class DeviceStates(KeptStates[DeviceLayer]):
-    """States that kernels of a device advance."""
+    """States that a device's kernels advance."""
 
     def __init__(
         self, num_slots: int, kernels: StateKernels, zeros: Zeros, device: torch.device
     ) -> None:
-        """Hold states of so many slots, in memory that `zeros` takes."""
+        """Hold states for `num_slots` slots, in memory from `zeros`."""
         super().__init__(num_slots)
         self._kernels, self._zeros, self._device = kernels, zeros, device
         self._half = [0] * num_slots  # of a slot's log, that is read next
@@ -88,8 +88,8 @@ class DeviceStates(KeptStates[DeviceLayer]):
     def begin_decode(self, segments: Sequence[Segment], places: StepPlaces) -> list[Run]:
         """Announce a step's tokens, slot by slot; padding tokens follow them.
 
-        Return what the caller brings to the runs of `places`, which a captured step refers to. All
-        but the first token of a slot may be taken back.
+        Returns the runs to bring to `places`, to which a captured step refers. All but the first
+        token of a slot may be taken back.
         """
         runs = places.runs
         found, row = [], 0
@@ -111,7 +111,7 @@ class DeviceStates(KeptStates[DeviceLayer]):
     def advance(
         self, key: StateKey, operation: Callable[[], StateOperation], inputs: Sequence[Tensor]
     ) -> Tensor:
-        """Do a layer's operation, which is made on first use, for the tokens announced."""
+        """Run a layer's operation for the announced tokens; it is created on first use."""
         if key not in self._layers:
             with torch.inference_mode(False):
                 self._layers[key] = self._new_layer(operation())
@@ -125,14 +125,14 @@ class DeviceStates(KeptStates[DeviceLayer]):
         return self._with_cuts(layer, len(inputs[0]), compute)
 
     def commit(self) -> None:
-        """Keep the checkpoints and logs of the forward that is through."""
+        """Keep the checkpoints and logs of the completed forward."""
         for segment in self._announced:
             if segment.num_tokens > 1:
                 self._half[segment.slot] = 1 - self._half[segment.slot]
         super().commit()
 
     def save(self, slots: Iterable[int]) -> Callable[[], None]:
-        """Copy the states of some slots; return what puts them back."""
+        """Copy the states of some slots; return a function that restores them."""
         half = {slot: self._half[slot] for slot in slots}
         states = super().save(half)
 

@@ -1,10 +1,9 @@
-"""Windows of models with compressed keys, on a GPU: rings of the last positions, and keys beside.
+"""Windows of models with compressed keys, on a GPU: rings of the last positions, and keys.
 
-A key is its value, too, and all heads have it. A ring keeps a position at its remainder by the
-ring's size, with a margin for slots that go back, so that its memory does not grow with a text;
-compressed keys lie behind it. A step attends to the places of what each of its tokens sees: its
-window, and the keys that are selected. Its shapes depend on the step's size alone, so that it can
-be captured.
+A key is its own value, and all heads share it. A ring keeps a position at its remainder by the
+ring's size, with a margin for slots that go back, so that its memory does not grow with the text;
+compressed keys follow it. A step attends to the places that each of its tokens sees: its window and
+the selected keys. Its shapes depend only on the step's size, so that it can be captured.
 """
 
 from typing import NamedTuple
@@ -45,12 +44,12 @@ class _Layer(NamedTuple):
 
 
 class DeviceWindows:
-    """The layers of a model that have a window, of which some have compressed keys."""
+    """The layers of a model that have a window, some with compressed keys."""
 
     def __init__(
         self, num_slots: int, zeros: Zeros, kv_dtype: str, kernels: DecodeKernels | None = None
     ) -> None:
-        """Hold nothing for so many slots; layers come as the model asks for them.
+        """Start empty, for `num_slots` slots; layers are added when the model uses them.
 
         `kernels` attend in decode steps; None: torch.
         """
@@ -62,7 +61,7 @@ class DeviceWindows:
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes of the rings, however long texts are."""
+        """Bytes of the rings, which do not depend on lengths."""
         layers = self._layers.values()
         return sum(x.memory.num_bytes * x.ring // x.memory.capacity for x in layers)
 
@@ -80,20 +79,20 @@ class DeviceWindows:
                 layer.memory.grow(room, layer.num_places(used))
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Let a slot begin with the first `length` tokens of another one."""
+        """Copy the first `length` tokens of one slot to another."""
         for layer in self._layers.values():
             layer.memory.copy_prefix(source, target, layer.num_places(length))
         self.rings.follow(source, target)
 
     def invent(self, length: int) -> None:
-        """Fill what all slots have of their first tokens with invented numbers."""
+        """Fill all slots' first `length` tokens with made-up numbers."""
         for layer in self._layers.values():
             layer.memory.invent(layer.num_places(length))
         for slot in range(self._num_slots):
             self.rings.begin_anew(slot, length)
 
     def of_prompt(self, number: int, segment: Segment, call: AttentionCall) -> Tensor:
-        """Append a prompt's tokens of one slot to a layer; attend: (n_tokens, heads, dim)."""
+        """Append a prompt's tokens of one slot to a layer, and attend: (n_tokens, heads, dim)."""
         form, query, key, _, sinks, selected, new, _ = call
         layer, (slot, first, count) = self._layer(number, call), segment
         memory, ring, ratio, end = layer.memory, layer.ring, layer.ratio, first + count
@@ -114,9 +113,9 @@ class DeviceWindows:
         return attention_in_pieces(form, of_tokens, keys, keys, mask, heads)[0]
 
     def of_step(self, number: int, rows: StepPlaces, length: int, call: AttentionCall) -> Tensor:
-        """Append a step's tokens to a layer; attend as of `of_prompt`.
+        """Append a step's tokens to a layer, and attend as `of_prompt` does.
 
-        Where keys are not selected, tokens see those of the first `length` positions.
+        If keys are not selected, tokens see those of the first `length` positions.
         """
         form, query, key, _, sinks, selected, new, _ = call
         layer, slots, positions = self._layer(number, call), rows.slots, rows.positions

@@ -1,4 +1,4 @@
-"""Who computes each active expert of a layer: one protocol, and its policies by name, in order."""
+"""Assigns each active expert of a layer to a processor: one protocol, and its policies by name."""
 
 from tandem.core.registry import Registry
 from tandem.policy.assignment import baselines, in_graph

@@ -14,7 +14,7 @@ from tandem.policy.assignment.problem import LayerProblem, Split, added
 
 
 class Balanced:
-    """Weighs every number of fetches against every number of spills."""
+    """Compares every number of fetches with every number of spills."""
 
     def __init__(self, *, pipelined: bool = True) -> None:
         """Minimise the pipeline's time, or the paper's equations 3 to 9."""

@@ -1,4 +1,4 @@
-"""What `balanced` is compared with: rules of papers and other systems, and the simplest ones.
+"""The rules with which `balanced` is compared: those of papers and other systems, and simple ones.
 
 Each follows the paper or system that it is named after.
 """
@@ -14,7 +14,7 @@ from tandem.policy.assignment.problem import (
 
 
 class CpuOnly:
-    """Leaves every expert to the CPU: the simplest, and the bound that no plan may exceed."""
+    """Leaves every expert to the CPU: the simplest rule, and a bound that no plan may exceed."""
 
     pipelined = True
 
@@ -29,13 +29,13 @@ class GpuOnly:
     pipelined = True
 
     def assign(self, problem: LayerProblem) -> Split:
-        """Return the split that leaves nothing to the CPU, as far as equation 9 allows."""
+        """Return the split with nothing on the CPU, as far as equation 9 allows."""
         order = sorted(range(len(problem.experts)), key=lambda i: -problem.tokens[i])
         return priced(problem, *limit_fetches(problem, order), pipelined=True)
 
 
 class HitsOnGpu:
-    """Paper 2: hits on the GPU, also where their copies are under way, misses on the CPU."""
+    """Paper 2: hits on the GPU, even while they are being copied; misses on the CPU."""
 
     pipelined = True
 
@@ -57,7 +57,7 @@ class LayerStatic:
         self.stream_from = stream_from
 
     def assign(self, problem: LayerProblem) -> Split:
-        """Return the split that keeps the layer in one place."""
+        """Return the split that keeps the layer on one processor."""
         if min(problem.wait) >= 0:
             return priced(problem, (), (), pipelined=True)
         if self.stream_from is not None and sum(problem.tokens) >= self.stream_from:
@@ -83,12 +83,14 @@ class Fiddler:
 
 
 class Dali:
-    """DALI's Algorithm 1: each expert, by descending |t_gpu - t_cpu|, to who finishes sooner."""
+    """DALI's Algorithm 1: each expert, by descending |t_gpu - t_cpu|, to the processor that ends
+    sooner.
+    """
 
     pipelined = False
 
     def assign(self, problem: LayerProblem) -> Split:
-        """Return Algorithm 1's answer; equation 9, which it does not look at, is applied after."""
+        """Return Algorithm 1's answer; equation 9, which it ignores, is applied afterwards."""
         t_cpu, t_gpu = problem.cpu, equation_gpu(problem)
         by_difference = sorted(range(len(t_gpu)), key=lambda i: -abs(t_gpu[i] - t_cpu[i]))
         total_cpu = total_gpu = 0.0
@@ -105,8 +107,8 @@ class Dali:
 class RatioSplit:
     """By t_gpu / t_cpu: the GPU takes the prefix that balances CPU and GPU best.
 
-    It is the integral rounding of the linear relaxation of equations 3 to 8; experts over the fetch
-    limit stay on the CPU.
+    The integral rounding of the linear relaxation of equations 3 to 8; experts over the fetch limit
+    stay on the CPU.
     """
 
     pipelined = False
@@ -134,9 +136,9 @@ class RatioSplit:
 class HybriMoe:
     """HybriMoE: two pointers walk from the heaviest resident to the lightest absent expert.
 
-    The front of the list goes to the GPU, its back to the CPU, whichever is done sooner. Follows
-    `HSS` of the released code (papers.md 3.1), keyed by expert instead of by list position, with
-    this machine's costs in place of its constants.
+    The front of the list goes to the GPU, the back to the CPU, whichever ends sooner. Follows `HSS`
+    of the released code (papers.md 3.1), keyed by expert instead of list position, with this
+    machine's costs in place of its constants.
     """
 
     pipelined = True

@@ -1,11 +1,10 @@
-"""Rules for decode steps that are one graph: what the device has published as a hit stays its.
+"""Rules for decode steps in one graph: hits that the device has published stay on the device.
 
-A resident is never spilled to the CPU, there is no plan without the device, and an expert whose
-copy is under way is a miss. Of the misses the CPU computes some; the others are copied into staging
-slots meanwhile, and a second launch computes them together, behind the hits, the CPU's share and
-the last copy.
+A resident is never spilled to the CPU, no plan leaves the device out, and an expert being copied is
+a miss. The CPU computes some of the misses. The others are copied into staging slots meanwhile, and
+a second launch computes them together, after the hits, the CPU's share and the last copy.
 
-Native code decides the same, so numbers are added up one by one, in the order that is written here.
+Native code decides the same, so numbers are added one by one, in the order written here.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from tandem.policy.assignment.problem import LayerProblem, Split, added
 
 
 class Published(NamedTuple):
-    """A layer as a step in one graph has published it: hits, and misses by their positions."""
+    """A layer as a step in one graph has published it: hits, and the positions of misses."""
 
     held_seconds: float  # of the device, for its hits
     absent: list[int]  # misses that may be fetched
@@ -23,7 +22,7 @@ class Published(NamedTuple):
 
     @classmethod
     def of(cls, problem: LayerProblem) -> "Published":
-        """Return what a problem's layer is to the device."""
+        """Return a problem's layer as the device sees it."""
         held, absent, under_way = 0.0, [], []
         for i, wait in enumerate(problem.wait):
             if wait == 0.0:
@@ -37,7 +36,7 @@ class Published(NamedTuple):
     def split(
         self, problem: LayerProblem, fetch: Sequence[int], gpu_seconds: float, cpu_seconds: float
     ) -> Split:
-        """Return the answer that fetches the misses at these positions, in this order."""
+        """Return the split that fetches the misses at these positions, in this order."""
         experts = problem.experts
         spill = [experts[i] for i in self.under_way]
         return Split([experts[i] for i in fetch], spill, gpu_seconds, cpu_seconds)
@@ -46,7 +45,7 @@ class Published(NamedTuple):
 def in_graph_seconds(
     problem: LayerProblem, layer: Published, fetch: Sequence[int]
 ) -> tuple[float, float]:
-    """Return when device and CPU are done if the misses at these positions are fetched."""
+    """Return when device and CPU end if the misses at these positions are fetched."""
     left = [*layer.under_way, *(i for i in layer.absent if i not in fetch)]
     link = problem.link if left else problem.link / problem.link_slowdown
     arrived, gpu, cpu = problem.link_busy, layer.held_seconds, 0.0
@@ -65,9 +64,9 @@ def in_graph_seconds(
 
 
 class ReadyOnGpu:
-    """The device computes what it has when the layer runs, the CPU every miss: nothing is fetched.
+    """The device computes its experts, the CPU every miss; nothing is fetched.
 
-    It prices no copies that are under way for other layers.
+    Copies under way for other layers are not priced.
     """
 
     pipelined = True
@@ -89,12 +88,14 @@ class ReadyOnGpu:
 
 
 class BalancedInGraph:
-    """`balanced` without spills: the number of fetches with which both are done first."""
+    """`balanced` without spills: as many fetches as make both processors end soonest."""
 
     pipelined = True
 
     def assign(self, problem: LayerProblem) -> Split:
-        """Return the best split: the CPU's longest misses are fetched, among equals the valued."""
+        """Return the best split: the CPU's longest misses are fetched, among equals the most
+        valuable.
+        """
         layer, cpu, scores = Published.of(problem), problem.cpu, problem.scores
         order = sorted(layer.absent, key=lambda i: (-cpu[i], -scores[i]))
         best, least = order[:0], in_graph_seconds(problem, layer, ())
@@ -106,12 +107,14 @@ class BalancedInGraph:
 
 
 class DaliInGraph:
-    """DALI's Algorithm 1 over the misses: each, by |t_gpu - t_cpu|, to who finishes sooner."""
+    """DALI's Algorithm 1 over the misses: each, by |t_gpu - t_cpu|, to the processor that ends
+    sooner.
+    """
 
     pipelined = False
 
     def assign(self, problem: LayerProblem) -> Split:
-        """Return its answer, with the hits in the device's total before it begins."""
+        """Return its answer; the device's total starts with the hits."""
         layer, cpu, link = Published.of(problem), problem.cpu, problem.link
         on_gpu, on_cpu = layer.held_seconds, added(cpu[i] for i in layer.under_way)
         gpu = [seconds if seconds > link else link for seconds in problem.gpu]

@@ -1,9 +1,9 @@
-"""One layer's assignment problem, its answers, and what an answer costs.
+"""One layer's assignment problem, its answers, and the cost of an answer.
 
-Two cost models stand side by side. `equation_seconds` is DALI's program (equations 3 to 9): each
-processor's time is a sum, a fetched expert takes max(transfer, computation). `pipeline_seconds` is
-what an executor does: copies run one after another beside the GPU's computation, the first expert
-on the CPU costs a surcharge, and CPU and link slow each other while both work.
+There are two cost models. `equation_seconds` is DALI's program (equations 3 to 9): each processor's
+time is a sum, and a fetched expert takes max(transfer, computation). `pipeline_seconds` is what an
+executor does: copies run one after another beside the GPU's computation, the first expert on the
+CPU costs a surcharge, and CPU and link slow each other down.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 
 class LayerProblem(NamedTuple):
-    """Active experts of one layer with their times; all sequences run parallel to `experts`."""
+    """The active experts of one layer with their times; all sequences are parallel to `experts`."""
 
     layer: int
     experts: Sequence[int]
@@ -33,7 +33,7 @@ class Split(NamedTuple):
     """An answer: absent experts to fetch, in copy order, and resident ones that the CPU computes.
 
     All other resident experts run on the GPU, all other absent ones on the CPU. The seconds are by
-    the cost model of the policy that answers.
+    the policy's cost model.
     """
 
     fetch: Sequence[int]
@@ -43,7 +43,7 @@ class Split(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Return when both processors are done."""
+        """When both processors are done, in seconds."""
         return max(self.gpu_seconds, self.cpu_seconds)
 
 
@@ -57,7 +57,7 @@ class Assignment(Protocol):
 
 
 def added(seconds: Iterable[float]) -> float:
-    """Add up one by one, as native code does; `sum` rounds otherwise from Python 3.12 on."""
+    """Add numbers one by one, as native code does; `sum` rounds differently from Python 3.12 on."""
     total = 0.0
     for one in seconds:
         total += one
@@ -65,7 +65,7 @@ def added(seconds: Iterable[float]) -> float:
 
 
 def equation_gpu(problem: LayerProblem) -> list[float]:
-    """Return t_gpu of equations 5 and 6: a copy under way counts what remains of it."""
+    """Return t_gpu of equations 5 and 6; a copy under way counts its remaining time."""
     link = problem.link
     return [
         gpu if wait == 0 else max(link if wait < 0 else wait, gpu)
@@ -97,7 +97,7 @@ def equation_seconds(
 def pipeline_seconds(
     problem: LayerProblem, fetch: Sequence[int], spill: Sequence[int]
 ) -> tuple[float, float]:
-    """Return when the GPU and the CPU are done if copies overlap with computation."""
+    """Return when the GPU and the CPU end if copies overlap with computation."""
     on_gpu, fetched, on_cpu = by_processor(problem, fetch, spill)
     wait, gpu = problem.wait, problem.gpu
     link = problem.link if on_cpu else problem.link / problem.link_slowdown
@@ -130,7 +130,7 @@ def all_on_cpu(problem: LayerProblem, *, pipelined: bool) -> Split:
 
 
 def limit_fetches(problem: LayerProblem, on_gpu: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Turn positions for the GPU into (fetch, spill); fetches over the limit are dropped."""
+    """Convert positions for the GPU to (fetch, spill); fetches over the limit are dropped."""
     kept = set(on_gpu)
     fetch = [problem.experts[i] for i in on_gpu if problem.wait[i] < 0][: problem.max_fetches]
     spill = [e for i, e in enumerate(problem.experts) if problem.wait[i] >= 0 and i not in kept]

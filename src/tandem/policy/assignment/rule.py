@@ -1,4 +1,4 @@
-"""An assignment as a planner applies it in one kind of step."""
+"""Applies an assignment in one kind of step, as a planner does."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,7 +8,9 @@ from tandem.policy.plan import ONCE, TWICE
 
 
 class Rule:
-    """Splits layers: by an assignment, and by what it has found for layers of residents."""
+    """Splits layers with an assignment; remembers its splits of layers with resident experts
+    only.
+    """
 
     def __init__(
         self,
@@ -19,10 +21,10 @@ class Rule:
         fetches: bool = True,
         in_graph: bool = False,
     ) -> None:
-        """With `never_worse_than_cpu` the CPU computes all of a layer where that is sooner.
+        """With `never_worse_than_cpu` the CPU computes the whole layer where that is sooner.
 
-        `native` is its number among those that have a native form. `fetches` tells whether it
-        fetches anything: in a step `in_graph`, for a second launch of each layer.
+        `native` is the assignment's number if it has a native form. `fetches` says whether it
+        fetches at all: in a step `in_graph` each layer then has a second launch.
         """
         self.native, self.fetches = native, fetches
         self.launches = (TWICE if fetches else ONCE) if in_graph else 0
@@ -31,12 +33,14 @@ class Rule:
         self._of_residents: dict[int, Split] = {}  # by their number
 
     def dense_seconds(self, costs: CostTable, num_tokens: int, *, asks: bool = False) -> float:
-        """Return what passes between the experts of two layers, of which one `asks` the next."""
+        """Return the seconds between the experts of two layers; with `asks` a layer asks the next
+        router.
+        """
         launch = costs.second_launch if self.launches == TWICE else 0.0
         return costs.dense(num_tokens) + launch + (costs.asking if asks else 0.0)
 
     def split(self, problem: LayerProblem) -> Split:
-        """Return who computes what."""
+        """Return which processor computes each expert."""
         split = self.assignment.assign(problem)
         if self.never_worse_than_cpu:
             surcharge = problem.cpu_first if self.assignment.pipelined else 0.0
@@ -45,9 +49,9 @@ class Rule:
         return split
 
     def split_residents(self, experts: Sequence[int], problem: Callable[[], LayerProblem]) -> Split:
-        """Split a layer of residents with one token each, of which only the number matters.
+        """Split a layer of resident experts with one token each; only their number matters.
 
-        What copies for other layers cost the CPU meanwhile is left out.
+        The CPU time of copies for other layers is left out.
         """
         count = len(experts)
         known = self._of_residents.get(count)

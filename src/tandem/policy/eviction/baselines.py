@@ -1,4 +1,4 @@
-"""What the default eviction is compared with: the usual rules, and those of papers."""
+"""The rules with which the default eviction is compared: the usual ones, and those of papers."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,12 @@ from tandem.policy.plan import Geometry, LayerLoad
 
 
 class Lru(Eviction):
-    """Keeps the experts that were used last; every miss enters. Also the shape of a policy."""
+    """Keeps the most recently used experts; every miss enters. The simplest example of a policy."""
 
     background = "always"
 
     def __init__(self, geometry: Geometry) -> None:
-        """Start with nothing ever used."""
+        """Start with no expert used."""
         self._num_experts = geometry.num_experts
         self._last_use = [-1] * (geometry.num_layers * geometry.num_experts)
         self._step = 0
@@ -29,13 +29,13 @@ class Lru(Eviction):
             last_use[first + expert] = step
 
     def scores(self, keys: Sequence[int]) -> list[float]:
-        """Return the step of the last use."""
+        """Return the step of each expert's last use."""
         last_use = self._last_use
         return [last_use[key] for key in keys]
 
 
 class Fifo(Eviction):
-    """Keeps the experts that came last; every miss enters: paper 2's default."""
+    """Keeps the most recently inserted experts; every miss enters: paper 2's default."""
 
     background = "always"
 
@@ -45,7 +45,7 @@ class Fifo(Eviction):
         self._inserted = 0
 
     def scores(self, keys: Sequence[int]) -> list[float]:
-        """Return the number of the insertion."""
+        """Return the number of each expert's insertion."""
         arrival = self._arrival
         return [arrival[key] for key in keys]
 
@@ -56,12 +56,12 @@ class Fifo(Eviction):
 
 
 class Decayed(Eviction):
-    """Keeps the experts with the highest decayed token count, and admits by it."""
+    """Keeps the experts with the highest decayed token counts, and admits by them."""
 
     background = "idle"
 
     def __init__(self, geometry: Geometry, *, decay: float = 0.97) -> None:
-        """Weigh a step `decay` times the step after it."""
+        """Weigh a step `decay` times as much as the step after it."""
         self._counts = DecayedCounts(geometry.num_layers, geometry.num_experts, decay)
 
     def touch(self, load: LayerLoad) -> None:
@@ -75,7 +75,7 @@ class Decayed(Eviction):
         return self._counts.of(keys)
 
     def admits(self, newcomer: float, victim: float) -> bool:
-        """Admit the better one."""
+        """Admit the expert with the higher score."""
         return newcomer > victim
 
 
@@ -89,17 +89,17 @@ class Lfu(Decayed):
         super().__init__(geometry, decay=1.0)
 
     def admits(self, newcomer: float, victim: float) -> bool:
-        """Admit every expert."""
+        """Return True: every miss enters."""
         return True
 
 
 class Static(Eviction):
-    """Nothing ever moves: the cache keeps what it was started with."""
+    """Changes nothing: the cache keeps its initial experts."""
 
     background = "never"
 
     def __init__(self, geometry: Geometry) -> None:
-        """Keep nothing."""
+        """Ignore the geometry."""
 
     def candidates(
         self, layer: int, misses: Sequence[int], slot_of: Sequence[int]
@@ -112,7 +112,7 @@ class Static(Eviction):
         return [0.0] * len(keys)
 
     def admits(self, newcomer: float, victim: float) -> bool:
-        """Admit no expert."""
+        """Return False: no expert enters."""
         return False
 
 
@@ -136,7 +136,7 @@ class CopyOnMiss(Lru):
     def candidates(
         self, layer: int, misses: Sequence[int], slot_of: Sequence[int]
     ) -> Sequence[int]:
-        """Return the misses that the quota still allows."""
+        """Return the misses within the remaining quota."""
         allowed = max(0, min(len(misses), self._left - 1))
         self._left -= len(misses)
         return misses[:allowed]
@@ -162,11 +162,11 @@ class DaliWindow(Eviction):
         self._steps_of_layer = [0] * geometry.num_layers
 
     def begin_step(self, *, is_prefill: bool) -> None:
-        """Note the phase."""
+        """Record whether the step is a prefill."""
         self._is_prefill = is_prefill
 
     def touch(self, load: LayerLoad) -> None:
-        """Add this step's tokens to the scores; a full window starts them again."""
+        """Add this step's tokens to the scores, which restart after a full window."""
         if self._is_prefill:
             return
         num_experts, score = self._geometry.num_experts, self._score
@@ -191,12 +191,12 @@ class DaliWindow(Eviction):
         return absent[: self._swaps]
 
     def scores(self, keys: Sequence[int]) -> list[float]:
-        """Return the tokens within the window."""
+        """Return each expert's tokens within the window."""
         score = self._score
         return [score[key] for key in keys]
 
     def admits(self, newcomer: float, victim: float) -> bool:
-        """Swap only for a better score."""
+        """Return whether the newcomer's score is higher."""
         return newcomer > victim
 
 
@@ -211,7 +211,7 @@ class HybriMoeScore(Eviction):
     background = "never"
 
     def __init__(self, geometry: Geometry, *, alpha: float = 0.5) -> None:
-        """Use the released code's `alpha`."""
+        """Use `alpha`, by default the released code's."""
         self._alpha = alpha
         self._scores = DecayedCounts(geometry.num_layers, geometry.num_experts, 1.0 - alpha)
 
@@ -225,5 +225,5 @@ class HybriMoeScore(Eviction):
             scores.add(layer, expert, amount * scale)
 
     def scores(self, keys: Sequence[int]) -> list[float]:
-        """Return S."""
+        """Return S for each expert."""
         return self._scores.of(keys)

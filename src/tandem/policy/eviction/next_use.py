@@ -38,7 +38,7 @@ PREDICTED_SHIFT = 2  # weight of the sum against each count: 4 to 1
 
 
 class Span(NamedTuple):
-    """How far predictions of the next use look."""
+    """How far predictions of the next use look ahead."""
 
     horizon: int
     """Steps."""
@@ -53,7 +53,7 @@ _STEPS_A_TOKEN, _LONGEST_HORIZON = 3, 32
 
 
 def span_for(num_slots: int, top_k: int) -> Span:
-    """Return the span for a layer whose slots hold the experts of so many tokens."""
+    """Return the span for a layer whose slots hold the experts of about so many tokens."""
     horizon = min(max(_STEPS_A_TOKEN * num_slots // top_k, HORIZON), _LONGEST_HORIZON)
     return Span(horizon, 1 - (1 - DISCOUNT) * HORIZON / horizon)
 
@@ -68,13 +68,13 @@ class _Use(NamedTuple):
 
 
 def prior_of(geometry: Geometry, span: Span = USUAL_SPAN) -> float:
-    """Return the score of an expert if all are equally likely."""
+    """Return the initial score of an expert, with all equally likely."""
     share = geometry.top_k / geometry.num_experts
     return sum(share * ((1 - share) * span.discount) ** step for step in range(span.horizon))
 
 
 def losses(span: Span = USUAL_SPAN) -> list[int]:
-    """Return what each step until the next use takes off the score, as fixed-point numbers."""
+    """Return how much each step until the next use reduces the score, in fixed point."""
     targets = [*(round(ONE * span.discount**step) for step in range(span.horizon)), 0]
     return [now - later for now, later in pairwise(targets)]
 
@@ -109,7 +109,7 @@ class NextUse(Eviction, LearnsInTables):
         self._unlearned: list[NextUseTable] = []
 
     def resized(self, set_sizes: Sequence[int]) -> None:
-        """Compare the rules in caches of this size; a pool that layers share knows one rule."""
+        """Compare the rules in caches of these sizes; a pool shared by layers has one rule."""
         is_by_layer = len(set_sizes) == len(self.tables)
         for layer, table in enumerate(self.tables):
             table.resize(set_sizes[layer] if is_by_layer else 0)
@@ -119,13 +119,13 @@ class NextUse(Eviction, LearnsInTables):
         return RULES[self.tables[layer].followed()]
 
     def begin_step(self, *, is_prefill: bool) -> None:
-        """Note the phase; nothing is above the first layer."""
+        """Record whether the step is a prefill; the first layer has none above it."""
         self._is_prefill = is_prefill
         self._above = ()
         self._unlearned.clear()
 
     def touch(self, load: LayerLoad) -> None:
-        """Note what the layer uses now; of a prompt, what its last token uses."""
+        """Record what the layer uses; for a prompt, what its last token uses."""
         experts, divisor = load.experts, 1
         num_tokens = len(load.routes)
         if not self._is_prefill:
@@ -139,7 +139,7 @@ class NextUse(Eviction, LearnsInTables):
         self._above = experts
 
     def noted_natively(self, num_tokens: int) -> None:
-        """Take note that a decode step of so many tokens was noted in the native tables."""
+        """Record that a decode step of `num_tokens` was recorded in the native tables."""
         self._batch = max(1, num_tokens)
         for table in self.tables:
             table.forget_values()
@@ -176,7 +176,7 @@ class NextUse(Eviction, LearnsInTables):
         return self.tables[layer].values()
 
     def admits(self, newcomer: float, victim: float) -> bool:
-        """Admit the better one."""
+        """Admit the expert with the higher score."""
         return newcomer > victim
 
 
@@ -192,7 +192,7 @@ def pure_tables(geometry: Geometry) -> Sequence[NextUseTable]:
 
 
 class PureTable:
-    """The rules of one layer; see `NextUseTable`."""
+    """One layer's table; see `NextUseTable`."""
 
     def __init__(self, geometry: Geometry, layer: int, start: Start) -> None:
         """Start with all experts equally likely."""
@@ -219,13 +219,13 @@ class PureTable:
     def note(
         self, load: LayerLoad, divisor: int, experts: Sequence[int], above: Sequence[int]
     ) -> None:
-        """Take what is in use now in this layer and in the one above; look at it later."""
+        """Record what this layer and the one above use; it is processed later."""
         self.learn()
         self._noted = _Use(load, divisor, experts, above)
         self._followed = self._choice.choose()
 
     def learn(self) -> None:
-        """Look at what was noted, and learn from what was predicted HORIZON steps before it."""
+        """Process what was recorded, and learn from the prediction made HORIZON steps before it."""
         self._observe()
         if self._compared is not None and self._choice.is_open:
             load, _, experts, _ = self._compared
@@ -236,21 +236,21 @@ class PureTable:
             self._settle(self._past.popleft())
 
     def values(self) -> memoryview:
-        """Return the scores by expert under the rule that is followed."""
+        """Return the scores by expert under the current rule."""
         self._observe()
         if self._values is None:
             self._values = self._scores(self._followed)
         return self._values
 
     def forget_values(self) -> None:
-        """No-op: nothing else notes in this table."""
+        """No-op: nothing else changes this table."""
 
     def resize(self, capacity: int) -> None:
         """Compare the rules in caches of this size."""
         self._choice.resize(capacity)
 
     def followed(self) -> int:
-        """Return the number of the rule that was followed since the last note."""
+        """Return the number of the rule followed since the last note."""
         return self._followed
 
     def _scores(self, rule: int) -> memoryview:

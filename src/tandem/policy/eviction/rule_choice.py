@@ -19,7 +19,7 @@ START_DEVIATIONS = 7  # standard deviations of the hits' difference, to leave LR
 
 
 class GhostCache:
-    """The experts of a layer that one rule would hold; it admits and evicts as `Admission` does."""
+    """The experts of a layer that one rule would hold; admits and evicts as `Admission` does."""
 
     def __init__(self, capacity: int) -> None:
         """Start empty."""
@@ -27,7 +27,7 @@ class GhostCache:
         self._held: set[int] = set()
 
     def use(self, experts: Sequence[int], scores: Sequence[int]) -> int:
-        """Return how many of the experts are held, then let the others in by their scores."""
+        """Return how many of the experts are held, then admit the others by their scores."""
         held = self._held
         misses = sorted((-scores[e], e) for e in experts if e not in held)
         hits = len(experts) - len(misses)
@@ -46,7 +46,7 @@ class GhostCache:
 
 
 class Start:
-    """The rule that all layers of a model start with: LRU, until another one is surely better."""
+    """The rule that all layers start with: LRU, until another one is surely better."""
 
     def __init__(self) -> None:
         """Start with LRU."""
@@ -55,7 +55,7 @@ class Start:
         self._squares = [0] * len(RULES)
 
     def weigh(self, hits: Sequence[int]) -> None:
-        """Take the hits of one layer at one step, by rule."""
+        """Add the hits of one layer in one step, by rule."""
         for rule, num_hits in enumerate(hits):
             more = num_hits - hits[RECENCY]
             self._leads[rule] += more
@@ -69,7 +69,7 @@ class Start:
 
 
 class RuleChoice:
-    """The choice of one layer. It needs the size of the layer's cache; until then it stays put."""
+    """One layer's choice of a rule. Without the size of the layer's cache it does not change."""
 
     def __init__(self, num_experts: int, start: Start) -> None:
         """Follow the rule that all layers start with."""
@@ -92,12 +92,12 @@ class RuleChoice:
 
     @property
     def is_open(self) -> bool:
-        """Tell whether there is anything to choose."""
+        """Whether there is anything to choose."""
         return bool(self._ghosts)
 
     @property
     def followed(self) -> int:
-        """Return the rule that is followed."""
+        """The rule that is followed."""
         if not self._ghosts:
             return NEXT_USE
         return self._start.rule if self._own is None else self._own
@@ -105,9 +105,9 @@ class RuleChoice:
     def use(
         self, experts: Sequence[int], scores: Sequence[Sequence[int]], *, is_prompt: bool
     ) -> None:
-        """Take what the layer uses, with the scores by rule and expert.
+        """Add what the layer uses, with the scores by rule and expert.
 
-        The hits of a prompt do not count: they say little about the steps to come.
+        A prompt's hits do not count, because they say little about coming steps.
         """
         pairs = zip(self._ghosts, scores, strict=True)
         hits = [ghost.use(experts, by_expert) for ghost, by_expert in pairs]
@@ -116,7 +116,7 @@ class RuleChoice:
     def choose(self) -> int:
         """Weigh the last hits and return the rule to follow.
 
-        Called once a step, in the order of the layers, whenever each of them has learned.
+        Call it once per step, in the order of the layers, after each has learned.
         """
         hits, self._hits = self._hits, None
         if hits is not None and self._start.rule == RECENCY:

@@ -1,4 +1,4 @@
-"""Which experts the next layers will use: one protocol, and its predictors by name, in order."""
+"""Predicts which experts the next layers will use: one protocol, and its predictors by name."""
 
 from tandem.core.registry import Registry
 from tandem.policy.prediction.policy import Forecast, NoPrediction, Prediction

@@ -1,4 +1,4 @@
-"""Count how often expectations come true, so that a forecast's chances are frequencies."""
+"""Counts how often expectations come true, so that a forecast's chances are frequencies."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -12,7 +12,9 @@ _HALVE_AT = 1e6
 
 
 class Counts(NamedTuple):
-    """How often each bin of expectations was seen, and came true; layers until the next count."""
+    """How often each bin of expectations was seen and came true, and layers until the next
+    count.
+    """
 
     seen: Sequence[float]
     came_true: Sequence[float]
@@ -23,13 +25,13 @@ class Counts(NamedTuple):
 class Calibration:
     """Frequencies by bin of expected tokens, starting from "an expectation is a probability".
 
-    `levels` tables stand side by side for experts of which something else is known as well.
+    There are `levels` tables, for experts about which something else is known as well.
     """
 
     def __init__(
         self, *, levels: int = 1, count_every: int = COUNT_EVERY, trust: float = 4.0
     ) -> None:
-        """Start with trust in the expectations themselves, as of so many observations."""
+        """Start with trust in the expectations, worth `trust` observations."""
         size = levels * CHANCE_BINS
         self._seen = [trust] * size
         self._true = [trust * (place % CHANCE_BINS + 0.5) / CHANCE_BINS for place in range(size)]
@@ -37,24 +39,24 @@ class Calibration:
         self._count_every = self._countdown = count_every
 
     def counts(self) -> Counts:
-        """Return what has been counted."""
+        """Return the counts."""
         return Counts(self._seen, self._true, self._countdown, self._count_every)
 
     def restore(self, counts: Counts) -> None:
-        """Go on with what another counter, of as many levels, has counted."""
+        """Continue with another counter's counts, of as many levels."""
         self._seen, self._true = [*counts.seen], [*counts.came_true]
         self._countdown, self._count_every = counts.countdown, counts.count_every
         self.frequencies = [true / seen for true, seen in zip(self._true, self._seen, strict=True)]
 
     def is_due(self) -> bool:
-        """Tell whether the layer that comes out now should be counted; most are not."""
+        """Tell whether the current layer's outcome should be counted; most are not."""
         self._countdown = self._countdown - 1 or self._count_every
         return self._countdown == self._count_every
 
     def observe(
         self, forecast: Forecast, active: Sequence[int], levels: Mapping[int, int] | None = None
     ) -> None:
-        """Count how a forecast came out; `levels` by expert, 0 where it says nothing."""
+        """Count a forecast's outcome; `levels` are by expert, 0 without further knowledge."""
         used = set(active)
         base, scale = forecast.base, forecast.scale * CHANCE_BINS
         seen, true = self._seen, self._true

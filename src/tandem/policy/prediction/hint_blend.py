@@ -1,8 +1,8 @@
-"""Adds router hints to a forecast: chances counted by expected tokens and by what the hints say.
+"""Blends router hints into a forecast: chances are counted by expected tokens and by hint.
 
-How often does an expert come that was expected so much and that the hints named, or did not name?
-A perfect hint makes the first certain and the second impossible, whatever was expected; a hint that
-is no better than chance leaves both as they were.
+How often is an expert used that was expected so much and that the hints named, or did not name? A
+perfect hint makes the first certain and the second impossible, whatever was expected. A hint no
+better than chance changes nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,16 @@ TIE_BREAK = 1.0 / 1024  # of the expected tokens, among equal chances
 
 
 class HintSources:
-    """Who gives hints, in the order of their first ones."""
+    """The sources of hints, in the order of their first hints."""
 
     def __init__(self) -> None:
-        """Start with nobody."""
+        """Start without sources."""
         self._names: list[str] = []
 
     def factor(self, name: str) -> int | None:
-        """Return what a source's weights count among those of all; None for a third source."""
+        """Return the factor of a source's weights in the combined level; None for a third
+        source.
+        """
         if name not in self._names:
             if len(self._names) == MAX_SOURCES:
                 return None
@@ -33,7 +35,7 @@ class HintSources:
 
 
 class HintBlend:
-    """Keeps the hints of a step, and how often hints came true."""
+    """The hints of a step, and counts of how often hints came true."""
 
     def __init__(self) -> None:
         """Start with hints that change nothing."""
@@ -44,11 +46,11 @@ class HintBlend:
         )
 
     def begin_step(self) -> None:
-        """Forget the hints of the step before."""
+        """Drop the hints of the last step."""
         self._levels.clear()
 
     def hint(self, hint: Hint) -> None:
-        """Keep a hint; one of a third source is ignored, and one that names nobody."""
+        """Keep a hint; a third source's and empty hints are ignored."""
         factor = self._sources.factor(hint.source)
         if factor is None or not hint.load.experts:
             return
@@ -58,28 +60,28 @@ class HintBlend:
             levels[expert] = min(level, WEIGHTS**MAX_SOURCES - 1)  # a source may say it twice
 
     def counts(self) -> Counts:
-        """Return what has been counted."""
+        """Return the counts."""
         return self._calibration.counts()
 
     def restore(self, counts: Counts) -> None:
-        """Go on with what another counter has counted."""
+        """Continue with another counter's counts."""
         self._calibration.restore(counts)
 
     def knows(self, layer: int) -> bool:
-        """Tell whether there is a hint about a layer."""
+        """Tell whether there is a hint for a layer."""
         return layer in self._levels
 
     def take(self, layer: int) -> Mapping[int, int] | None:
-        """Return what the hints say if it should be counted now; they are forgotten."""
+        """Remove and return a layer's hints if they should be counted now; else None."""
         levels = self._levels.pop(layer, None)
         return levels if levels and self._calibration.is_due() else None
 
     def observe(self, forecast: Forecast, active: Sequence[int], levels: Mapping[int, int]) -> None:
-        """Count how a forecast without hints, and the hints beside it, came out."""
+        """Count the outcome of a forecast without hints, together with the hints."""
         self._calibration.observe(forecast, active, levels)
 
     def blend(self, forecast: Forecast, layer: int) -> Forecast:
-        """Return the forecast's chances given the hints; `scores` are then chances."""
+        """Return the forecast's chances given the hints; its `scores` are chances then."""
         levels, chances = self._levels[layer], self._calibration.frequencies
         scores, base, scale = forecast.scores, forecast.base, forecast.scale
         first_bin = base + 1.0 / (CHANCE_BINS * scale)

@@ -1,4 +1,4 @@
-"""Expert prediction: how many tokens each expert of a layer will get, before its router has run."""
+"""Expert prediction: how many tokens each expert of a layer will get, before its router runs."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -9,7 +9,7 @@ CHANCE_BINS = 16
 
 
 class Forecast(NamedTuple):
-    """Expected tokens of each expert of a layer: (scores[expert] - base) * scale."""
+    """The expected tokens of each expert of a layer: (scores[expert] - base) * scale."""
 
     scores: Sequence[float]
     base: float
@@ -17,7 +17,7 @@ class Forecast(NamedTuple):
     frequencies: Sequence[float] | None = None  # how often such an expectation came true, by bin
 
     def chance(self, score: float) -> float:
-        """Return the probability that an expert of this score is active."""
+        """Return the probability that an expert with this score is active."""
         expected = (score - self.base) * self.scale
         if self.frequencies is None:
             return min(1.0, expected)
@@ -33,30 +33,34 @@ class Forecast(NamedTuple):
 
 
 class Prediction(Protocol):
-    """Predicts loads; learns from every load it observes. Left out: nothing noted, no hints."""
+    """Predicts loads, and learns from observed ones. By default it records nothing and ignores
+    hints.
+    """
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
-        """Note the tokens of a new step; empty if they are unknown."""
+        """Begin a step with these token ids; empty if they are unknown."""
         return  # not abstract
 
     def hint(self, hint: Hint) -> None:
-        """Take a load that the engine predicted with a router, for a layer to come."""
+        """Take a load for a coming layer, predicted by asking a router."""
         return  # not abstract
 
     def is_hinted(self, layer: int) -> bool:
-        """Tell whether the layer's own router has been asked in this step."""
+        """Tell whether the layer's router has been asked in this step."""
         return False
 
     def observe(self, load: LayerLoad) -> None:
-        """Note a layer's real load; layers come in order within a step."""
+        """Record a layer's real load; layers come in order within a step."""
         return  # not abstract
 
     def learn(self) -> None:
-        """Learn from what was noted, which a plan does not wait for; when changes no answer."""
+        """Learn from recorded loads. When this is called changes no answer, so plans need not wait
+        for it.
+        """
         return  # not abstract
 
     def predict(self, layer: int) -> Forecast | None:
-        """Return the forecast of a layer that this step has not reached; None if there is none."""
+        """Return the forecast of a layer that the step has not reached; None if there is none."""
 
 
 class NoPrediction(Prediction):
@@ -66,5 +70,5 @@ class NoPrediction(Prediction):
         """Ignore the geometry."""
 
     def predict(self, layer: int) -> Forecast | None:
-        """Return no forecast."""
+        """Return None: there is no forecast."""
         return None

@@ -23,12 +23,12 @@ MAX_TOKENS = 64  # above, a step is a prompt and teaches nothing about the next
 
 
 def prior_of(geometry: Geometry) -> float:
-    """Return what a row of an expert says at first: both sources together, all equally likely."""
+    """Return the initial value of an expert's row: two rows add up to all equally likely."""
     return geometry.top_k / geometry.num_experts / (2 * geometry.top_k)
 
 
 class PredictorState(NamedTuple):
-    """What is known between steps beside the tables."""
+    """The state between steps, without the tables."""
 
     before: Sequence[Sequence[int]]
     """By layer, the experts of the step before."""
@@ -47,8 +47,8 @@ class _Lesson(NamedTuple):
 class RegressionPredictor(Prediction):
     """Predicts the next layer at every layer, and the first layer at the start of a step.
 
-    A layer's lesson is learned when `learn` is called or the layer is predicted again, whichever
-    comes first; the forecasts are the same.
+    A layer's lesson is learned when `learn` is called or the layer is predicted again, whichever is
+    first; the forecasts are the same.
     """
 
     def __init__(self, geometry: Geometry) -> None:
@@ -62,18 +62,18 @@ class RegressionPredictor(Prediction):
         self._hints = HintBlend()
 
     def state(self) -> PredictorState:
-        """Return what is known between steps beside the tables."""
+        """Return the state between steps, without the tables."""
         self.learn()
         return PredictorState(self._before, self._calibration.counts(), self._hints.counts())
 
     def restore(self, state: PredictorState) -> None:
-        """Go on with what another one has counted."""
+        """Continue with another predictor's state."""
         self._before = [tuple(experts) for experts in state.before]
         self._calibration.restore(state.counts)
         self._hints.restore(state.of_hints)
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
-        """Find the tokens' rows; a token that is new takes its bucket over."""
+        """Find the tokens' rows; a new token takes over its bucket."""
         self.learn()  # with the rows of the tokens that were
         self._above = ()
         self._hints.begin_step()
@@ -83,11 +83,11 @@ class RegressionPredictor(Prediction):
         self._tables.begin_step(token_ids)
 
     def hint(self, hint: Hint) -> None:
-        """Keep a hint; how often hints come true is counted."""
+        """Record a hint; how often hints come true is counted."""
         self._hints.hint(hint)
 
     def observe(self, load: LayerLoad) -> None:
-        """Note a lesson for the rows that predicted this layer."""
+        """Record a lesson for the table rows that predicted this layer."""
         layer, experts = load.layer, load.experts
         if max(load.tokens) <= MAX_TOKENS:
             self._note(load)
@@ -95,7 +95,7 @@ class RegressionPredictor(Prediction):
         self._above = experts
 
     def predict(self, layer: int) -> Forecast | None:
-        """Return the sum of the active rows, blended with hints where there are any."""
+        """Return the sum of the active rows, blended with hints if there are any."""
         if not self._has_rows(layer):
             return None
         forecast = self._forecast(layer)
@@ -104,11 +104,11 @@ class RegressionPredictor(Prediction):
         return forecast
 
     def is_hinted(self, layer: int) -> bool:
-        """Tell whether hints join in."""
+        """Tell whether hints are blended in."""
         return self._hints.knows(layer)
 
     def learn(self) -> None:
-        """Learn the lessons noted since the last call."""
+        """Learn the lessons recorded since the last call."""
         for lesson in self._lessons.values():
             self._tables.teach(*lesson)
         self._lessons.clear()

@@ -1,1 +1,1 @@
-"""How many drafted tokens a step verifies: decisions, without models and without a clock."""
+"""Decides how many drafted tokens a step verifies, without models or clocks."""

@@ -1,7 +1,7 @@
-"""How often drafted tokens came true, by the evidence that there was for them.
+"""Counts how often drafted tokens came true, by the evidence for them.
 
-Drafts are judged whether they are verified or not: a draft costs nothing to compare with what the
-model writes anyway. So speculation that does not pay now is noticed when it would.
+Drafts are judged whether they are verified or not, because comparing a draft with the model's
+output costs nothing. So speculation that does not pay now is noticed when it would.
 """
 
 from collections import defaultdict
@@ -32,7 +32,7 @@ class _Rate:
 
 @dataclass(slots=True)
 class Acceptance:
-    """Rates of all drafts of one drafter."""
+    """The rates of all drafts of one drafter."""
 
     decay: float = _DECAY
     """What a token counts for when one more has come."""
@@ -47,14 +47,14 @@ class Acceptance:
     _rates: defaultdict[int, _Rate] = field(default_factory=lambda: defaultdict(_Rate))
 
     def add(self, evidence: int, *, is_hit: bool) -> None:
-        """Note whether a drafted token came, after those before it in its draft had come."""
+        """Record whether a drafted token was right, given that those before it were."""
         self._common.add(self.decay, is_hit=is_hit)
         self._rates[evidence].add(self.decay, is_hit=is_hit)
 
     def chances(self, evidence: Sequence[int], told: Sequence[float] = ()) -> list[float]:
-        """Return, for each token of a draft, how likely it and all before it come true.
+        """Return, for each token of a draft, the chance that it and all before it are right.
 
-        `told` is what the drafter expects of each, which counts where little is known.
+        `told` is the drafter's own estimate for each, which counts while little is known.
         """
         expected, weight = self.prior, self.prior_weight
         if self.common_weight:
@@ -69,7 +69,7 @@ class Acceptance:
 
 @dataclass(slots=True)
 class OpenDraft:
-    """A draft that waits to be judged by what the model writes."""
+    """A draft to be judged by the model's output."""
 
     draft: Draft = field(default_factory=lambda: Draft((), ()))
     length: int = 0
@@ -83,7 +83,7 @@ class OpenDraft:
         return not self.is_wrong and self.num_judged < len(self.draft.tokens)
 
     def judge(self, tokens: Sequence[int], acceptance: Acceptance) -> None:
-        """Compare the draft with the tokens that came."""
+        """Compare the draft with the generated tokens."""
         draft = self.draft
         while self.is_open and self.length + self.num_judged < len(tokens):
             place = self.num_judged

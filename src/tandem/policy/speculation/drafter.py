@@ -1,4 +1,4 @@
-"""What guesses the tokens that come next."""
+"""The interface of drafters, which guess the next tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -17,7 +17,7 @@ class Draft(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Guesses what comes next in one sequence, at no cost that counts."""
+    """Guesses the next tokens of one sequence, at negligible cost."""
 
     def draft(self, tokens: Sequence[int]) -> Draft:
         """Return up to `MOST_DRAFTED` tokens that may follow the sequence so far.
@@ -26,11 +26,11 @@ class Drafter(Protocol):
         """
 
     def end(self) -> None:
-        """Hear that the sequence is through."""
+        """Called when the sequence ends."""
 
 
 class SureDraft(NamedTuple):
-    """Tokens that may come next, and how sure the drafter is of each, if those before come true."""
+    """Tokens that may come next, with the drafter's confidence in each, given those before."""
 
     tokens: Sequence[int]
     sureness: Sequence[float] = ()
@@ -38,15 +38,15 @@ class SureDraft(NamedTuple):
 
 
 class PaidDrafter(Protocol):
-    """Guesses what comes next in several sequences at once, and takes its time."""
+    """Guesses the next tokens of several sequences at once, at a cost."""
 
     def draft(
         self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int], least: float
     ) -> Mapping[int, SureDraft]:
-        """Return tokens that may follow, by slot: up to `most` each, often fewer than asked.
+        """Return drafts by slot: up to `most` tokens each, often fewer.
 
-        `histories` are all tokens of the sequences by their slots. A drafter that knows how sure it
-        is ends a draft whose tokens all come true with a chance below `least`.
+        `histories` are all tokens of the sequences by slot. A drafter that knows its confidence
+        ends a draft when the chance of all its tokens falls below `least`.
         """
 
 

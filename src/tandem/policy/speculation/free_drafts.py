@@ -1,4 +1,4 @@
-"""Drafts that cost nothing to make: all are made and judged, and the likeliest are verified."""
+"""Drafts that cost nothing: all are made and judged, and the likeliest are verified."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -60,7 +60,7 @@ class FreeDrafts:
     _requests: dict[int, _Request] = field(default_factory=dict)
 
     def plan(self, step: NextStep) -> Plan | None:
-        """Return the drafts that make the most tokens a second, if some make more than none."""
+        """Return the drafts with the most tokens per second, if any beat none."""
         histories, rooms, batch, costs = step
         drafts = {slot: self._drafted(slot, tokens) for slot, tokens in histories.items()}
         chances = {
@@ -78,7 +78,7 @@ class FreeDrafts:
         return Plan(chosen.gain, _LEAST_GAIN, take) if chosen.counts else None
 
     def forget(self, slot: int) -> None:
-        """Drop the drafter of a request that is through."""
+        """Drop the drafter of a finished request."""
         if slot in self._requests:
             self._requests.pop(slot).drafter.end()
 

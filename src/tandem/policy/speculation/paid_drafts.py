@@ -1,8 +1,8 @@
-"""Drafts that take time to make: as many tokens as pay, by how often those before came true.
+"""Drafts that take time to make: as many tokens as pay, judging by earlier ones.
 
-What a draft costs is measured like what a step costs. A drafter is tried a few times at first, and
-again once in a while; in between nothing is drafted where that does not pay. One that tells how
-sure it is of its tokens drafts as many as are likely enough, and the likeliest are verified.
+A draft's cost is measured like a step's. A drafter is tried a few times at first, and then once in
+a while; in between nothing is drafted if that does not pay. A drafter that reports its confidence
+drafts as many tokens as are likely enough, and the likeliest are verified.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -84,7 +84,7 @@ class PaidDrafts:
     _patience: int = _TRIED_AGAIN_AFTER
 
     def plan(self, step: NextStep) -> Plan | None:
-        """Return the number of drafted tokens that makes the most tokens a second, or a trial."""
+        """Return the number of drafted tokens with the most tokens per second, or a trial."""
         histories, rooms, batch, costs = step
         for slot, tokens in histories.items():
             self._judge(slot, tokens)
@@ -110,7 +110,7 @@ class PaidDrafts:
         return Plan(gain, _LEAST_GAIN, partial(self._draft, wanting, most, terms))
 
     def forget(self, slot: int) -> None:
-        """Drop the draft of a request that is through."""
+        """Drop the draft of a finished request."""
         self._open.pop(slot, None)
 
     def _judge(self, slot: int, tokens: Sequence[int]) -> None:

@@ -1,4 +1,6 @@
-"""What a way of drafting offers for the next step: how fast it would be, and how to get it."""
+"""What a drafting method offers for the next step: its expected speed, and how to get the
+drafts.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -10,7 +12,7 @@ Drafts = dict[int, Sequence[int]]
 
 
 class NextStep(NamedTuple):
-    """The decode step that drafts are for."""
+    """The decode step for which tokens are drafted."""
 
     histories: Mapping[int, Sequence[int]]
     """All tokens of each request that may have drafted ones, by slot."""
@@ -33,22 +35,22 @@ class Plan(NamedTuple):
 
     @property
     def is_worth(self) -> bool:
-        """Whether the plan is to be followed."""
+        """Whether to follow the plan."""
         return self.gain > self.least_gain
 
 
 class Drafting(Protocol):
-    """A way of drafting for the requests of one scheduler."""
+    """A drafting method for the requests of one scheduler."""
 
     def plan(self, step: NextStep) -> Plan | None:
-        """Return the best that there is for the next step, as of `best_plan`."""
+        """Return the method's best plan for the next step, for `best_plan`."""
 
     def forget(self, slot: int) -> None:
-        """Drop what is known of a request that is through."""
+        """Drop the state of a finished request."""
 
 
 def best_plan(ways: Iterable[Drafting], step: NextStep) -> Plan | None:
-    """Return the best plan that pays, else the best of all; None: nothing to draft."""
+    """Return the best plan that pays, else the best of all; None: there is nothing to draft."""
     plans = [way.plan(step) for way in ways]
     known = [plan for plan in plans if plan is not None]
     return max(known, key=lambda plan: (plan.is_worth, plan.gain), default=None)

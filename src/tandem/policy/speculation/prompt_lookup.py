@@ -1,8 +1,8 @@
-"""Prompt look-up: what followed the last time that the latest tokens stood in the context.
+"""Prompt look-up: what followed the latest tokens where they last stood in the context.
 
 Saxena, "Prompt Lookup Decoding" (2023). Answers that quote, edit or summarise their prompt, and
-code, repeat long parts of it; the context holds the conversation's earlier answers too. Answers to
-other requests are looked up besides, as far as they are kept.
+code, repeat long parts of it; the context includes the conversation's earlier answers. Kept answers
+to other requests are searched too.
 """
 
 from collections import deque
@@ -22,16 +22,16 @@ _KEPT_TOKENS = 1 << 15
 
 
 class EarlierAnswers:
-    """The latest answers of a session, found by three of their tokens."""
+    """The latest answers of a session, searchable by three tokens."""
 
     def __init__(self, most_tokens: int = _KEPT_TOKENS) -> None:
-        """Keep so many tokens at most."""
+        """Keep at most `most_tokens` tokens."""
         self._most_tokens, self._num_tokens = most_tokens, 0
         self._answers: deque[tuple[int, ...]] = deque()
         self._ends: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Keep an answer, or its beginning; the oldest ones go."""
+        """Keep an answer, or its beginning; the oldest ones are dropped."""
         answer = tuple(tokens[: self._most_tokens])
         if len(answer) <= _LONGEST:
             return
@@ -43,7 +43,9 @@ class EarlierAnswers:
             self._ends[answer[end - _LONGEST : end]] = answer, end
 
     def find(self, tokens: Sequence[int]) -> tuple[Sequence[int], int]:
-        """Return the latest answer in which the last tokens stand, and where they end; or ()."""
+        """Return the latest answer that contains the last tokens, and where they end in it; or
+        ().
+        """
         return self._ends.get(tuple(tokens[-_LONGEST:]), ((), 0))
 
     def _drop_oldest(self) -> None:
@@ -56,10 +58,12 @@ class EarlierAnswers:
 
 
 class PromptLookup:
-    """Finds the latest place where the last two or three tokens stood before."""
+    """Finds the latest earlier occurrence of the last two or three tokens."""
 
     def __init__(self, earlier: EarlierAnswers | None = None) -> None:
-        """Know no sequence but, perhaps, earlier answers, which get this one in the end."""
+        """Start without tokens; `earlier` are kept answers, to which this one is added at its
+        end.
+        """
         self._earlier = earlier
         self._ends: dict[tuple[int, ...], int] = {}  # of each n-gram but the last, by its tokens
         self._num_known = 0
@@ -67,7 +71,7 @@ class PromptLookup:
         self._answer_begin = 0
 
     def draft(self, tokens: Sequence[int]) -> Draft:
-        """Return what followed the longest match; nothing where there is none."""
+        """Return what followed the longest match; empty without one."""
         if not self._num_known:
             self._answer_begin = len(tokens) - 1
         self._tokens = tokens

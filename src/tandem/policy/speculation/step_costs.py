@@ -1,4 +1,4 @@
-"""What decode steps of several tokens cost: measured as they are done, between them by a shape."""
+"""The costs of multi-token decode steps: measured while they run, and interpolated by a shape."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -54,9 +54,9 @@ class _Line:
 class StepCosts:
     """Seconds of a step by its number of tokens.
 
-    Their logarithms are those of the shape, and a line: all sizes become faster or slower together,
-    when the machine is busy, and more tokens may cost more or less than the shape tells. What is
-    left is special to a size.
+    On a log scale they are the shape plus a line: all sizes become faster or slower together when
+    the machine is busy, and more tokens may cost more or less than the shape says. The rest is
+    specific to a size.
     """
 
     shape: StepShape = field(default_factory=lambda: shape_of_bytes(1.0, 1.0))
@@ -67,9 +67,9 @@ class StepCosts:
     _num_steps: int = 0
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Note a step that is replayed, or never will be; the first of a size is not counted.
+        """Record a step that is replayed, or never will be; the first of a size is not counted.
 
-        That one was still compared with the model's own.
+        That one was still compared with the model's own code.
         """
         self._num_steps += 1
         if num_tokens not in self._own:
@@ -84,7 +84,7 @@ class StepCosts:
         self._own[num_tokens].append((self._num_steps, found - self._line.at(x, self.shape_weight)))
 
     def seconds(self, num_tokens: int) -> float | None:
-        """Return what a step of so many tokens takes; None before any was measured."""
+        """Return the seconds of a step of `num_tokens` tokens; None before any measurement."""
         if not self._line.weight:
             return None
         beyond = self._line.at(log(num_tokens), self.shape_weight) + self._beyond(num_tokens)

@@ -1,7 +1,8 @@
-"""What steps of several tokens take over a step of one, by the experts that recent tokens touched.
+"""The cost of a step of several tokens relative to one token, from the experts that recent tokens
+touched.
 
-So sizes that were never tried have a cost: consecutive tokens share experts, and those that are
-resident cost little. Both change along a text, and while the expert cache fills.
+So sizes that were never tried have a cost: consecutive tokens share experts, and resident ones cost
+little. Both change along a text, and while the expert cache fills.
 """
 
 from collections import deque
@@ -27,7 +28,7 @@ _GROWTH = 0.72
 
 
 def shape_of_bytes(dense_bytes: float, expert_bytes: float) -> StepShape:
-    """Return the shape where all experts are read from one memory, by a step of one token."""
+    """Return the shape for experts that are all in one memory, relative to a step of one token."""
 
     def seconds(num_tokens: int) -> float:
         return dense_bytes + expert_bytes * pow(num_tokens, _GROWTH)
@@ -37,7 +38,7 @@ def shape_of_bytes(dense_bytes: float, expert_bytes: float) -> StepShape:
 
 @dataclass(slots=True, weakref_slot=True)
 class TouchedExperts:
-    """The shape of steps whose experts are computed where they are resident, or else by the CPU."""
+    """The shape for experts that are computed where they are resident, or else by the CPU."""
 
     planner: Callable[[], Planner]
     """Returns who knows what is resident, and what it costs."""
@@ -46,7 +47,7 @@ class TouchedExperts:
     _num_seen: int = 0
 
     def observe(self, load: LayerLoad) -> None:
-        """Look at a layer that is planned: at its tokens, and at those before them."""
+        """Observe a planned layer: its tokens, and those before them."""
         num_layers = self.planner().geometry.num_layers
         if not load.routes or load.layer % max(1, num_layers // _MOST_LAYERS):
             return

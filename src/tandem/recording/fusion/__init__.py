@@ -29,9 +29,9 @@ from tandem.recording.recorder import Operation
 def fuse(
     operations: list[Operation], tensors: list[Tensor], fixed: set[int], threads: CpuThreads
 ) -> list[Operation]:
-    """Return the operations with groups replaced; `fixed` numbers the tensors that never change.
+    """Return the operations with groups fused; `fixed` are the tensors that never change.
 
-    `threads` compute what had none of its own.
+    `threads` compute operations that had no threads of their own.
     """
     choice = partial(choice_call, threads)
     patterns: tuple[Finder, ...] = (

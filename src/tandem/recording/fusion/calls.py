@@ -32,7 +32,7 @@ _MAX_MATRICES = 8  # of one call
 
 
 def find_dense_groups(graph: Graph) -> Iterator[Found]:
-    """Find packed matrices that read the same input: it is rounded for them once."""
+    """Find packed matrices with the same input, so that it is rounded only once."""
     groups: dict[object, list[Operation]] = {}
     for operation in graph.operations:
         if operation.name == DENSE:
@@ -59,7 +59,7 @@ def _dense_group(graph: Graph, group: list[Operation]) -> Found:
 
 
 def find_calls(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
-    """Find what is a native call as it stands; `threads` compute experts, others have theirs."""
+    """Find native calls; `threads` compute experts, other calls have their own."""
     for operation in graph.operations:
         match = _MATCHES.get(operation.name)
         found = None if match is None else match(graph, operation, threads)

@@ -1,4 +1,4 @@
-"""Copies: tensors side by side, repeated or in another layout, and new memory that is filled."""
+"""Copies: concatenation, repetition, changes of layout, and filled memory."""
 
 from collections.abc import Callable, Sequence
 
@@ -23,7 +23,7 @@ _FILLINGS = {"zeros": 0.0, "zeros_like": 0.0, "new_zeros": 0.0, "ones_like": 1.0
 
 
 def match_copy(graph: Graph, operation: Operation) -> Small | None:
-    """Match an operation that only moves values, or fills memory."""
+    """Match an operation that only moves values or fills memory."""
     result = operation.outputs[0] if len(operation.outputs) == 1 else None
     if result is None or graph.tensor(result).dtype not in ELEMENT_DTYPES:
         return None

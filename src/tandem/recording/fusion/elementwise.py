@@ -1,4 +1,4 @@
-"""Operations value by value: sums, activations, comparisons, choices between two, casts."""
+"""Elementwise operations: sums, activations, comparisons, selections, casts."""
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ def match_elementwise(graph: Graph, operation: Operation) -> Small | None:
 
 
 def match_cast(graph: Graph, operation: Operation) -> Small | None:
-    """Match values that become another type and nothing else."""
+    """Match a conversion to another dtype without other effects."""
     if operation.name not in CASTS or operation.has_effects:
         return None
     source, result = operation.args[0], operation.outputs[0]
@@ -93,7 +93,7 @@ def _operand(graph: Graph, value: object, result: Tensor) -> _Operand | None:
 
 
 def kind_and_operands(graph: Graph, operation: Operation) -> tuple[str, list[object]] | None:
-    """Return the kind of an operation with as many operands as it has."""
+    """Return an operation's kind and operands if their number is right; else None."""
     name = operation.name.removesuffix("_") if operation.has_effects else operation.name
     args: list[object] = list(operation.args)
     kwargs = operation.kwargs
@@ -136,5 +136,5 @@ def _clamp(
 
 
 def are_floats(*tensors: Tensor) -> bool:
-    """Tell whether all are fp32 or bf16."""
+    """Tell whether all tensors are fp32 or bf16."""
     return all(x.dtype in FLOAT_DTYPES for x in tensors)

@@ -1,4 +1,4 @@
-"""A recording as a graph: who makes and who reads each tensor, and which groups are replaced."""
+"""A recording as a graph: producers and consumers of tensors, and groups to replace."""
 
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -11,16 +11,16 @@ from tandem.recording.recorder import Operation, Ref
 
 
 class Found(NamedTuple):
-    """A group of operations, in an order whose last one gives the place, and what replaces it."""
+    """A group of operations, the last of which gives its place, and its replacement."""
 
     group: list[Operation]
     fused: Operation
 
 
 class Graph:
-    """Operations with who makes and who reads each tensor.
+    """Operations with the producer and consumers of each tensor.
 
-    `dtypes` are those of values that the kernels take which stand for groups.
+    `dtypes` are those that the replacing kernels support.
     """
 
     def __init__(
@@ -50,40 +50,42 @@ class Graph:
         return bool(self._replaced)
 
     def made_by(self, ref: object, name: str) -> Operation | None:
-        """Return the operation of that name that makes a tensor, if that is who does."""
+        """Return the operation that makes a tensor if it has this name; else None."""
         operation = self.maker.get(ref) if isinstance(ref, Ref) else None
         is_it = operation is not None and operation.name == name and not operation.has_effects
         return operation if is_it else None
 
     def only_user(self, ref: Ref | None, name: str) -> Operation | None:
-        """Return the only operation that reads a tensor, if it has that name."""
+        """Return the only operation that reads a tensor if it has this name; else None."""
         users = self.users.get(ref, []) if ref is not None else []
         return users[0] if len(users) == 1 and users[0].name == name else None
 
     def found_around(
         self, name: str, match: Callable[[Operation], Found | None]
     ) -> Iterator[Found]:
-        """Yield what `match` finds around each operation of a name."""
+        """Yield the results of `match` for each operation with this name."""
         for operation in self.operations:
             found = match(operation) if operation.name == name else None
             if found is not None:
                 yield found
 
     def is_read_outside(self, group: list[Operation], results: Iterable[Ref | None]) -> bool:
-        """Tell whether an operation outside a group reads its tensors, apart from its results."""
+        """Tell whether an operation outside a group reads its tensors, other than its results."""
         made = {ref for operation in group for ref in operation.outputs} - {None, *results}
         return any(user not in group for ref in made if ref for user in self.users.get(ref, []))
 
     def tensor(self, ref: Ref) -> Tensor:
-        """Return a tensor as it was when it was recorded."""
+        """Return a tensor from the recording."""
         return self.tensors[ref.number]
 
     def shares_memory(self, first: Ref, second: Ref) -> bool:
-        """Tell whether a tensor is a view of another one's memory, as they were recorded."""
+        """Tell whether one recorded tensor is a view of the other's memory."""
         return memory_of(self.tensor(first)) == memory_of(self.tensor(second))
 
     def is_written_between(self, refs: Iterable[Ref], first: Operation, last: Operation) -> bool:
-        """Tell whether an operation from `first` on, before `last`, may write what is read here."""
+        """Tell whether an operation from `first` on, before `last`, may write one of these
+        tensors.
+        """
         between = self.operations[self._place[id(first)] : self._place[id(last)]]
         read = [*refs]
         return any(
@@ -92,9 +94,9 @@ class Graph:
         )  # fmt: skip
 
     def replace(self, group: list[Operation], fused: Operation) -> None:
-        """Put `fused` where the last of a group stands; leave the others out.
+        """Put `fused` in the place of a group's last operation, and drop the others.
 
-        Nothing happens if one is replaced already, or if an operation reads a result before that.
+        No-op if one is replaced already, or if an operation reads a result before that place.
         """
         if any(id(operation) in self._replaced for operation in group):
             return
@@ -123,7 +125,7 @@ def replaced(
     fixed: set[int],
     dtypes: Container[torch.dtype],
 ) -> list[Operation]:
-    """Return operations with the groups replaced that finders find, one after the other."""
+    """Return the operations after each finder's groups have been replaced, in order."""
     graph = Graph(operations, tensors, fixed, dtypes)
     for finder in finders:
         for group, fused in finder(graph):

@@ -1,4 +1,4 @@
-"""Values that are read or written by number: embeddings, gathering, scattering."""
+"""Indexed reads and writes: embeddings, gathers, scatters."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from tandem.recording.recorder import Operation, Ref
 
 
 def match_lookup(graph: Graph, operation: Operation) -> Small | None:
-    """Match an operation that takes int64 numbers of places along one dimension."""
+    """Match an operation that takes int64 indices along one dimension."""
     result = operation.outputs[0]
     if result is None or operation.kwargs:
         return None
@@ -49,7 +49,7 @@ def _match_rows(graph: Graph, operation: Operation) -> Small | None:
 
 
 def add_rows(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-    """Add rows of a table, by number: [table, index] to [rows]."""
+    """Add a lookup of table rows: [table, index] to [rows]."""
     (table, index), (out,) = inputs, outputs
     require_contiguous(index)
     rows = table if table.dim() == 2 else table[:, None]

@@ -1,4 +1,4 @@
-"""Root mean square norms: square, mean, root, scaling, rounding and weight as one call."""
+"""RMS norms: square, mean, root, scaling, rounding and weight as one call."""
 
 from collections.abc import Callable, Iterator
 
@@ -18,7 +18,7 @@ MakeNorm = Callable[[Tensor | None, float, bool], Callable[..., object]]
 
 
 def find_norms(graph: Graph, make: MakeNorm) -> Iterator[Found]:
-    """Find the norms around each reciprocal root; `make` returns what stands for one."""
+    """Find norms around each reciprocal root; `make` returns their replacement."""
     for name in ("rsqrt", "pow"):
         yield from graph.found_around(name, lambda root: _match_norm(graph, root, make))
 
@@ -100,7 +100,7 @@ def _is_weight(graph: Graph, ref: object, x: Tensor) -> bool:
 def norm_call(
     threads: CpuThreads, weight: Tensor | None, eps: float, rounds_first: bool
 ) -> NativeCall:
-    """Return a norm of rows as a native call."""
+    """Return the native call of an RMS norm over rows."""
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (x,), (out,) = inputs, outputs

@@ -1,4 +1,4 @@
-"""Products of small matrices: those that are no weights, and weights that stay as they are."""
+"""Products of small matrices: of activations, and of weights that stay unpacked."""
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ _MOST_VALUES = 1 << 21
 
 
 def match_product(graph: Graph, operation: Operation) -> Small | None:
-    """Match a product with (..., depth, columns), or with a layer's (columns, depth)."""
+    """Match a product with (..., depth, columns), or with a layer's weight (columns, depth)."""
     refs = [ref for ref in operation.args if ref is not None]
     result = operation.outputs[0]
     if operation.kwargs or result is None or not all(isinstance(ref, Ref) for ref in refs):

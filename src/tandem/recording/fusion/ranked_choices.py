@@ -1,7 +1,7 @@
-"""Routers that rank experts by other numbers than their weights: biased, and group by group.
+"""Routers that rank experts by other numbers than their weights: with biases, and by groups.
 
-As DeepSeek-V3, GLM-4 and MiniMax do it: scores, ranks = scores + bias, perhaps only the groups of
-experts whose best ranks have the greatest sum, the greatest ranks, their scores as weights.
+As in DeepSeek-V3, GLM-4 and MiniMax: scores; ranks = scores + bias; perhaps only the groups of
+experts with the greatest sum of best ranks; the greatest ranks; their scores as weights.
 """
 
 import math
@@ -36,7 +36,7 @@ class _Weights(NamedTuple):
 
 
 def find_ranked_choices(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
-    """Find the choices around each gathering of scores."""
+    """Find such choices around each gather of scores."""
     return graph.found_around("gather", lambda gathered: _match(graph, gathered, threads))
 
 

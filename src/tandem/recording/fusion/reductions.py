@@ -36,7 +36,7 @@ def match_reduction(graph: Graph, operation: Operation) -> Small | None:
 
 
 def is_last(dim: object, x: Tensor) -> bool:
-    """Tell whether this is the last dimension of a tensor."""
+    """Tell whether `dim` is a tensor's last dimension."""
     return isinstance(dim, int) and dim % x.dim() == x.dim() - 1
 
 
@@ -70,7 +70,7 @@ def add_reduction(
     out: Tensor,
     index: Tensor | None = None,
 ) -> None:
-    """Add a sum or the like along a dimension; `index` is where numbers of places go."""
+    """Add a sum or the like along a dimension; `index` receives positions."""
     program.add_reduction(kind, _put_last(x, dim), dense(out), index)
 
 
@@ -100,7 +100,7 @@ def _match_greatest(operation: Operation, x: Tensor) -> Small | None:
 def add_greatest(
     program: _native.Program, x: Tensor, count: int, values: Tensor, index: Tensor
 ) -> None:
-    """Add the greatest `count` of the last dimension, best first."""
+    """Add a top-k over the last dimension, best first."""
     program.add_greatest(x, dense(values), index)
 
 

@@ -1,4 +1,6 @@
-"""Operations that repeat what was computed before: each layer's scaling by position, say."""
+"""Removes operations that repeat an earlier computation, such as each layer's scaling by
+position.
+"""
 
 from dataclasses import replace
 
@@ -12,9 +14,9 @@ _RANDOM = ("rand", "bernoulli", "multinomial", "dropout", "normal", "exponential
 
 
 def without_repeats(operations: list[Operation], tensors: list[Tensor]) -> list[Operation]:
-    """Leave out operations that are done with the same arguments already, in torch.
+    """Remove torch operations that repeat an earlier one with the same arguments.
 
-    What is written in place, or read while it may be, stays.
+    Operations on memory that is written in place, or read while it may be, stay.
     """
     written = {
         memory_of(tensors[r.number]) for op in operations if op.has_effects for r in op.inputs

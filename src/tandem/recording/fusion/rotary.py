@@ -1,7 +1,7 @@
-"""Rotary embeddings of halves and of neighbours.
+"""Rotary embeddings of halves and of pairs.
 
-Halves are swapped: two slices, a negation, products and a sum. Neighbours are complex numbers
-that are multiplied by the rotary frequencies, as complex numbers of length 1.
+Halves are swapped: two slices, a negation, products and a sum. Pairs are complex numbers,
+multiplied by the rotary frequencies as complex numbers of length 1.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,9 +20,9 @@ MakeRotary = Callable[[int], Callable[..., object]]
 
 
 def find_rotaries(graph: Graph, make: MakeRotary) -> Iterator[Found]:
-    """Find the embeddings around each swap of halves.
+    """Find rotary embeddings around each swap of halves.
 
-    `make` returns what stands for one, a function of x, cosines and sines.
+    `make` returns the replacement, a function of x, cosines and sines.
     """
     return graph.found_around("cat", lambda turned: _match_rotary(graph, turned, make))
 
@@ -55,7 +55,7 @@ def _match_rotary(graph: Graph, turned: Operation, make: MakeRotary) -> Found | 
 
 
 def find_pair_rotaries(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
-    """Find the embeddings in which complex numbers become values again."""
+    """Find rotary embeddings in which complex numbers become real ones again."""
     return graph.found_around("view_as_real", lambda real: _match_pairs(graph, real, threads))
 
 
@@ -151,7 +151,7 @@ def _heads_of(graph: Graph, x: Tensor) -> int | None:
 
 
 def rotary_call(threads: CpuThreads, heads: int) -> NativeCall:
-    """Return an embedding as a native call."""
+    """Return the native call of a rotary embedding."""
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (x, cos, sin), (out,) = inputs, outputs

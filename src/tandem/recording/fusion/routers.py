@@ -19,7 +19,7 @@ _BF16 = find_format("bf16")
 
 
 def find_small_linears(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
-    """Take small bf16 matrices as they are: the same products, without torch's threads."""
+    """Find small bf16 matrices and multiply them natively, without torch's threads."""
     for operation in graph.operations:
         if operation.name != "linear" or operation.kwargs:
             continue
@@ -71,7 +71,7 @@ MakeChoice = Callable[..., Callable[..., object]]
 
 
 def find_choices(graph: Graph, make: MakeChoice) -> Iterator[Found]:
-    """Softmax, the largest, perhaps divided by their sum, perhaps scaled, perhaps rounded."""
+    """Find choices of the form: softmax, top-k, perhaps normalised, scaled or rounded."""
     for softmax in graph.operations:
         best = graph.only_user(softmax.outputs[0], "topk") if softmax.name == "softmax" else None
         if best is None or best.kwargs or not takes_largest(best):
@@ -89,7 +89,9 @@ def find_choices(graph: Graph, make: MakeChoice) -> Iterator[Found]:
 
 
 def find_choices_first(graph: Graph, make: MakeChoice) -> Iterator[Found]:
-    """The largest, then softmax over these: softmax over all, divided by the sum of the chosen."""
+    """Find choices of the form: top-k, then softmax over the chosen; equal to a normalised
+    softmax.
+    """
     for best in graph.operations:
         if best.name != "topk" or best.kwargs or not takes_largest(best):
             continue
@@ -110,7 +112,7 @@ def find_choices_first(graph: Graph, make: MakeChoice) -> Iterator[Found]:
 
 
 def takes_largest(best: Operation, num_dimensions: int = 2) -> bool:
-    """Tell whether it is of the last dimension; any order is as good as the best first."""
+    """Tell whether a top-k is over the last dimension, in any order."""
     dim = best.args[2] if len(best.args) > 2 else -1
     is_largest = best.args[3] if len(best.args) > 3 else True
     return dim in (-1, num_dimensions - 1) and bool(is_largest)
@@ -159,7 +161,7 @@ def _division_by_sum(graph: Graph, values: Ref) -> list[Operation] | None:
 def choice_call(
     threads: CpuThreads, top_k: int, scale: float, *, is_normalised: bool, dtype: torch.dtype
 ) -> NativeCall:
-    """Return a choice as a native call."""
+    """Return the native call of a choice."""
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (logits,), (weights, index) = inputs, outputs

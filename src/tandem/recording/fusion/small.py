@@ -1,6 +1,6 @@
-"""What no pattern has taken: each operation by itself, if it is one that programs have.
+"""Single native operations that no pattern has taken.
 
-Else it would cut a program in two.
+Left in torch, each would split a program in two.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Tensors as the small native operations take them (csrc/tensor_ops.hpp): any strides."""
+"""Tensors in the form of the small native operations (csrc/tensor_ops.hpp), with any strides."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -17,16 +17,16 @@ MAX_DIMENSIONS = 4
 
 
 def dense(x: Tensor) -> Tensor:
-    """Return a tensor that is written, which has no gaps; raises `NotRecordableError`."""
+    """Return an output tensor, which must be contiguous; raises `NotRecordableError`."""
     if not x.is_contiguous():
         raise NotRecordableError("a native operation would write a tensor that has gaps")
     return x
 
 
 def in_four_dimensions(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield tensors of one shape as few tensors of at most four dimensions, in the same order.
+    """Yield tensors of one shape as tensors of at most four dimensions, in the same order.
 
-    Dimensions that lie evenly one inside the other in all of them become one.
+    Adjacent dimensions are merged if their strides allow it in all tensors.
     """
     shape = tensors[0].shape
     strides = [x.stride() for x in tensors]
@@ -60,7 +60,7 @@ def _cut(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 def add_combination(
     program: _native.Program, kind: int, operands: Sequence[Tensor | float], out: Tensor
 ) -> None:
-    """Add `out` = kind(operands), which are tensors that broadcast to it, or numbers."""
+    """Add `out` = kind(operands); operands are numbers, or tensors that broadcast to `out`."""
     tensors = [x.expand(out.shape) for x in operands if isinstance(x, Tensor)]
     for parts in in_four_dimensions([out, *tensors]):
         rest = iter(parts[1:])
@@ -69,7 +69,9 @@ def add_combination(
 
 
 class Small(NamedTuple):
-    """A small native operation: the tensors that it reads, and what it adds to a program."""
+    """A small native operation: the tensors that it reads, and a function that adds it to a
+    program.
+    """
 
     refs: Sequence[Ref]
     add: Callable[[_native.Program, list[Tensor], list[Tensor]], None]

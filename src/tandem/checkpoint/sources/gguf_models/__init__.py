@@ -1,4 +1,4 @@
-"""The architectures of GGUF files that are read, by `general.architecture`."""
+"""The supported architectures of GGUF files, by `general.architecture`."""
 
 from tandem.checkpoint.sources.gguf_models import (
     compressed_attention,

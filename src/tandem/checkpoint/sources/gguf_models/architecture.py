@@ -1,4 +1,4 @@
-"""How the files of one GGUF architecture become a Transformers model: config, names, orders."""
+"""How files of one GGUF architecture become a Transformers model: config, names, order of rows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ Values = Callable[[Sequence[Tensor], PreTrainedConfig], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Which tensors of a file make one parameter, and how."""
+    """Which tensors of a file make up one parameter, and how."""
 
     tensors: tuple[str, ...]
     """Their rows follow each other. Names within a layer, or of the whole model."""
@@ -35,7 +35,7 @@ bias): the tensor's name, likewise; or a recipe; or several of which a file has 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How files of one `general.architecture` become a Transformers model."""
+    """How to turn files of one `general.architecture` into a Transformers model."""
 
     config: Callable[[GgufHeader], PreTrainedConfig]
     names: Names = field(default_factory=dict)
@@ -48,7 +48,9 @@ class Architecture:
     """Whether there are files without experts."""
 
     def recipe(self, parameter: str, has: Callable[[str], bool]) -> Recipe | None:
-        """Return how a parameter, named within its layer, is made of tensors that the file has."""
+        """Return how to make a parameter, named within its layer, from tensors that the file
+        has.
+        """
         for names in (self.names, COMMON):
             for recipe in _found(names, parameter):
                 if all(map(has, recipe.tensors)):
@@ -76,7 +78,7 @@ def _with_kind(entry: str | Recipe, suffix: str) -> Recipe:
 
 
 def less_one(parts: Sequence[Tensor], config: PreTrainedConfig) -> Tensor:
-    """Return the weight of a norm that multiplies by 1 + weight, where llama.cpp stores the sum."""
+    """Return a norm's weight less one: llama.cpp stores 1 + weight."""
     (weight,) = parts
     return weight.float() - 1
 

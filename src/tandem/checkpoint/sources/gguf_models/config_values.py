@@ -1,4 +1,4 @@
-"""What the metadata of GGUF files have in common, as the values of a Transformers config."""
+"""Config values that the metadata of all GGUF architectures have in common."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +17,10 @@ _OPTIONAL = (
 def config_of(
     header: GgufHeader, model_type: str, without: Sequence[str] = (), /, **own: object
 ) -> PreTrainedConfig:
-    """Return a config with what all architectures name alike, and `own` values.
+    """Return a config with the values that all architectures share, and the `own` ones.
 
-    `without` names values that it has not. Raises `ModelError` for what the file does not say.
+    `without` names values that this architecture lacks. Raises `ModelError` for a value that the
+    file lacks.
     """
     from transformers import AutoConfig
 
@@ -53,29 +54,29 @@ def config_of(
 
 
 def num_layers(header: GgufHeader) -> int:
-    """Return the layers of the model itself, without those that predict several tokens."""
+    """Return the number of the model's own layers, without MTP layers."""
     return int(header.value("block_count", 0)) - int(header.value("nextn_predict_layers", 0))
 
 
 def num_dense_layers(header: GgufHeader) -> int:
-    """Return the layers before the first one with experts."""
+    """Return the number of dense layers before the first layer with experts."""
     is_first = (f"blk.{n}.ffn_gate_inp.weight" in header.tensors for n in range(num_layers(header)))
     return next((number for number, has_router in enumerate(is_first) if has_router), 0)
 
 
 def mlp_types(header: GgufHeader) -> list[str]:
-    """Return which layers have experts, as configs with a list say it."""
+    """Return "sparse" or "dense" for each layer, as configs with such a list have it."""
     dense = num_dense_layers(header)
     return ["dense"] * dense + ["sparse"] * (num_layers(header) - dense)
 
 
 def each_layer(header: GgufHeader, key: str) -> list[int]:
-    """Return a count for each layer of a key that has one for all of them, or one for each."""
+    """Return a per-layer list of counts for a key that holds one number or one per layer."""
     return [int(value) for value in values_of_layers(header, key)]
 
 
 def values_of_layers(header: GgufHeader, key: str) -> list[Any]:
-    """Return a value for each layer, as `each_layer` does."""
+    """Return a per-layer list of values for a key that holds one value or one per layer."""
     value = header.value(key)
     layers = num_layers(header)
     if isinstance(value, list):
@@ -91,7 +92,7 @@ def values_of_layers(header: GgufHeader, key: str) -> list[Any]:
 
 
 def widths(header: GgufHeader, experts: str = "num_experts") -> dict[str, object]:
-    """Return how many experts there are, and how wide they and dense layers are."""
+    """Return the number of experts, and the intermediate sizes of experts and dense layers."""
     return {
         experts: header.value("expert_count"),
         "moe_intermediate_size": header.expert_width,
@@ -100,12 +101,14 @@ def widths(header: GgufHeader, experts: str = "num_experts") -> dict[str, object
 
 
 def windowed_layers(windows: Sequence[object]) -> list[str]:
-    """Return the types of layers of which some attend in a window."""
+    """Return the layer types of a model in which some layers attend within a window."""
     return ["sliding_attention" if window else "full_attention" for window in windows]
 
 
 def layer_types(header: GgufHeader, **marks: str) -> list[str]:
-    """Return each layer's type: that of the first tensor that it has, else full attention."""
+    """Return each layer's type: that of the first listed tensor that it has, else full
+    attention.
+    """
     layers = [f"blk.{layer}." for layer in range(num_layers(header))]
     return [
         next((t for name, t in marks.items() if layer + name in header.tensors), "full_attention")
@@ -122,7 +125,7 @@ def head_dim(header: GgufHeader) -> int:
 
 
 def rope(header: GgufHeader) -> dict[str, object]:
-    """Return the rotary embedding's parameters."""
+    """Return the parameters of the rotary embedding."""
     parameters = {"rope_type": "default", "rope_theta": float(header.value("rope.freq_base", 1e4))}
     kind = header.value("rope.scaling.type", "none")
     if kind == "none":
@@ -157,11 +160,13 @@ def llama3_rope(
     high: float,
     context: int,
 ) -> dict[str, object]:
-    """Return a rotary embedding's parameters with Llama 3's scaling, if a file has its factors.
+    """Return the parameters of the rotary embedding, with Llama 3's scaling if the file has its
+    factors.
 
-    Files have a factor for each frequency, and not what it follows from: one that turns more than
-    `high` times in `context` positions stays, less than `low` times is divided by the largest. Of a
-    head `width` is turned. Raises `UnsupportedModelError` for other factors.
+    The file has one factor per frequency and not the parameters behind them: frequencies above
+    `high` turns per `context` positions keep their value, those below `low` are divided by the
+    largest factor. `width` dimensions of a head are rotated. Raises `UnsupportedModelError` for
+    other factors.
     """
     stored = header.tensors.get("rope_freqs.weight")
     if stored is None:
@@ -186,14 +191,14 @@ def llama3_rope(
 
 
 def partial_rope(header: GgufHeader) -> dict[str, object]:
-    """Return the rotary embedding's parameters where it turns a part of each head."""
+    """Return the parameters of a rotary embedding that rotates a part of each head."""
     width = head_dim(header)
     rotary = header.value("rope.dimension_count", width)
     return rope(header) | {"partial_rotary_factor": rotary / width}
 
 
 def routing(header: GgufHeader) -> dict[str, object]:
-    """Return how DeepSeek and its heirs choose experts, by their names for it."""
+    """Return the routing values of the DeepSeek family's configs."""
     return {
         **widths(header, "n_routed_experts"),
         "n_shared_experts": header.value("expert_shared_count", 1),

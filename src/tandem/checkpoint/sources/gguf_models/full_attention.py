@@ -42,7 +42,7 @@ def minimax_m2(header: GgufHeader) -> PreTrainedConfig:
 
 
 def mixtral(header: GgufHeader) -> PreTrainedConfig:
-    """Make the config of a `llama` file with experts, which llama.cpp calls no architecture."""
+    """Make the config of a Mixtral, whose files llama.cpp calls `llama`."""
     return _with_local_experts(header, "mixtral")
 
 
@@ -103,7 +103,9 @@ def ernie(header: GgufHeader) -> PreTrainedConfig:
 
 
 def hunyuan(header: GgufHeader) -> PreTrainedConfig:
-    """Make the config of a Hunyuan V1 with experts, the scaling of whose positions is in theta."""
+    """Make the config of a Hunyuan V1 with experts; the scaling of its positions is folded into
+    theta.
+    """
     return config_of(
         header,
         "hunyuan_v1_moe",
@@ -141,7 +143,7 @@ def _pairs(heads: int, width: int) -> Tensor:
 
 
 def paired(query: str = "q_proj", key: str = "k_proj") -> Names:
-    """Return the names of queries and keys whose rows llama.cpp reorders."""
+    """Return the names of query and key weights, whose rows llama.cpp reorders."""
     return {
         query: Recipe(("attn_q",), rows=lambda c: _pairs(c.num_attention_heads, _width(c))),
         key: Recipe(("attn_k",), rows=lambda c: _pairs(c.num_key_value_heads, _width(c))),

@@ -1,4 +1,4 @@
-"""Architectures that keep a latent for keys and values: DeepSeek's, GLM's, with indexers too."""
+"""Architectures with latent attention: DeepSeek's and GLM's, with indexers too."""
 
 from tandem.checkpoint.sources.gguf_header import GgufHeader
 from tandem.checkpoint.sources.gguf_models.architecture import Architecture, Names
@@ -12,7 +12,7 @@ from tandem.foreign_types import PreTrainedConfig
 
 
 def deepseek(header: GgufHeader) -> PreTrainedConfig:
-    """Make the config of a DeepSeek-V2 or V3, which llama.cpp calls one architecture."""
+    """Make the config of a DeepSeek-V2 or V3, which share one architecture in llama.cpp."""
     is_v3 = any("exp_probs_b" in name for name in header.tensors)
     values = latents(header) | routing(header)
     values["norm_topk_prob"] = bool(header.value("expert_weights_norm", False))
@@ -23,7 +23,7 @@ def deepseek(header: GgufHeader) -> PreTrainedConfig:
 
 
 def latents(header: GgufHeader) -> dict[str, object]:
-    """Return the widths of attention's latents and heads."""
+    """Return the widths of the attention's latents and heads."""
     rotary = header.value("rope.dimension_count")
     # Newer files have the latent widths under these names, and those of a head apart.
     key = header.value("attention.key_length_mla") or header.value("attention.key_length")

@@ -91,7 +91,7 @@ def lfm2(header: GgufHeader) -> PreTrainedConfig:
 
 
 def kimi(header: GgufHeader) -> PreTrainedConfig:
-    """Make the config of a Kimi-Linear, whose attention does not see positions."""
+    """Make the config of a Kimi-Linear, whose attention uses no positions."""
     return config_of(header, "kimi_linear", ("rope_parameters",), **_kimi_values(header))
 
 
@@ -123,7 +123,9 @@ def _kimi_values(header: GgufHeader) -> dict[str, object]:
 
 
 def log_of_negative(parts: Sequence[Tensor], config: PreTrainedConfig) -> Tensor:
-    """Return the logarithm of a decay rate, which llama.cpp stores as it is, below zero."""
+    """Return the logarithm of a decay rate, which llama.cpp stores negated and without
+    logarithm.
+    """
     (rate,) = parts
     return rate.float().neg().log()
 

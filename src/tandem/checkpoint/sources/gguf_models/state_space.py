@@ -45,7 +45,7 @@ def nemotron_h(header: GgufHeader) -> PreTrainedConfig:
 
 
 def jamba(header: GgufHeader) -> PreTrainedConfig:
-    """Make the config of a Jamba; raises `ModelError` for layers in no such order."""
+    """Make the config of a Jamba; raises `ModelError` if its layers do not alternate regularly."""
     attention = layer_types(header, **{"attn_q.weight": "attention"})
     experts = layer_types(header, **{"ffn_gate_inp.weight": "experts"})
     attention_begin, attention_period = _every(header, attention, "attention")
@@ -120,7 +120,7 @@ def granite(header: GgufHeader) -> PreTrainedConfig:
 
 
 def granite_factors(header: GgufHeader) -> dict[str, object]:
-    """Return the numbers with which Granite multiplies between its layers."""
+    """Return Granite's multipliers between layers."""
     return {
         "attention_multiplier": header.value("attention.scale"),
         "embedding_multiplier": header.value("embedding_scale", 1.0),

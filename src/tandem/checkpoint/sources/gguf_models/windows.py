@@ -177,7 +177,7 @@ def laguna(header: GgufHeader) -> PreTrainedConfig:
 
 
 def llama4(header: GgufHeader) -> PreTrainedConfig:
-    """Make the config of a Llama 4; what files do not say is as llama.cpp has it."""
+    """Make the config of a Llama 4; values that files lack are llama.cpp's defaults."""
     has_chunks = header.value("attention.sliding_window") != 0
     in_chunks = [has_chunks and layer % 4 != 3 for layer in range(num_layers(header))]
     num_experts = header.value("expert_count")
