@@ -31,7 +31,7 @@ PYTEST := $(MALLOC) $(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder $
 # that follow.
 WHEEL_PYTHONS ?= $(PYTHON)
 
-.PHONY: beside-unit clang-kernels release release-files lock test-fast test-slow test-all-isas fuzz-files wheel check-wheel check-clang check-commits check-format check-threads check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs docs-models docs-modules docs-datapoints docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
+.PHONY: beside-unit clang-kernels release release-files lock test-fast test-figures test-slow test-all-isas fuzz-files wheel check-wheel check-clang check-commits check-format check-threads check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs docs-models docs-modules docs-datapoints docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
@@ -68,6 +68,9 @@ unit: setup
 test-slow: setup  ## What unit leaves out for its time: architectures that are like others, benchmarks run whole, the demo's quality, more traces, all GPUs' compilers
 	$(PYTEST) -m slow
 	$(PYTEST) -m "not slow" --isa best --hypothesis-profile slow $$(grep -rl "^@given" tests)
+
+test-figures: setup  ## The command of each figure of docs/performance.md at tiny size (minutes; a part of test-slow)
+	$(PYTEST) -m figures tests/bench
 
 test-all-isas: setup  ## Every architecture with every instruction set of the CPU kernels, of which unit has some
 	$(PYTEST) --isa all -m every_isa

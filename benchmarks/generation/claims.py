@@ -1,6 +1,6 @@
-"""The ratios over llama.cpp that README.md and docs/performance.md state, measured here again.
+"""The ratios over llama.cpp in docs/comparison.md and docs/performance.md, measured here again.
 
-    python -m benchmarks.generation.claims                      # README's: hours; 19 GB, quiet
+    python -m benchmarks.generation.claims                      # comparison.md's: hours; 19 GB
     python -m benchmarks.generation.claims "4 layers" experts   # minutes; 4.5 GB
     python -m benchmarks.generation.claims --all --json         # also GGUF files of seven shapes
 
@@ -45,7 +45,7 @@ class Claim:
     module: str = PEERS
     depth: int = 0
     layers: int = 4
-    is_in_readme: bool = True
+    is_in_comparison: bool = True
 
     @property
     def ratios(self) -> list[float]:
@@ -68,7 +68,7 @@ def experts(format_name: str, numbers: str) -> Claim:
 def file(shape: str, quantisation: str, numbers: str) -> Claim:
     """Return what is said of four layers in a GGUF file."""
     flags = FILE.format(shape, quantisation)
-    return Claim(f"file of {shape} in {quantisation}", flags, numbers, is_in_readme=False)
+    return Claim(f"file of {shape} in {quantisation}", flags, numbers, is_in_comparison=False)
 
 
 LONG = f"{PACKED} --layers 4 --depth 4096 16384 --rounds 2 --steps 32"
@@ -195,7 +195,7 @@ def main() -> int:
         claim
         for claim in CLAIMS
         if claim.name.startswith(tuple(options.names) or "")
-        and (claim.is_in_readme or options.all or options.names)
+        and (claim.is_in_comparison or options.all or options.names)
     ]
     disk_bytes = shutil.disk_usage(gettempdir()).free
     reason = why_not(claims, available_bytes(), disk_bytes, missing_packages())

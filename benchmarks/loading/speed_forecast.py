@@ -55,6 +55,8 @@ def run_pair(directory: Path, tokens: int) -> Pair:
     before = _read_rate()
     plan = ["-m", "tandem.cli.main", "plan", str(directory), "--refresh", "--json"]
     forecast = _last_line(plan)
+    if reason := forecast.get("speed_unknown"):
+        raise SystemExit(f"tandem plan gives no speed for this model: {reason}")
     between = _read_rate()
     load = ["-m", "benchmarks.loading.large_model", "load", str(directory)]
     loaded = _last_line([*load, "--tokens", str(tokens), "--dense-dtype", "auto"])

@@ -245,14 +245,14 @@ def on_the_emulated_device(steps: int, share: float) -> dict[str, float]:
     return found
 
 
-def through_executor(name: str, threads: int, repetitions: int) -> dict[str, float]:
+def through_executor(name: str, threads: int, repetitions: int, layers: int) -> dict[str, float]:
     """Return microseconds of a Qwen3-30B-A3B layer at batch 1: kernels alone, and the executor.
 
     Both read every expert of the store, half a round apart, so that neither finds the other's in
     the cache. They change turns in the order A B B A: each follows itself as often as the other,
     whose threads may still be awake.
     """
-    geometry = Geometry(6, QWEN_EXPERTS, QWEN_TOP_K)
+    geometry = Geometry(layers, QWEN_EXPERTS, QWEN_TOP_K)
     store = make_store(geometry, QWEN_HIDDEN, QWEN_INTERMEDIATE, name)
     executor = CpuExecutor(store, CpuThreads(num_threads=threads))
     calls = (_kernel_calls(store, executor), _executor_calls(store, executor))
@@ -310,6 +310,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--repetitions", type=int, default=400)
     parser.add_argument("--bookkeeping-only", action="store_true")
+    parser.add_argument("--layers", type=int, default=6, help="of the part on the CPU alone")
     parser.add_argument("--cpu-only", action="store_true", help="all experts on the CPU alone")
     flags = parser.parse_args()
     torch.set_num_threads(1)
@@ -320,7 +321,7 @@ def main() -> int:
         found = on_the_emulated_device(flags.steps, share)
         report[f"emulated at {share:.0%} resident, microseconds per layer"] = found
     for name in () if flags.bookkeeping_only else ("int4", "int8"):
-        found = through_executor(name, flags.threads, flags.repetitions)
+        found = through_executor(name, flags.threads, flags.repetitions, flags.layers)
         report[f"all on the CPU, {name}, microseconds per layer"] = found
     for title, values in report.items():
         print(title, ", ".join(f"{key} {value:.3g}" for key, value in values.items()))
