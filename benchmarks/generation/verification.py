@@ -47,6 +47,8 @@ def main() -> None:
     parser.add_argument("--sequences", action="store_true", help="a token of each of several")
     parser.add_argument("--wall", action="store_true", help="wall-clock time; on a quiet machine")
     args = parser.parse_args()
+    if args.layers < 2:
+        parser.error(f"--layers is {args.layers}; two sizes are compared, so at least 2")
     clock = time.perf_counter if args.wall else time.process_time
     shape = find_shape(args.shape)
     total = shape.values["num_hidden_layers"]

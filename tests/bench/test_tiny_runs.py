@@ -39,7 +39,7 @@ TINY = {
     ),
     "python -m benchmarks.generation.speculation": "MODEL --rounds 1 --tokens 4",
     "python -m benchmarks.generation.step_overhead": "--layers 2",
-    "python -m benchmarks.generation.verification": "--layers 1 --rounds 2",
+    "python -m benchmarks.generation.verification": "--layers 2 --rounds 2",
     "python -m benchmarks.kernels.builds": "--rounds 1",
     "python -m benchmarks.kernels.peers --format bf16 ": "--tokens 1",
     "python -m benchmarks.loading.first_load": "--rounds 1",

@@ -137,7 +137,7 @@ class GenerationRequests:
     def _written(
         self, body: ChatRequest, tools: list[Tool], info: ModelInfo, *, is_ruled: bool
     ) -> Callable[[list[dict[str, object]]], ChatPrompt]:
-        """Return what writes turns of a conversation as the model reads them."""
+        """Return a function that writes turns of a conversation as the chat template has them."""
         shown_tools, options = described(tools), template_options(body)
 
         def written(turns: list[dict[str, object]]) -> ChatPrompt:
@@ -225,7 +225,9 @@ class GenerationRequests:
     def _free(
         self, body: ChatRequest, tools: list[Tool], prompt: ChatPrompt
     ) -> GrammarWriter | None:
-        """Return what writes the grammar of calls alone, where the form of a call is known."""
+        """Return a writer of the grammar for tool calls in free text, if the form of a call is
+        known.
+        """
         native = self._format.native
         if not tools or native is None:
             return None

@@ -70,7 +70,7 @@ class ComingAnswer:
         return parts + self._reader.finish() if is_last else parts
 
     def _is_kept(self, part: AnswerPart) -> bool:
-        """Drop what is empty, and a second call where there may be one."""
+        """Return False for empty parts, and for a second call where only one is allowed."""
         if part.call is None and not part.arguments:
             return bool(part.content or part.reasoning)
         self._num_calls += part.call is not None

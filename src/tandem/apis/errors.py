@@ -42,7 +42,7 @@ class ApiError(TandemError):
         self.retry_after_seconds = retry_after_seconds
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle it whole: an exception's own way leaves out what is given by name."""
+        """Pickle all arguments: an exception's own pickling drops keyword arguments."""
         return type(self), (self.status, str(self)), self.__dict__
 
     @property

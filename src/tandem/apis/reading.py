@@ -71,7 +71,7 @@ class Unsupported:
 
 @dataclass(slots=True)
 class _Reading:
-    """What a body is read with, and what was left out."""
+    """The settings for reading a body, and the names of ignored fields."""
 
     is_strict: bool
     ignored: set[str] = field(default_factory=set)
@@ -222,7 +222,7 @@ class _Problem:
 
 
 def _in_words(details: Sequence[ErrorDetails], data: object, known: list[str]) -> ApiError:
-    """Return the error of the first field that is wrong."""
+    """Return the error for the first wrong field."""
     problems = [_located(detail, data) for detail in details]
     first = problems[0].path[:1]
     # A value that may be of several kinds has an error for each: the deepest is of the kind meant.
@@ -275,7 +275,7 @@ def _expected(detail: ErrorDetails) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return a value as a message repeats it: a long one by its kind."""
+    """Return a value for an error message; a long one only by its kind."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**64):

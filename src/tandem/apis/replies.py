@@ -278,7 +278,9 @@ class _Logprobs:
         self._offset += len(text)
 
     def _top(self, text: str, logprob: TokenLogprob) -> dict[str, float]:
-        """Return the likeliest tokens and the one that came; of those of one text, the likelier."""
+        """Return the likeliest tokens and the chosen one; of tokens with equal text, the
+        likelier.
+        """
         top: dict[str, float] = {}
         for token, value in logprob.top:
             top.setdefault(self.text_of(token), finite(value))

@@ -50,7 +50,7 @@ def text_grammar(body: Sampling) -> GrammarWriter | None:
 
 
 def _guides(body: Sampling) -> dict[str, partial[str]]:
-    """Return what makes a grammar, by the field that asks for it."""
+    """Return the grammar factories by the field that asks for one."""
     outputs = body.structured_outputs
     schemas = {
         "response_format": _schema(body.response_format),

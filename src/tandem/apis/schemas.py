@@ -260,7 +260,9 @@ class Message(Body):
     @field_validator("content", mode="before")
     @classmethod
     def _has_known_parts(cls, content: object) -> object:
-        """Say what else a message held, rather than which types it did not match."""
+        """Raise an error that names the unknown part, rather than all types that it did not
+        match.
+        """
         for part in content if isinstance(content, list) else ():
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(kind, str) and kind not in ("text", "image_url"):

@@ -175,7 +175,7 @@ def _decode(
 
 
 class _PlanTime:
-    """Adds up the time of planning."""
+    """Sums up the planning time."""
 
     seconds = 0.0
 
@@ -190,7 +190,7 @@ def _milliseconds(
     sampling: float,
     plan: float,
 ) -> dict[str, float]:
-    """Share a step's time among its parts as a profiled run of its recorded graph does."""
+    """Divide a step's time among its parts, in the proportions of a profiled run."""
     parts = dict.fromkeys(("router", "plan", "experts", "dense", "attention", "sampling"), 0.0)
     parts |= {"sampling": sampling * 1e3, "plan": plan * 1e3}
     if isinstance(recorded, RecordedGraph):
@@ -216,7 +216,7 @@ def _part(operation: Operation, recorded: RecordedGraph, num_experts: set[int]) 
 
 
 def _text_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield what a token of text goes through, but experts and the embeddings of all tokens."""
+    """Yield the modules that a text token passes, without experts and input embeddings."""
     for path, module in model.named_modules():
         if not (is_tower(path) or is_experts_module(module) or isinstance(module, nn.Embedding)):
             yield module

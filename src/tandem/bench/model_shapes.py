@@ -67,7 +67,7 @@ def _is_by_layer(value: object, num_layers: int) -> bool:
 
 
 def _every(period: int, num_layers: int, others: str) -> list[str]:
-    """Return the kinds of layers of which each `period`-th one has full attention."""
+    """Return the layer types of a model with full attention in each `period`-th layer."""
     return [others if layer % period else "full_attention" for layer in range(1, num_layers + 1)]
 
 

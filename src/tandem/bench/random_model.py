@@ -147,7 +147,7 @@ def _draw_routes(model: nn.Module) -> None:
 
 
 def _drop_towers(model: nn.Module) -> None:
-    """Leave a model without what it has for images and sound, which no text meets."""
+    """Remove a model's towers for images and sound, which text does not use."""
     for path, parent in list(model.named_modules()):
         for name in [name for name, _ in parent.named_children()]:
             if is_tower(f"{path}.{name}".removeprefix(".")):

@@ -101,7 +101,7 @@ def counted_build(where: str, config: Mapping[str, object], held: HeldTensors) -
 
 
 class _Counts:
-    """What has been made of a model."""
+    """Counts what has been created of a model."""
 
     def __init__(self, where: str, config: Mapping[str, object], held: HeldTensors) -> None:
         self._where, self._config = where, config

@@ -60,7 +60,7 @@ def chat(session: Session) -> int:
 
 
 class _Chat:
-    """What the lines of a chat do to its session."""
+    """Executes the lines of a chat on its session."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

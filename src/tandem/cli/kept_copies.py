@@ -153,7 +153,7 @@ class KeptCopies:
         return target
 
     def _sweep(self) -> None:
-        """Delete what writers left that were killed: directories without a note or half written."""
+        """Delete what killed writers left: directories without a note, or incomplete ones."""
         for left in [file for file in self.directory.iterdir() if file.is_dir()]:
             name = left.name.removeprefix(".").removesuffix(".partial")
             with self._alone(name) as is_alone:
@@ -161,12 +161,14 @@ class KeptCopies:
                     shutil.rmtree(left, ignore_errors=True)
 
     def _make_room(self, num_bytes: int, *, keep: str) -> None:
-        """Remove the copies that were used least lately; raises `ModelError` if all are too few."""
+        """Remove the least recently used copies; raises `ModelError` if that is not enough."""
         for copy in self._removable(num_bytes, keep=keep):
             self.remove(copy.name)
 
     def _removable(self, num_bytes: int, *, keep: str) -> list[KeptCopy]:
-        """Return what must go for so many bytes; raises `ModelError` if all would be too few."""
+        """Return the copies to remove for `num_bytes`; raises `ModelError` if all are not
+        enough.
+        """
         disk = shutil.disk_usage(self.directory)
         others = [copy for copy in self.all() if copy.name != keep]
         taken = sum(copy.num_bytes for copy in others)

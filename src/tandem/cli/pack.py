@@ -45,7 +45,7 @@ class PackOptions:
     json: bool = option(False, help="last line of standard output: one JSON object")
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant together."""
+        """Raise for options that exclude each other."""
         if self.bits is not None:
             require_range("bits", self.bits, 1, 16, what="a number of bits")
         if self.size is not None:

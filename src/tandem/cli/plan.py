@@ -136,7 +136,7 @@ def _plan(planner: Planner) -> "tuple[Plan, dict[str, ModelSizes]]":
 
 
 def _proposal(planner: Planner, options: PlanOptions, sizes: "ModelSizes") -> "SizeProposal | None":
-    """Return the largest size that is as fast as is asked for, if that is asked."""
+    """Return the largest size that reaches the requested speed, if one is requested."""
     from tandem.forecast.largest_size import largest_size
 
     if options.tokens_per_second is None:
@@ -163,7 +163,7 @@ def _proposal(planner: Planner, options: PlanOptions, sizes: "ModelSizes") -> "S
 
 
 def _table(plan: "Plan") -> str:
-    """Return the plan for people."""
+    """Return the plan as a table."""
     from tandem.forecast.model_plan import FORWARD_BYTES
 
     sizes = plan.sizes
@@ -201,7 +201,7 @@ def _table(plan: "Plan") -> str:
 
 
 def _disk_line(slots: "SlotsOverDisk", found: "DiskForecast | None") -> str:
-    """Say what is left of the speed where the disk holds what memory does not."""
+    """Return a line about the speed with experts on the disk."""
     fit = f"from the disk: {slots.share:.0%} of the experts fit"
     if found is None:
         return (

@@ -105,7 +105,7 @@ class RunReport:
         return "context" if answer.finish_reason == "length" and is_full else answer.finish_reason
 
     def _cache_parts(self) -> list[str]:
-        """Return what the expert cache did, for people."""
+        """Return what the expert cache did, as text."""
         cache, busy = self._cache, self._busy()
         useful = f", {cache.prefetch_useful} useful" if cache.prefetch_issued else ""
         return [
@@ -121,7 +121,7 @@ class RunReport:
         return self._host_slots.statistics() if self._host_slots else SlotStatistics()
 
     def _disk_parts(self) -> list[str]:
-        """Return what came from the disk, for people."""
+        """Return what was read from the disk, as text."""
         disk = self._disk_now().since(self._disk_before)
         assert self._host_slots is not None
         for_device = disk.device_hits + disk.device_misses

@@ -34,7 +34,7 @@ class DiskOptions:
     )
 
     def __post_init__(self) -> None:
-        """Refuse what says nothing, or the same twice."""
+        """Raise for options without effect, or given twice."""
         named = {"--host-experts": self.host_experts, "--expert-memory": self.expert_memory}
         given = [name for name, value in named.items() if value is not None]
         if given and self.disk is None:

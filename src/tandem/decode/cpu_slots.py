@@ -37,7 +37,7 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 class _Step(NamedTuple):
-    """A decode step of so many tokens, with its inputs (n,) and (n, 1)."""
+    """A decode step of `n` tokens, with its inputs (n,) and (n, 1)."""
 
     slots: Tensor
     """Of the tokens: a slot may have several, one after the other."""

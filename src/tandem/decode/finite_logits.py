@@ -39,7 +39,7 @@ def require_finite_logits(
 
 
 def _waited_for(values: Tensor) -> list[float]:
-    """Return a step's last values; by an event, which on a GPU says that the wait is meant."""
+    """Return a step's last values; on a GPU an event marks the wait as intended."""
     host = values
     if values.device.type == "cuda":
         host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)

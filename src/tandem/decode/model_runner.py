@@ -136,7 +136,7 @@ class ModelRunner:
             return torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
 
     def _note_hidden(self, decoder: nn.Module) -> None:
-        """Let a shallow copy of the model without its head say what comes out of it."""
+        """Make a shallow copy of the model, without its head, report its output."""
         if decoder is self._noted:
             return
 

@@ -57,7 +57,7 @@ def value_of(argument: Argument, schema: Mapping[str, object]) -> object:
 
 
 def _nested_value(text: str, schema: object) -> object:
-    """Return what a text means, which may have elements within."""
+    """Return a text's value, which may have nested elements."""
     elements = list(nested(text)) if NAMESPACE in text else []
     types = set(type_names(schema)) if isinstance(schema, dict) else set()
     if not elements:
@@ -97,7 +97,7 @@ def json_value(text: str) -> object:
 
 
 def _refuse(constant: str) -> None:
-    """Take NaN and the like, which no JSON has, as text."""
+    """Raise for NaN and the like, which are not JSON, so that they stay text."""
     raise ValueError(constant)
 
 

@@ -39,7 +39,9 @@ class AnswerReader:
 
     @functools.cached_property
     def _parser(self) -> Any:
-        """What reads by the template: made with the first text, as it cannot be pickled."""
+        """The template's parser; it is created with the first text, because it cannot be
+        pickled.
+        """
         parser = _parser(self._template, self._prefix)
         if self._begun:
             parser.feed(self._begun)

@@ -124,7 +124,7 @@ class Engine:
         connection.send(Ready(self._info(generator, vocabulary)))
 
     def _warm_up(self) -> None:
-        """Answer something once, so that the first request finds all that is made on first use."""
+        """Answer a short prompt, so that the first request finds everything created."""
         options = SamplingOptions(max_new_tokens=_WARM_UP_TOKENS, temperature=0.0)
         self._scheduler.add(Request(prompt=(0,), options=options))
         while self._scheduler.has_work:
@@ -164,7 +164,7 @@ class Engine:
         prefixes.close(_WRITING_SECONDS)
 
     def _has_message(self) -> bool:
-        """Look without waiting; `Connection.poll` does the same at ten times the cost."""
+        """Check for a message without waiting; `Connection.poll` costs ten times as much."""
         return bool(select.select([self._connection], [], [], 0)[0])
 
     def _wait(self) -> None:
@@ -202,7 +202,7 @@ class Engine:
         self._connection.send(Failed(list(numbers), message, isinstance(error, ConfigError)))
 
     def _resolved(self, options: SamplingOptions) -> SamplingOptions:
-        """Let a seed alone mean sampling, as in OpenAI's API, where the model samples."""
+        """Let a seed alone imply sampling, as in OpenAI's API, if the model samples by default."""
         config = self._model.generation_config
         if options.temperature is not None or options.seed is None or not config.do_sample:
             return options
@@ -228,7 +228,9 @@ class Engine:
             self._send_report()
 
     def _layer_done(self, event: LayerExecuted) -> None:
-        """Say that a step goes on: a prefill chunk may take minutes where experts are on disk."""
+        """Report that a step is still running: a prefill chunk may take minutes with experts on
+        disk.
+        """
         now = time.perf_counter()
         if now - self._last_alive > _ALIVE_SECONDS:
             self._last_alive = now

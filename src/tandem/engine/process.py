@@ -144,7 +144,7 @@ def _held_signals() -> Iterator[None]:
 
 
 def _run(load: ModelLoader, settings: EngineSettings, connection: Connection) -> None:
-    """Be the engine process; torch is loaded there alone."""
+    """Run as the engine process; only there torch is loaded."""
     # Signals reach the whole group; the HTTP side decides when this process ends.
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)

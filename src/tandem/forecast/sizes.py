@@ -261,7 +261,7 @@ def _without_tables(parts: Mapping[str, int]) -> dict[str, int]:
 
 
 def _layer_number(name: str) -> int:
-    """Return which layer of its model an experts module is in; 0 where its name has no number."""
+    """Return the number of an experts module's layer; 0 if its name has no number."""
     found = re.search(r"\.(\d+)\.", name)
     return int(found[1]) if found else 0
 

@@ -152,7 +152,7 @@ def _measure(sizes: ModelSizes, offload: OffloadConfig, num_rounds: int) -> Spee
 
 
 def _extrapolate(counts: Sequence[int], times: Sequence[Times], num_layers: int) -> Times:
-    """Return the times of the whole model from those of models with so many layers."""
+    """Return the times of the whole model from those of models with `counts` layers."""
     ends = zip(times[0], times[-1], strict=True)
     return Times(*(extrapolate((counts[0], a), (counts[-1], b), num_layers) for a, b in ends))
 
@@ -201,7 +201,7 @@ def _difference(some: Counter[tuple[bool, str]], others: Counter[tuple[bool, str
 
 
 def _build(sizes: ModelSizes, offload: OffloadConfig, num_layers: int) -> PreTrainedModel:
-    """Return a model of so many layers with random weights."""
+    """Return a model of `num_layers` layers with random weights."""
     (expert_dtype,) = sizes.expert_formats or ("auto",)
     options = OffloadConfig(expert_dtype=expert_dtype, threads=offload.threads, isa=offload.isa)
     shape = cut_shape(sizes, num_layers)

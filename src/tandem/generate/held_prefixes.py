@@ -67,7 +67,7 @@ class HeldPrefixes:
         return oldest, shared[oldest]
 
     def _num_usable(self, request: Request) -> list[int]:
-        """Count, for each slot, the tokens of a prompt's beginning with which it could go on."""
+        """Return, for each slot, how many tokens of the prompt's prefix it could continue from."""
         pool = self._pool
         if request.has_prompt_logprobs:  # no slot holds the logits of what it has read
             return [0] * pool.num_slots
@@ -145,7 +145,7 @@ class HeldPrefixes:
         return True
 
     def _give_up(self, disk: _Disk, running: Running) -> bool:
-        """Read no more; go back to where the slot has states, if it needs them. Returns False."""
+        """Stop reading; go back to where the slot has states, if it needs them. Returns False."""
         pool, slot = self._pool, running.slot
         running.on_disk.clear()
         if disk.slots.states:

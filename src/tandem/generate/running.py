@@ -96,7 +96,7 @@ class Running:
         ]
 
     def _rest(self) -> str:
-        """Return what was held back, now that nothing follows."""
+        """Return what was held back, at the end of the text."""
         if self.text is None or self.stop.is_met:
             return ""
         rest = self.stop.add(self.text.finish())

@@ -162,7 +162,7 @@ class Scheduler:
     def _attempt(
         self, requests: list[Request], work: Callable[[], list[TokenOutput]]
     ) -> list[TokenOutput]:
-        """Do some requests' work; if it fails, drop them and note why."""
+        """Process some requests; on an error drop them and record why."""
         try:
             return work()
         except Exception as error:

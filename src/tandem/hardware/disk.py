@@ -80,7 +80,7 @@ def _reader(files: Sequence[_File], piece: int, *, is_direct: bool) -> Read:
 
 
 def _reads_per_second(read: Read, depth: int, seconds: float, piece: int) -> float:
-    """Let so many threads read until the time is over."""
+    """Return the reads per second of `depth` threads."""
 
     def keep_reading(seed: int) -> int:
         source, buffer, count = random.Random(seed), buffers[seed], 0

@@ -114,7 +114,9 @@ def _expanded_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 
 
 def _kv_bytes(config: PreTrainedConfig, dtype: torch.dtype, latents: int) -> int:
-    """Return what a token's keys and values take in a layer, with so many copies of a latent."""
+    """Return the bytes of a token's keys and values in one layer, with `latents` copies of a
+    latent.
+    """
     if value_of(config, "kv_lora_rank"):
         return int(latents * config.kv_lora_rank + config.qk_rope_head_dim) * dtype.itemsize
     heads = int(value_of(config, "num_attention_heads") or 1)

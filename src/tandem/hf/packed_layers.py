@@ -27,7 +27,7 @@ class UnpackedWeight(Tensor):
 
     @staticmethod
     def __new__(cls, layer: "PackedModule") -> "UnpackedWeight":
-        """Take no memory."""
+        """Create the tensor without memory."""
         shape = (layer.packed.out_features, layer.packed.in_features)
         made = tensor_without_values(cls, shape, layer.dtype)
         made.layer = layer

@@ -67,7 +67,7 @@ class Runtime:
     _threads: CpuThreads | None = None
 
     def __post_init__(self) -> None:
-        """Let the CPU compute all experts until another executor is used."""
+        """Compute all experts on the CPU until another executor is used."""
         self.executor = self.cpu_executor()
 
     @property

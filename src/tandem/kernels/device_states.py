@@ -254,7 +254,9 @@ def _heads(form: RecurrenceForm, x: Tensor, scale: float) -> Tensor:
 
 
 def _from(x: Tensor, first: Tensor, count: int) -> Tensor:
-    """Return some of (runs, tokens, ...) from `first` (runs,) on; the last again where it ends."""
+    """Return `count` values of (runs, tokens, ...) from `first` (runs,) on; the last one repeats at
+    the end.
+    """
     place = first[:, None] + torch.arange(count, device=x.device)
     run = torch.arange(len(x), device=x.device)[:, None]
     return x[run, place.clamp(max=x.shape[1] - 1)]

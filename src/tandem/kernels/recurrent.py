@@ -120,7 +120,7 @@ class LayerState(ABC):
     def __call__(
         self, threads: CpuThreads, tokens: StateTokens, inputs: Sequence[Tensor]
     ) -> Tensor:
-        """Go on from the slots' states by the tokens; return what comes out."""
+        """Advance the slots' states by the tokens; return the outputs."""
         first = inputs[0]
         shape = (len(first), *self._output_shape)
         output = torch.empty(shape, dtype=first.dtype, device="cpu")

@@ -60,7 +60,7 @@ def most_checkpoints(num_tokens: int, part_tokens: int) -> int:
 
 
 def _wanted(end: int) -> Iterator[int]:
-    """Yield the lengths that are worth a checkpoint before `end`, descending."""
+    """Yield the lengths before `end` that are worth a checkpoint, descending."""
     yield from (end - before for before in _BEFORE_END)
     last = (end - _BEFORE_END[-1]) // _APART * _APART
     yield from range(last, 0, -_APART)
@@ -105,10 +105,10 @@ class KeptCheckpoints:
             self._drop_one()
 
     def _drop_one(self) -> None:
-        """Drop the checkpoint without which the fewest tokens are expected to be computed again.
+        """Drop the checkpoint without which the fewest tokens are expected to be recomputed.
 
-        An edit at a distance d from the end has a weight of 1 / d. A slot's last one is dropped
-        only when no slot has another; the oldest of them first.
+        An edit at a distance d from the end has a weight of 1 / d. A slot's last checkpoint is
+        dropped only when no slot has another one; the oldest of them first.
         """
         candidates = []
         for slot, kept in enumerate(self._slots):

@@ -78,7 +78,9 @@ class KvCache(SlotCache):
         ) + sum(map(self._read_bytes, self.lengths))
 
     def _read_bytes(self, length: int) -> int:
-        """Return what a token reads beside keys and values in a slot of so many tokens."""
+        """Return the bytes that a token reads besides keys and values in a slot of `length`
+        tokens.
+        """
         compressed = self.compressed.read_bytes(length, self.index_keys)
         return self.index_keys.read_bytes(length) + compressed
 
@@ -315,9 +317,9 @@ class KvCache(SlotCache):
         self._require_bytes(needed * len(self.lengths), held)
 
     def _expect_kind(self, attention: CachedAttention, capacity: int) -> None:
-        """Raise `CapacityError` unless there is room for all layers of this one's kind.
+        """Raise `CapacityError` unless there is room for all layers of this layer's kind.
 
-        They are as large as this one, or smaller.
+        They are at most as large as this one.
         """
         sliding = self.num_sliding_layers or self.num_layers
         count = sliding if attention.form.kept_window else self.num_layers - self.num_sliding_layers
@@ -325,7 +327,9 @@ class KvCache(SlotCache):
         self._require_bytes(self._expected_bytes)
 
     def _require_bytes(self, needed: int, held: int = 0) -> None:
-        """Raise `CapacityError` unless there is room for so many bytes, of which some are held."""
+        """Raise `CapacityError` unless there is room for `needed` bytes, of which `held` are held
+        already.
+        """
         if needed - held > host_memory.available_bytes():
             self._expanded.clear()  # it can be made again
         if needed - held > host_memory.available_bytes():
@@ -353,7 +357,7 @@ def _advance(cache: KvCache, state: LayerState, *inputs: Tensor) -> Tensor:
 
 
 def _room(form: AttentionForm, capacity: int) -> int:
-    """Return the positions that a layer keeps of slots with room for `capacity` tokens."""
+    """Return how many positions a layer keeps in slots with room for `capacity` tokens."""
     return min(capacity, ring_size(form.kept_window)) if form.kept_window else capacity
 
 

@@ -129,7 +129,7 @@ class KeptIndexKeys:
             keys[:, : -(-length // block)].normal_()
 
     def _kept(self, layer: int, block: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a layer's keys, which are made on first use."""
+        """Return a layer's keys, which are created on first use."""
         if (layer, block) not in self._layers:
             with torch.inference_mode(False):
                 self._layers[layer, block] = self._room(block, dim, dtype)
@@ -249,7 +249,7 @@ class IndexStore(KeptIndexKeys):
 
 
 def _dtype_of(keys: Tensor) -> torch.dtype:
-    """Return what keys are kept in; what kernels do not score is kept in fp32."""
+    """Return the dtype in which keys are stored; those that kernels do not score are fp32."""
     return keys.dtype if keys.dtype in VALUE_DTYPES else torch.float32
 
 

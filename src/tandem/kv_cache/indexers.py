@@ -48,7 +48,7 @@ class SeesAllBefore:
         return self
 
     def __invert__(self) -> "SeesAllBefore":
-        """Return itself: what is hidden is as well known as what is seen."""
+        """Return itself: hidden and visible positions are equally known."""
         return self
 
     def is_floating_point(self) -> bool:

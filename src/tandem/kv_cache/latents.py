@@ -150,7 +150,7 @@ class ExpandedKeys:
         return layer, filled
 
     def _has_room(self, num_bytes: int, slot: int) -> bool:
-        """Tell whether rows may take so many bytes more; drops other slots' for it."""
+        """Tell whether rows may take `num_bytes` more; drops other slots' rows for them."""
         while True:
             limit = most_expanded_bytes(host_memory.available_bytes() + self.num_bytes)
             if self.num_bytes + num_bytes <= limit:

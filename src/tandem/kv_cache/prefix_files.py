@@ -187,7 +187,7 @@ class PrefixFiles:
             self._index[path] = size
 
     def _make_room(self, size: int) -> None:
-        """Remove what was used least recently until there is room for so many bytes."""
+        """Remove the least recently used files until there is room for `size` bytes."""
         while (total := self.num_bytes) and total + size > self._limit:
             with self._lock:
                 path = next(iter(self._index))
@@ -204,7 +204,7 @@ class PrefixFiles:
 
 
 def _make_private(directory: Path) -> None:
-    """Make a directory that no other user can look into, or one that is there so."""
+    """Create a directory that only its user can read, or check an existing one."""
     try:
         directory.mkdir(mode=_DIRECTORY_MODE, exist_ok=True)
         if stat.S_IMODE(directory.stat().st_mode) != _DIRECTORY_MODE:
@@ -217,7 +217,7 @@ def _make_private(directory: Path) -> None:
 
 
 def _open_private(path: str, flags: int) -> int:
-    """Open a new file for its user alone."""
+    """Open a new file that only its user can read."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)  # of an earlier process with this number
     descriptor = os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, _FILE_MODE)

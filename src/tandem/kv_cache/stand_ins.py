@@ -40,7 +40,7 @@ _FULL = (DynamicLayer, DynamicIndexedLayer, *_FULL_AND_STATES)
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
-    """What Transformers' cache holds for a layer: it only passes the word on."""
+    """Stands for a layer of Transformers' cache; it forwards every call."""
 
     is_sliding = False
 
@@ -70,7 +70,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class _SelectingLayer(_Layer):
-    """The same for a layer that selects some of what attention sees."""
+    """The same for a layer that selects some of the positions that attention sees."""
 
     def select(
         self,
@@ -108,7 +108,7 @@ class _IndexedLayer(_SelectingLayer):
 
 
 class _CompressedLayer(_SelectingLayer):
-    """The same for a layer with a window and, of all tokens, compressed keys."""
+    """The same for a layer with a window and compressed keys of all tokens."""
 
     def __init__(self, cache: SlotCache, layer: int) -> None:
         super().__init__(cache, layer)
@@ -120,7 +120,7 @@ class _CompressedLayer(_SelectingLayer):
 
 
 class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """The same for a layer with states: what it gives out are handles of ours."""
+    """The same for a layer with states; it returns handles for them."""
 
     def __init__(self, cache: SlotCache, layer: int, number_of_states: int) -> None:
         super().__init__(number_of_states)

@@ -86,7 +86,7 @@ class KeptStates(ABC, Generic[_Layer]):
         self._budget = most_checkpoint_bytes(host_memory.available_bytes())
 
     def __bool__(self) -> bool:
-        """Tell whether the model has states, as far as it was run."""
+        """Tell whether the model has states, among the layers used so far."""
         return bool(self._layers)
 
     @property
@@ -126,7 +126,7 @@ class KeptStates(ABC, Generic[_Layer]):
     def _with_cuts(
         self, layer: _Layer, num_tokens: int, compute: Callable[[slice], Tensor]
     ) -> Tensor:
-        """Compute the announced tokens of a layer; copy its states at cuts, of which there are."""
+        """Compute a layer's announced tokens, and copy its states at the cuts."""
         outputs, first = [], 0
         for cut in self._cuts:
             outputs.append(compute(slice(first, cut.token)))
@@ -149,7 +149,7 @@ class KeptStates(ABC, Generic[_Layer]):
         self._announced = []
 
     def _keep_drafted(self, slot: int, num_tokens: int) -> None:
-        """Let a slot's next call do so many of its drafted tokens again."""
+        """Let a slot's next call repeat `num_tokens` of its drafted tokens."""
         self._drafted[slot] = num_tokens
 
     def save(self, slots: Iterable[int]) -> Callable[[], None]:
@@ -210,7 +210,7 @@ class KeptStates(ABC, Generic[_Layer]):
 
     @torch.inference_mode()
     def _copy(self, source: int, target: int) -> None:
-        """Let a slot stand where another one stands."""
+        """Copy another slot's states to a slot."""
         for layer in self._layers.values():
             for tensor in self._of(layer):
                 tensor[target] = tensor[source]
@@ -218,14 +218,16 @@ class KeptStates(ABC, Generic[_Layer]):
         self._checkpoints.copy(source, target, self._checkpoints.newest(source))
 
     def _most(self) -> int:
-        """How many checkpoints of a forward can be kept: they are there before old ones go."""
+        """Return how many checkpoints of a forward fit: they are made before old ones are
+        dropped.
+        """
         return max(1, self._budget // self.step_bytes) if self._layers else 1 << 62
 
 
 def _on_host(state: Tensor) -> Tensor:
-    """Return a copy in the host's memory, which a GPU writes when it comes to it.
+    """Return a copy in host memory, which a GPU writes asynchronously.
 
-    It reads it in the order of its stream too, so nobody waits.
+    The GPU also reads it in stream order, so that nothing waits.
     """
     host = torch.empty(state.shape, dtype=state.dtype, device="cpu", pin_memory=state.is_cuda)
     return host.copy_(state, non_blocking=True)

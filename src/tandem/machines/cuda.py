@@ -113,7 +113,7 @@ def device_parts(
 
 
 def _say_if_planned(observed: ObservedModel) -> None:
-    """Warn where an option keeps decode steps from being one graph, which is quicker."""
+    """Warn if an option prevents decode steps from being one graph, which is faster."""
     why = observed.why_planned()
     if why is not None and observed.options.decode_graph:
         warnings.warn(
@@ -201,7 +201,7 @@ def _compile_steps(model: PreTrainedModel, streams: CudaStreams) -> None:
 
 
 def _run_all(works: Sequence[Callable[[], None]], label: str, streams: CudaStreams) -> None:
-    """Do works on the stream that computes, behind a progress bar if they take long."""
+    """Call functions on the compute stream, with a progress bar if they take long."""
     is_hidden = not logging.is_progress_bar_enabled()
     for work in tqdm(works, label, disable=is_hidden, delay=_SHOWN_AFTER_SECONDS):
         streams.run(Stream.COMPUTE, work)
@@ -226,7 +226,9 @@ def require_on_one_gpu(model: PreTrainedModel) -> int:
 
 
 def _share(observed: ObservedModel, streams: CudaStreams) -> tuple[MemoryShare, int]:
-    """Return how much of the GPU is for Tandem and what of it is not for experts; keep to it."""
+    """Return Tandem's share of the GPU, and how much of it is not for experts; enforces the
+    share.
+    """
     model, store = observed.model, observed.store
     observed.bind(NoExperts(store))
     tokens = cpu_executor.MAX_TOKENS_AT_ONCE
@@ -245,7 +247,7 @@ def _share(observed: ObservedModel, streams: CudaStreams) -> tuple[MemoryShare, 
 
 
 def _with_taken(share: MemoryShare, memory: DeviceMemory, taken: int) -> MemoryShare:
-    """Return what is for Tandem, where so many bytes are taken: auto is of what is left."""
+    """Return Tandem's share when `taken` bytes are in use; auto refers to what is left."""
     if share.num_bytes is None and share.fraction is None:
         return MemoryShare(num_bytes=taken + budget_bytes(share, memory))
     return share

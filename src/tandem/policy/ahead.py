@@ -103,7 +103,8 @@ class Ahead:
     def _in_time(
         self, load: LayerLoad, misses: Sequence[tuple[int, float]], coming: Coming
     ) -> Iterator[tuple[int, int]]:
-        """Yield those that come in time; in plans those, too, that come sooner than the CPU would.
+        """Yield the copies that arrive in time; in plans also those that arrive before the CPU
+        would be done.
 
         As far as there are slots.
         """
@@ -122,7 +123,7 @@ class Ahead:
             begin += link_seconds
 
     def _places(self, load: LayerLoad, keys: Sequence[int], coming: Coming) -> Iterator[int]:
-        """Yield for each key who leaves for it; may end sooner."""
+        """Yield for each key the expert that leaves for it; may stop early."""
         residency = self._residency
         if coming.in_graph or residency.capacity[residency.staging]:
             yield from [NOWHERE] * len(residency.free[residency.staging])

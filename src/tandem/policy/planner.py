@@ -193,7 +193,7 @@ class Planner:
         )  # fmt: skip
 
     def _decide(self, layer: LayerNow) -> tuple[Split, Iterable[tuple[int, int]], tuple[Copy, ...]]:
-        """Return who computes what, who gets a slot from whom, and a graph's copies ahead."""
+        """Return the split, who gets a slot from whom, and a graph's copies ahead."""
         split = self._split(layer)
         next_plan = layer.now + split.seconds + self._dense_seconds
         ahead: tuple[Copy, ...] = ()
@@ -211,7 +211,9 @@ class Planner:
         return self._rule.split_residents(load.experts, partial(self._problem, layer))
 
     def _plan_without_misses(self, load: LayerLoad, now: float) -> LayerPlan:
-        """Plan where the cache holds the whole model: nothing to learn, to copy or to evict."""
+        """Plan a layer when the cache holds the whole model, so that nothing is learned, copied or
+        evicted.
+        """
         here = self._layer_now(load, now)
         split, states = self._split(here), here.states
         gpu, _, cpu = self._by_processor(load, states, split)

@@ -296,7 +296,7 @@ def _graph_rule(settings: PlannerSettings, size: int) -> Rule:
 
 
 def _native(name: str, options: Sequence[object]) -> int | None:
-    """Return the number of an assignment's native form, which knows no options."""
+    """Return the number of an assignment's native form, which takes no options."""
     return NATIVE.index(name) if name in NATIVE and not options else None
 
 

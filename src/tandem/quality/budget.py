@@ -47,7 +47,7 @@ def _gain_of_a_byte(small: Option, large: Option) -> float:
 
 
 def _hull(options: Sequence[Option]) -> list[Option]:
-    """Return the options that some price of a byte chooses, smallest first."""
+    """Return the options that are best for some price per byte, smallest first."""
     hull: list[Option] = []
     for option in sorted(options, key=lambda o: (o.num_bytes, o.loss, o.name)):
         if hull and option.loss >= hull[-1].loss:

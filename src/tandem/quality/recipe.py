@@ -132,7 +132,7 @@ def _has_grid(option: Option) -> bool:
 
 
 class _MeasuringSink:
-    """Takes the layers that a load brings, measures them, and lets them go."""
+    """Takes a load's layers, measures them, and drops them."""
 
     def __init__(self, importance: Importance | None, progress: Progress | None) -> None:
         self.layers: dict[int, list[Option]] = {}

@@ -136,7 +136,7 @@ def record_step(
 
 
 def _live(operations: list[Operation], result: Ref) -> list[Operation]:
-    """Leave out operations that change nothing and whose results nobody reads."""
+    """Remove operations without effects whose results are unused."""
     needed = {result}
     kept = []
     for operation in reversed(operations):
@@ -149,7 +149,9 @@ def _live(operations: list[Operation], result: Ref) -> list[Operation]:
 def _fold(
     operations: list[Operation], recording: Recording, varying: set[int]
 ) -> tuple[list[Operation], dict[int, Tensor]]:
-    """Take what never changes as it was recorded; return the other operations and constants."""
+    """Replace what never changes by its recorded value; return the other operations and
+    constants.
+    """
     written = {
         memory_of(recording.tensors[ref.number])
         for op in operations

@@ -110,7 +110,7 @@ class ReplayedStep:
 
     @torch.inference_mode()
     def __call__(self) -> Tensor:
-        """Do the step; return what it returns, valid until the next call."""
+        """Run the step; return its result, valid until the next call."""
         if self._recording is not None and self.is_replaying:
             return self._recording.run()
         if self.why_not is not None:
@@ -133,7 +133,7 @@ class ReplayedStep:
     def _compared(
         self, expected: Tensor, recording: StepRecording, go_back: Callable[[], None]
     ) -> Tensor:
-        """Return what the recording gives for a step that the model has done, if that is equal."""
+        """Return the recording's result for a step that the model has run, if they are equal."""
         assert self._tolerance is not None
         go_on = self._save()
         go_back()
@@ -162,7 +162,7 @@ class ReplayedStep:
         return expected
 
     def _give_up(self, error: Exception) -> None:
-        """Forget the recording; for good, unless there was no memory for it and now is."""
+        """Drop the recording: for good, unless memory was short and is available now."""
         self._recording = None
         if isinstance(error, torch.OutOfMemoryError) and self._make_room():
             return
@@ -176,7 +176,7 @@ class ReplayedStep:
 
 
 def _share_equal(result: Tensor, expected: Tensor, tolerance: float) -> float:
-    """Return 1 if two results (n_tokens, any) are close, else which share of their rows are."""
+    """Return 1 if two results (n_tokens, any) are close, else the share of their rows that are."""
     rows = (result - expected).norm(dim=-1), expected.norm(dim=-1)
     if bool(rows[0].norm() <= tolerance * rows[1].norm()):
         return 1.0

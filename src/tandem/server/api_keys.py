@@ -64,5 +64,5 @@ def read_keys(
 
 
 def _owner(key: str) -> bytes:
-    """Return what stands for a key where its requests' traces are kept."""
+    """Return the name under which a key's data is kept."""
     return hashlib.blake2b(key.encode(), digest_size=_OWNER_BYTES, person=b"tandem owner").digest()

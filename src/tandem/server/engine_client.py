@@ -243,7 +243,7 @@ class EngineClient:
         self._process = EngineProcess(self._load, self._settings, self._take, self._ended)
 
     async def _look(self) -> None:
-        """End the process when it is silent: a step that hangs would hold up everybody."""
+        """Kill the process if it is silent: a hanging step would block everyone."""
         while True:
             await asyncio.sleep(self._most_silent_seconds / _LOOKS)
             self._silent_looks += 1
@@ -318,7 +318,7 @@ class EngineClient:
         self._keep(self._restart())
 
     def _keep(self, work: Awaitable[None]) -> None:
-        """Do something beside, until `close`."""
+        """Run something in the background until `close`."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -359,7 +359,7 @@ class EngineClient:
         self._send_waiting()
 
     def _retry_after(self) -> int:
-        """Return the seconds in which half of those who wait should have begun."""
+        """Return the seconds in which half of the waiting requests should have started."""
         rounds = max(1.0, len(self._waiting) / 2 / self._num_slots)
         return max(1, min(120, math.ceil(rounds * self._mean_seconds)))
 

@@ -89,7 +89,7 @@ class EventStream(Response):
                 await sending
 
     async def _show_life(self, send: Send) -> None:
-        """Send what clients skip, whenever nothing was sent for some seconds."""
+        """Send a comment that clients skip whenever nothing was sent for some seconds."""
         while True:
             silent = time.monotonic() - self._latest
             if silent >= _SILENT_SECONDS:

@@ -38,7 +38,7 @@ _CHUNK_OVERHEAD = 8
 
 
 class _Parsing(enum.Enum):
-    """What the parser is in."""
+    """The parser's state."""
 
     PAUSE = "the pause between requests"
     HEAD = "a head"
@@ -156,7 +156,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._end(ApiError(408, f"{what} did not end within {seconds:.0f} seconds"))
 
     def _is_stuck(self, now: float) -> bool:
-        """Tell whether nothing was taken of what is to be sent for too long."""
+        """Tell whether outgoing data has not been read for too long."""
         unsent = self.transport.get_write_buffer_size()
         if unsent == 0 or unsent < self._unsent_bytes or not self._unsent_bytes:
             self._unsent_since = now
@@ -164,12 +164,12 @@ class BoundedHttp(HttpToolsProtocol):
         return unsent > 0 and now - self._unsent_since >= self._limits.unread_seconds
 
     def _allow(self, seconds: float) -> None:
-        """Let what begins now take so long."""
+        """Set the time limit of what begins now."""
         self._since = self._connections.clock()
         self._late = self._since + seconds
 
     def _end(self, error: ApiError) -> None:
-        """Say why and close, or only close if an answer is on its way."""
+        """Send an error and close, or only close if an answer is being sent."""
         if self._num_open and (self.cycle is None or self.cycle.response_started or self.pipeline):
             self.abort()
             return
@@ -257,9 +257,9 @@ class BoundedHttp(HttpToolsProtocol):
             self._send_at_once(self._at_once)
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        """Begin the application, unless the answer is known: a task costs a turn of the loop.
+        """Start the application, unless the answer is known, which saves a turn of the event loop.
 
-        Of what comes in one read, one request: the others of a client that sends many wait.
+        Only one request of each read is started: the others of a client that sends many wait.
         """
         if self._ends_head_of_first and not self.flow.write_paused:
             self._at_once = self._connections.answer_at_once(cycle.scope)

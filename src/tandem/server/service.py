@@ -160,7 +160,7 @@ class Server:
             job = self._with_wanted(job, answered.found, self.owner_of(request))
 
     def _with_wanted(self, job: Job, wanted: Wanted, owner: bytes) -> Job:
-        """Return a job with what its body asks for; raises `ApiError` where that is not there."""
+        """Return a job with what its body asks for; raises `ApiError` if that does not exist."""
         if wanted.num_answers:
             self.engine.require_room(wanted.num_answers)
         kept = self.kept_of(owner)
@@ -209,7 +209,7 @@ class Server:
         return key_of(request) if self.options.isolate_keys else b""
 
     def _note(self, endpoint: Endpoint, model: str | None, ignored: Collection[str]) -> None:
-        """Log another model's name, and ignored fields with those that may have been meant."""
+        """Log requests for another model's name, and ignored fields with the nearest known ones."""
         if model is not None and self._is_news(f"model {model}"):
             _log.info("requests for model %s are answered by %r", plain(model, 100), self.model)
         news = [name for name in ignored if self._is_news(f"field {name}")]
@@ -219,7 +219,7 @@ class Server:
             _log.warning("ignored from now on: the fields %s of requests", ", ".join(names))
 
     def _is_news(self, what: str) -> bool:
-        """Tell whether something is to be logged: once, and not without end."""
+        """Tell whether to log something: once, and within a limit."""
         is_news = what not in self._noted and len(self._noted) < _MOST_NOTED
         if is_news:
             self._noted.add(what)
@@ -303,7 +303,7 @@ def key_of(request: Request) -> bytes:
 
 
 def _deadline(request: Request) -> float | None:
-    """Return the seconds after which a client wants no answer any more; None: it does not say."""
+    """Return the seconds after which a client no longer needs an answer; None: it does not say."""
     given = request.headers.get(_DEADLINE)
     try:
         seconds = None if given is None else float(given)

@@ -47,9 +47,9 @@ class Source:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Bounds connections, and lets running requests end before connections close.
+    """Limits connections, and lets running requests end before connections close.
 
-    Those that cannot end get the reason.
+    Requests that cannot end get the reason.
     """
 
     def __init__(

@@ -158,7 +158,7 @@ class _Replay:
         tally.read_bytes += misses * self._read_bytes
 
     def _run(self, load: LayerLoad, absent: list[int], asked: float) -> tuple[float, float]:
-        """Run a layer's experts, absent ones asked for at a time.
+        """Run a layer's experts; the absent ones were requested at `asked`.
 
         Returns the seconds of their reads, and of computing the others.
         """

@@ -65,7 +65,7 @@ def _all_on_gpu(problem: LayerProblem) -> tuple[list[int], list[int]]:
 
 
 class _Rest:
-    """What the experts that are not decided yet must add at least."""
+    """The least time that undecided experts add."""
 
     def __init__(self, problem: LayerProblem, residents: Sequence[int], absent: Sequence[int]):
         cpu, gpu = np.array(problem.cpu), np.array(problem.gpu)

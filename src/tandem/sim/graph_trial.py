@@ -76,7 +76,7 @@ def _trial_routing(geometry: Geometry) -> RoutingTrace:
 
 
 class _TypicalPrediction(Prediction):
-    """Knows the trial's routing, and is as often wrong as a prediction is on real routing."""
+    """Predicts from the trial's routing, and is as often wrong as predictions of real routing."""
 
     def __init__(self, geometry: Geometry, *, one_wrong_in: int) -> None:
         """Draw the routing again: it is always the same."""

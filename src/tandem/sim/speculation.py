@@ -154,10 +154,11 @@ class TraceSpeculation:
 
 
 class _ScriptedMtp:
-    """Drafts what comes, each token with a chance; each takes a layer's time for one token.
+    """Drafts the actual next tokens, each with some probability; each costs a layer's time for one
+    token.
 
-    Which tokens it knows is drawn once, so that lengths are compared on the same ones. A layer that
-    is sure has chances that differ, as those of real layers do, and tells them.
+    Which tokens it gets right is drawn once, so that lengths are compared on the same ones. A
+    `sure` layer has different probabilities by token, as real layers do, and reports them.
     """
 
     def __init__(

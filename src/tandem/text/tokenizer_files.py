@@ -87,7 +87,7 @@ def _steps(part: object) -> Iterator[JsonObject]:
 
 
 def _growth(step: JsonObject) -> float:
-    """Return of how many characters a step may make each one; 1 for what it does not know."""
+    """Return how many characters a step may make of each one; 1 for unknown steps."""
     match step:
         case {"type": "Replace", "content": str(content), "pattern": {"String": str(found)}}:
             return max(1.0, len(content) / len(found)) if found else len(content) + 1.0
@@ -111,7 +111,7 @@ def _longest_replacement(charsmap: str) -> int:
 
 
 def _require_template(file: Path, step: JsonObject) -> None:
-    """Refuse a template that puts a text, or a great many tokens, into it several times."""
+    """Refuse a template that inserts a text, or very many tokens, several times."""
     tokens = step.get("special_tokens")
     lengths = {
         name: len(ids)

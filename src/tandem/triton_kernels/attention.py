@@ -97,7 +97,7 @@ def _queries(
     key_dim: constexpr,
     block_dim: constexpr,
 ) -> tensor:
-    """Return some heads' queries in pieces of their dimensions: a tuple of (heads, block_dim)."""
+    """Return some heads' queries, split along their dimensions: a tuple of (heads, block_dim)."""
     found = ()
     for piece in tl.static_range((key_dim + block_dim - 1) // block_dim):
         dim = piece * block_dim + tl.arange(0, block_dim)

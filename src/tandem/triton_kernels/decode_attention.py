@@ -256,7 +256,7 @@ class DecodeAttention:
 
 
 def _num_parts(num_processors: int, num_programs: int, most: int = _MOST_PARTS) -> int:
-    """Return into how many parts keys are split, `most` if that is enough: a power of two."""
+    """Return the number of parts to split keys into, a power of two; at most `most`."""
     wanted = -(-_PROGRAMS_EACH * num_processors // num_programs)
     return 1 << (max(1, min(most, wanted)) - 1).bit_length()
 
@@ -285,7 +285,7 @@ _OfBias = tuple[tuple[Tensor | None, Tensor | None], tuple[int, int], tuple[int,
 
 
 def _of_bias(bias: DistanceBias | None) -> _OfBias:
-    """Return what the kernel takes of a bias by distance: states, profiles; strides; sizes."""
+    """Return the kernel's arguments for a bias by distance: states, profiles; strides; sizes."""
     if bias is None:
         return (None, None), (0, 0), (0, 0)
     states, profiles = _dense_lines(bias.states), bias.profiles.contiguous()

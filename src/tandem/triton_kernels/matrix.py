@@ -106,7 +106,7 @@ def _tile_products(
     block_chunks: constexpr,
     precision: constexpr,
 ) -> tensor:
-    """Return those of the expert at `address`, with their bias; see `tile_products`."""
+    """Return the products of the expert at `address`, with their bias; see `tile_products`."""
     data = section(address, extent.data_offset, tl.int32)
     scales = scale_section(address, extent.scales_offset, packed)
     total = tile_products(

@@ -135,7 +135,7 @@ def _moved_on(
     is_delta: constexpr,
     has_rate: constexpr,
 ) -> tensor:
-    """Return a part of a head's state after a token, whose key it `said` with a value `given`."""
+    """Return a part of a head's state after a token, given the value that its key reads."""
     if decay_kind == "head":
         state = state * tl.exp(tl.load(decay))
     elif decay_kind == "key":
@@ -202,7 +202,7 @@ def _done_again(
     key_dim: constexpr, value_dim: constexpr, num_decays: constexpr, num_logged: constexpr,
     decay_kind: constexpr, is_delta: constexpr, is_normalised: constexpr, has_rate: constexpr,
 ) -> tensor:  # fmt: skip
-    """Return a part of a head's state after the tokens of a log that begins at `at`."""
+    """Return a part of a head's state after repeating the tokens of a log that begins at `at`."""
     head = tl.program_id(1)
     values_at: constexpr = num_logged_keys * key_dim
     decays_at: constexpr = values_at + num_heads * value_dim

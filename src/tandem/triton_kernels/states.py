@@ -135,7 +135,7 @@ def _recur(
     is_normalised: bool,
     scale: float,
 ) -> Tensor:
-    """Go on from the slots' states by the runs' tokens."""
+    """Advance the slots' states by the runs' tokens."""
     value, query, key = (x if x.stride(2) == 1 else x.contiguous() for x in (value, query, key))
     decay, rate = decay.contiguous(), None if rate is None else rate.contiguous()
     out = torch.empty(value.shape, dtype=value.dtype, device=value.device)

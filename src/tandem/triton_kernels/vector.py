@@ -118,7 +118,7 @@ def _products(
     num_tokens: constexpr,
     block_chunks: constexpr,
 ) -> tensor:
-    """Return those of the expert at `address`; see `lane_products`."""
+    """Return the products of the expert at `address`; see `lane_products`."""
     data = section(address, extent.data_offset, tl.int32)
     scales = scale_section(address, extent.scales_offset, packed)
     return lane_products(

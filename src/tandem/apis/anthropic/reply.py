@@ -81,7 +81,7 @@ class MessageReply(Reply):
         }
 
     def _usage(self) -> dict[str, object]:
-        """Count as the API does: what was read from the KV cache is not among the input tokens."""
+        """Count tokens as the API does: tokens read from the KV cache are not input tokens."""
         tally = self._answer.tally
         computed = tally.prompt_tokens - tally.reused_tokens
         marked = computed if self._has_cache_marks else 0

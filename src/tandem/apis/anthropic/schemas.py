@@ -167,7 +167,7 @@ class CountTokensRequest(Asked):
     @field_validator("tools", mode="before")
     @classmethod
     def _without_tools_of_elsewhere(cls, tools: object, info: ValidationInfo) -> object:
-        """Leave out the tools that only Anthropic's models know: what is not here is not called."""
+        """Drop tools that only Anthropic's models know; they are never called."""
         return tools_of_kind(("custom",), tools, info)
 
 

@@ -62,7 +62,7 @@ def raw_completion(body: OllamaGenerateRequest) -> CompletionRequest:
 
 
 def _asked(chat: ChatRequest, body: OllamaRequest) -> ChatRequest:
-    """Give a chat what all bodies have."""
+    """Add the fields that all bodies share to a chat."""
     _take_options(chat, body.options or OllamaOptions.model_construct())
     chat.response_format = _format(body)
     chat.logprobs, chat.top_logprobs = body.logprobs, body.top_logprobs
@@ -116,7 +116,9 @@ def _turns(messages: list[OllamaMessage]) -> Iterator[Message]:
 
 
 def _taken(waiting: list[ToolCall], name: str | None) -> str | None:
-    """Take the call that a result belongs to: the first of its tool, or the first of all."""
+    """Remove and return the call that a result belongs to: the first of its tool, or the first of
+    all.
+    """
     for call in waiting:
         if name in (None, call.function.name):
             waiting.remove(call)

@@ -62,14 +62,14 @@ Part = Annotated[InputText | Refusal | InputImage | InputFile, Field(discriminat
 
 
 class _Item(Body):
-    """What every item may say of itself."""
+    """The fields that every item may have."""
 
     id: _Id | None = None
     status: str | None = None
 
 
 class _ToolItem(_Item):
-    """What belongs to a call."""
+    """The fields that all items of calls share."""
 
     call_id: _Id
     namespace: str | None = None
@@ -129,7 +129,7 @@ Item = MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem
 
 
 class _NamedTool(Body):
-    """What a tool is called, and does."""
+    """The name and description of a tool."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     description: str | None = None
@@ -234,7 +234,7 @@ class CountRequest(Asked):
     @field_validator("tools", mode="before")
     @classmethod
     def _without_tools_of_elsewhere(cls, tools: object, info: ValidationInfo) -> object:
-        """Leave out the tools that run at OpenAI: what is not here is not called."""
+        """Drop tools that run at OpenAI; they are never called here."""
         return tools_of_kind(("function", "custom", "namespace"), tools, info)
 
 

@@ -124,7 +124,7 @@ class OpenCall:
 
 
 def _input_of(arguments: str) -> str:
-    """Return the input of a custom tool; what is no such object is the input itself."""
+    """Return the input of a custom tool; arguments in another form are the input themselves."""
     parsed = json_value(arguments)
     found = parsed.get(_INPUT) if isinstance(parsed, dict) else None
     return found if isinstance(found, str) else arguments

@@ -197,7 +197,7 @@ def widest_isa(told: str) -> str:
 
 
 def _silent(level: int, text: bytes, data: object) -> None:
-    """Say nothing: llama.cpp's messages would end in the report."""
+    """Print nothing: llama.cpp's messages would end up in the report."""
 
 
 _SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_silent)

@@ -100,7 +100,7 @@ def config_of(header: GgufHeader) -> PreTrainedConfig:
 
 
 def _require_counts(header: GgufHeader) -> None:
-    """Raise `ModelError` if the metadata count something else than the tensors have."""
+    """Raise `ModelError` if the metadata counts something else than the tensors show."""
     numbers = (name.split(".")[1] for name in header.tensors if name.startswith("blk."))
     layers = 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
     if layers > len(header.tensors):
@@ -192,5 +192,5 @@ def _made(values: Values, config: PreTrainedConfig, parts: list[Tensor]) -> Tens
 
 
 def _factor_name(name: str) -> str:
-    """Return the name of what a matrix is to be multiplied with, where there is such a tensor."""
+    """Return the name of the tensor that a matrix must be multiplied by, if there is one."""
     return f"{name.removesuffix('.weight')}.scale" if name.endswith(".weight") else ""

@@ -57,7 +57,7 @@ def _is_operand(value: object, graph: Graph) -> TypeGuard[Ref | float]:
 
 
 def _grown(graph: Graph, root: Operation) -> tuple[list[Operation], list[Ref]]:
-    """Return an operation with those before it that it alone reads, and what these read."""
+    """Return an operation together with those that only it reads, and their inputs."""
     from tandem.triton_kernels.chains import MOST_SOURCES, MOST_STEPS
 
     shape = graph.tensor(_result(root)).shape

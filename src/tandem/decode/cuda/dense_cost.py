@@ -101,7 +101,7 @@ def _step_seconds(
     make_capture: MakeCapture,
     layers: GraphLayers | None = None,
 ) -> float | None:
-    """Time a decode step of so many slots, with breaks without `layers`; None: not captured."""
+    """Time a decode step of `num_slots` slots, with breaks without `layers`; None: not captured."""
     prompt = warm_up_ids(model, _PROMPT_TOKENS).tolist()
     capacity = _PROMPT_TOKENS + _STEPS_BEFORE + _STEPS
     tokens = dict.fromkeys(range(num_slots), prompt[0])

@@ -96,7 +96,7 @@ def _pairs_of_rotaries(graph: Graph) -> Iterator[Found]:
 
 
 def _repeated_keys(graph: Graph) -> Iterator[Found]:
-    """Find recurrences whose queries and keys are repeated first: the kernel need not have that."""
+    """Find recurrences whose queries and keys are first repeated; the kernel does not need that."""
     for recur in graph.operations:
         if recur.name != "recur":
             continue

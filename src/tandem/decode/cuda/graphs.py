@@ -144,7 +144,7 @@ class _DryRun:
 
 
 class _GraphBreaker:
-    """Meets the model's opaque calls while it is captured; its experts break the graph."""
+    """Intercepts opaque calls while the model is captured; experts break the graph."""
 
     is_capturing = True
 

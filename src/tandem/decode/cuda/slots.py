@@ -310,10 +310,11 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
     def _with_room(
         self, work: Callable[[], Tensor], slots: Sequence[int], *, can_repeat: bool = True
     ) -> Tensor:
-        """Do some work; where the GPU has no memory for it, experts make room and it is repeated.
+        """Do some work; if the GPU is out of memory, experts make room and the work is repeated.
 
-        So states of the slots are copied before, unless it cannot be repeated: a replayed step's
-        are too many for each token. Raises `CapacityError` when there is no room left to make.
+        So the slots' states are copied before, unless `can_repeat` is false: a replayed step's
+        states are too large to copy for each token. Raises `CapacityError` when no more room can be
+        made.
         """
         while True:
             put_back = _nothing

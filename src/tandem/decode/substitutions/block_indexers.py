@@ -40,7 +40,9 @@ def _select_qwen4(
     attention_mask: object,
     cache: DynamicCache,
 ) -> SelectedPositions:
-    """Pool by means, which are normed and turned by the angles of their first position."""
+    """Qwen4: pool by means, which are normalised and rotated by the angles of their first
+    position.
+    """
     rotate = rotary_of(self)
     cos, sin = position_embeddings  # (b, n_tokens, width)
     shape = (*hidden_states.shape[:2], -1, self.index_head_dim)
@@ -71,7 +73,7 @@ def _select_glm5(
     attention_mask: object,
     cache: DynamicCache,
 ) -> Tensor:
-    """Pool by weights that each token gives, for each place of its block."""
+    """GLM: pool by weights that each token gives for each place of its block."""
     dim, dtype = self.head_dim, hidden_states.dtype
     query = self.wq_b(q_resid).view(*hidden_states.shape[:2], -1, dim)
     key = self.k_norm(self.wk(hidden_states))
@@ -101,7 +103,7 @@ def _select_m3(
     cache: DynamicCache,
     position_ids: Tensor,
 ) -> SelectedPositions:
-    """For each KV head, by the best key of a block."""
+    """MiniMax-M3: for each KV head, score a block by its best key."""
     shape = (*hidden_states.shape[:2], -1, self.head_dim)
     query = self.q_norm(self.q_proj(hidden_states).view(shape))
     key = self.k_norm(self.k_proj(hidden_states).view(shape))

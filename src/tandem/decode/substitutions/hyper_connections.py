@@ -48,7 +48,7 @@ def _is_connection(module: ModelPart) -> bool:
 
 
 def _mix(self: ModelPart, hidden_streams: Tensor) -> tuple[object, ...] | None:
-    """Return the weights of the way back, and the layer's input."""
+    """Return the weights for `mix_out`, and the layer's input."""
     kernels, connection = _kernels_for(hidden_streams, self.fn), _connection_of(self)
     if kernels is None or connection is None:
         return None
@@ -107,7 +107,7 @@ class _CpuStreams:
 
 @dataclass(frozen=True, slots=True)
 class _WayBack:
-    """What a layer's output meets."""
+    """The operand of a layer's output on the way back to the streams."""
 
     kernels: StreamKernels
     weights: Tensor

@@ -86,7 +86,9 @@ def _expand(module: ModelPart, kept: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Products(NamedTuple):
-    """What `kv_b_proj` is to each head, (n_tokens, heads, inputs) -> (n_tokens, heads, outputs)."""
+    """The products by head of `kv_b_proj`: (n_tokens, heads, inputs) -> (n_tokens, heads,
+    outputs).
+    """
 
     of_keys: Callable[[Tensor], Tensor]
     """From a query's part without rotary embeddings to one for latents."""

@@ -88,7 +88,7 @@ def _with_native(own: Function) -> Function:
 
 
 def _turns_halves(own: Function, count: int, *, is_partial: bool) -> bool:
-    """Try a function on heads of eight values; whether half of them stay as they are."""
+    """Return whether a function rotates halves, tried on heads of eight values."""
     x, cos, sin, results = _tried(own, count, 4 if is_partial else 8)
     rotated = cos.shape[-1]
     turned, rest = x[..., :rotated], x[..., rotated:]
@@ -99,7 +99,9 @@ def _turns_halves(own: Function, count: int, *, is_partial: bool) -> bool:
 
 
 def _turns_pairs(own: Function, count: int) -> bool:
-    """The same, whose last four values are two pairs that turn."""
+    """Return whether a function rotates pairs, tried on heads whose last four values are two
+    pairs.
+    """
     x, cos, sin, results = _tried(own, count, 2)
     pairs = torch.view_as_complex(x[..., 4:].unflatten(-1, (2, 2)).contiguous())
     turned = torch.view_as_real(pairs * torch.complex(cos, sin)[:, None]).flatten(-2)

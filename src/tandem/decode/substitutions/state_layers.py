@@ -101,7 +101,7 @@ def _convolved(self: ModelPart, handle: StateHandle, x: Tensor) -> Tensor:
 
 
 def _delayed(handle: StateHandle, kind: str, x: Tensor) -> Tensor:
-    """Return what the token before each one gave here, zeros before the first: (n_tokens, any)."""
+    """Return each token's predecessor's value of `x`, zeros before the first: (n_tokens, any)."""
     return _advanced(handle, kind, x, lambda: torch.eye(1, 2, device=x.device).expand(len(x[0]), 2))
 
 
@@ -138,7 +138,7 @@ def _rows_of_ngrams(
     ids: Tensor,
     *before: Tensor,
 ) -> Tensor:
-    """Return (n_tokens, heads of all n): for each n, so many rows of the hash of n tokens."""
+    """Return (n_tokens, heads of all n): for each n, `num_heads` rows from the hash of n tokens."""
     mixed, token, hashes = ids * multipliers[0], ids, []
     for number, above in enumerate(before, 1):
         earlier = above.flatten().long() + end

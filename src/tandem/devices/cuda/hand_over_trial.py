@@ -220,9 +220,9 @@ class Trial:
         return median(self._once(launch, expert) for _ in range(REPETITIONS)) / self._limits.layers
 
     def _load(self, *, asks: bool = False) -> None:
-        """Launch the kernels for a token without experts, which waits for nobody.
+        """Launch the kernels for a token without experts, which waits for nothing.
 
-        To load one behind a wait could wait for that wait's end.
+        Loading a kernel behind a wait could wait for that wait's end.
         """
         signals = KernelSignals(self.signals.wait_seconds)
         self._hand_over(_NO_EXPERT, 0, signals, fetches=True, asks=asks)
@@ -270,7 +270,7 @@ class Trial:
         self._done.fill_(1)
 
     def _once(self, launch: Callable[[], None], expert: int) -> float:
-        """Return how long the layers take; whatever happens, nothing is left waiting."""
+        """Return how long the layers take; in any case nothing is left waiting."""
         self._words.zero_()
         is_over = threading.Event()
         answering = threading.Thread(target=self._answer_all, args=(is_over,), daemon=True)

@@ -138,7 +138,7 @@ class NativeDecider:
         return num_wanted, pairs
 
     def _require(self, load: LayerLoad) -> None:
-        """Have the costs of so many tokens."""
+        """Extend the cost tables to the load's token counts."""
         if max(load.tokens) > self._most_tokens:
             costs = self._plain.costs
             costs.require(max(load.tokens))

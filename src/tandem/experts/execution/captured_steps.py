@@ -200,7 +200,7 @@ class CapturedSteps:
         self._is_entered = True
 
     def _load_policy(self) -> None:
-        """Bring the native policy to where the planner is."""
+        """Set the native policy to the planner's state."""
         assert self._policy is not None
         planner = self._cache.planner
         link, self._ring = planner.link, planner.ring.held_slots()
@@ -217,7 +217,7 @@ class CapturedSteps:
         self.coordinator.set_dense_seconds(dense)
 
     def _lend_slots(self, num_tokens: int) -> None:
-        """Let fetches of this step have the slots that those of the latest ones have asked for."""
+        """Lend this step's fetches as many slots as recent steps have asked for."""
         ring = self._cache.planner.ring
         left = ring.begin_step(in_graph=True, may_fetch=self.fetches(num_tokens))
         if left or ring.held_slots() != self._ring:

@@ -106,7 +106,7 @@ class ExpertKernels:
         return self._routed
 
     def _run_in_torch(self, batch: ExpertBatch, source: WeightSource | None) -> None:
-        """Compute what the kernels do not know: all of it, or the activation."""
+        """Compute in torch what the kernels do not support: all of it, or only the activation."""
         layer = batch.layer
         if not isinstance(layer, PackedLayer):
             images = None if source is None else source.images()

@@ -49,7 +49,7 @@ class _LayerStep(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """A layer that has been computed, of which no policy or listener has heard yet."""
+    """A computed layer that no policy or listener has processed yet."""
 
     load: LayerLoad
     plan: LayerPlan
@@ -316,7 +316,7 @@ class HybridExecutor(Executor):
         return self.device.download(top_k_weights)[0]
 
     def _carry_out(self, step: _LayerStep, plan: LayerPlan) -> Tensor:
-        """Start the CPU, the device and the link, compute the CPU's share, add up."""
+        """Start the CPU, the device and the link, compute the CPU's share, and sum up."""
         if plan.cpu:
             self._kernels.wake()
         call = LayerCall(step.host, step.functions, step.routing, plan.in_launch_order())
@@ -365,7 +365,7 @@ class HybridExecutor(Executor):
         return out
 
     def _recover(self, *, shrink: bool) -> None:
-        """Make the engine usable after an error in the middle of a layer."""
+        """Return to a usable state after an error in the middle of a layer."""
         self.device.forget_rows()
         if self.captured is not None:
             self.captured.leave()

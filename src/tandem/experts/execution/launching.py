@@ -54,7 +54,7 @@ def launch(
 
 
 def _groups(copies: Sequence[Copy], most: int) -> Iterator[Sequence[Copy]]:
-    """Yield copies in order, at most so many together, none of which share a slot."""
+    """Yield copies in order, in groups of at most `most` that share no slot."""
     group: list[Copy] = []
     for copy in copies:
         if len(group) == most or any(copy.slot == other.slot for other in group):

@@ -207,7 +207,7 @@ class _Bench:
         self._rows = RowMemory()
 
     def _batch_seconds(self, num_experts: int, num_tokens: int) -> float:
-        """Time one batch of experts with so many tokens each."""
+        """Time one batch of experts with `num_tokens` tokens each."""
         layer, first = next(self._turns)
         for _ in range(num_experts - 1):
             next(self._turns)

@@ -25,7 +25,7 @@ class StandIn(Tensor):
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype) -> "StandIn":
-        """Take no memory."""
+        """Create the tensor without memory."""
         made: StandIn = tensor_without_values(cls, shape, dtype)
         return made
 

@@ -98,7 +98,7 @@ class DraftModel:
         return self._pool
 
     def _possible(self, guesses: Sequence[Guess]) -> SureDraft:
-        """Return a draft up to the first token that the other model does not know."""
+        """Return a draft up to the first token that the other model lacks."""
         known = [*takewhile(lambda guess: guess.token < self._num_tokens, guesses)]
         return SureDraft([guess.token for guess in known], [guess.sureness for guess in known])
 

@@ -77,7 +77,7 @@ class LookAhead:
         return listen
 
     def _hear(self, layer: int, hidden: Tensor, token_ids: Tensor | None) -> None:
-        """Note what a layer's router reads, and learn how it differs from the one before."""
+        """Record what a layer's router reads, and learn its difference from the one before."""
         if layer == 0 or token_ids is not None:
             self._token_ids = token_ids
         hidden = hidden.clone()  # a recorded step uses its memory again

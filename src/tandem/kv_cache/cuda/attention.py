@@ -73,7 +73,7 @@ def attention_in_pieces(
 
 
 def _of_queries(tensor: Tensor, some: slice) -> Tensor:
-    """Return some queries' part of (..., n, m); with n = 1 it is that of all."""
+    """Return the part of (..., n, m) for some queries; with n = 1 all queries share it."""
     return tensor if tensor.shape[-2] == 1 else tensor[..., some, :]
 
 
@@ -86,7 +86,7 @@ def _attention_by_scores(
     sinks: Tensor | None,
     added: Tensor | None,
 ) -> Tensor:
-    """As `attention`, with all scores in memory: what fused kernels do not know."""
+    """Do what `attention` does with all scores in memory, for cases that fused kernels lack."""
     scores = torch.matmul(q, k.transpose(-1, -2)).float() * form.scale
     if added is not None:
         scores = scores + added

@@ -246,7 +246,7 @@ class StaticKvCache(SlotCache):
         return self._prefill(call, *expansion.expand(kept[0]))
 
     def _appended(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        """Append a prompt's next tokens to its slot; return all keys and values of this."""
+        """Append a prompt's next tokens to its slot; return all of the slot's keys and values."""
         layer, key, value = self._layer(call), call.key, call.value
         slot, first, count = self._segments[0]
         if key.shape[1] != count:
@@ -317,7 +317,9 @@ class StaticKvCache(SlotCache):
         return out[0].transpose(0, 1).contiguous()  # as models' code looks at it
 
     def _prefill_latents(self, call: AttentionCall, keys: Tensor, values: Tensor) -> Tensor:
-        """Attend with a prompt's few tokens to the one key that all heads have, copied for none."""
+        """Attend with a prompt's few tokens to the one key that all heads share, without copying
+        it.
+        """
         form, query, _, _, sinks, selected, *_ = call
         mask = self._seen_by_last(query.shape[1], keys.shape[1], form.window, selected)[:, None]
         of_tokens = query.transpose(0, 1)[None]  # (1, n_tokens, heads, dim)
@@ -327,7 +329,7 @@ class StaticKvCache(SlotCache):
     def _seen_by_last(
         self, count: int, total: int, window: int, selected: Tensor | None, chunk: int = 0
     ) -> Tensor:
-        """Tell what the last of some positions see of all: (count, total)."""
+        """Return what the last `count` of `total` positions see: (count, total)."""
         place = torch.arange(total - count, total, device=self._device)[:, None]
         seen = visible(place, torch.arange(total, device=self._device)[None], window, chunk)
         return seen if selected is None else seen & selected
@@ -377,9 +379,9 @@ class StaticKvCache(SlotCache):
         self.capacity = capacity  # only now: without memory for all layers the old one holds
 
     def _read_slots(self) -> slice | Tensor:
-        """Return whose keys the step's rows read: the same for all, a slot each in order, or any.
+        """Return the slots whose keys the step's tokens read: the same, one each in order, or any.
 
-        To read those of any slots copies them.
+        Reading those of any slots copies them.
         """
         if len(self.lengths) == 1:
             return slice(1)

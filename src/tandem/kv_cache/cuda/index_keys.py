@@ -155,7 +155,7 @@ def are_whole(places: Tensor, block: int, length: int) -> Tensor:
 
 
 def _all_seen(places: Tensor, selection: Selection, length: int, query: Tensor) -> Tensor:
-    """Tell what tokens see where nothing before them is left out; of each head, if these select."""
+    """Tell what tokens see if no earlier position is left out; by head if heads select."""
     seen = _visible(places, selection, length)
     return seen[:, None].expand(-1, query.shape[1], -1) if selection.by_head else seen
 

@@ -46,7 +46,7 @@ class DeviceLayer:
 
 
 class _Part(NamedTuple):
-    """Tokens that operations do together."""
+    """Tokens that are processed together."""
 
     tokens: SlotTokens
     places: StepPlaces | Segment

@@ -150,7 +150,7 @@ class DeviceWindows:
         return attention(call.form, of_tokens, keys, keys, mask, heads)[:, 0]
 
     def _layer(self, number: int, call: AttentionCall) -> _Layer:
-        """Return a layer, which is made on first use."""
+        """Return a layer, which is created on first use."""
         if number not in self._layers:
             form, new = call.form, call.compressed
             dtype = stored_dtype(self._kv_dtype, call.key.dtype)

@@ -135,6 +135,6 @@ class RuleChoice:
             self._leads = [0] * len(RULES)
 
     def _margins(self) -> list[int]:
-        """Return by rule how many hits it must be ahead to be followed."""
+        """Return, by rule, how many more hits it needs to be followed."""
         back = min(MARGIN, BACK_MARGIN * max(1, self._times_left))
         return [back if rule == NEXT_USE else MARGIN for rule in range(len(RULES))]

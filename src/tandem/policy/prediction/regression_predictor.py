@@ -37,7 +37,7 @@ class PredictorState(NamedTuple):
 
 
 class _Lesson(NamedTuple):
-    """A load that came out, with the experts whose rows had a share in its prediction."""
+    """An observed load, with the experts whose rows took part in its prediction."""
 
     load: LayerLoad
     above: Sequence[int]
@@ -123,7 +123,7 @@ class RegressionPredictor(Prediction):
         return Forecast(scores, SUM_OFFSET, 1.0 / ONE, self._calibration.frequencies)
 
     def _note(self, load: LayerLoad) -> None:
-        """Keep a lesson for later; what is counted, is counted now."""
+        """Keep a lesson for later, except for its counts, which are updated now."""
         layer = load.layer
         if not self._has_rows(layer):
             return

@@ -21,7 +21,7 @@ _FIRST_ALLOWANCE, _ALLOWANCE_PER_TOKEN = 0.5, 0.01
 
 @dataclass(slots=True)
 class _Request:
-    """A request's drafter, its draft that is judged, and what its drafts may cost it still."""
+    """A request's drafter, its latest draft, and what its drafts may still cost."""
 
     drafter: Drafter
     open: OpenDraft = field(default_factory=OpenDraft)

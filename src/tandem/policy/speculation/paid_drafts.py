@@ -38,7 +38,7 @@ _LIKELY = 0.9
 
 
 class _Terms(NamedTuple):
-    """What a step's drafts are weighed by."""
+    """The conditions for weighing a step's drafts."""
 
     batch: int
     length: int
@@ -126,7 +126,7 @@ class PaidDrafts:
             del self._open[slot]
 
     def _is_trial(self) -> bool:
-        """Tell whether drafts are tried whatever seems to pay; called in each step."""
+        """Tell whether to try drafts even if they seem not to pay; called once per step."""
         self._num_idle_steps += 1
         if self._num_idle_steps > self._patience:
             self._num_drafts = _TRIALS - _TRIALS_AGAIN
@@ -137,7 +137,7 @@ class PaidDrafts:
     def _gains(
         self, counts: Sequence[int], one: float, num_drafting: int, batch: int, costs: StepCosts
     ) -> dict[int, float]:
-        """Return the expected tokens a second with so many drafted tokens, over those without."""
+        """Return the expected tokens per second by number of drafted tokens, relative to none."""
         chances, gains = self.acceptance.chances(range(counts[-1])), {}
         for count in counts:
             verified = costs.seconds(batch + count * num_drafting) or one
@@ -184,14 +184,14 @@ class PaidDrafts:
         )
 
     def _least(self, terms: _Terms) -> float:
-        """Return how likely a token must come true to be worth its time, with all before it."""
+        """Return how likely a token, with all before it, must be to be worth its time."""
         costs, most = terms.costs, terms.batch + terms.length
         verified = (costs.seconds(most + 1) or 0.0) - (costs.seconds(most) or 0.0)
         drafted = (self.costs.seconds(terms.length) or 0.0) / terms.length
         return min(_LIKELY, terms.speed * (verified + drafted))
 
     def _worth(self, found: Mapping[int, SureDraft], terms: _Terms) -> Drafts:
-        """Return the likeliest tokens, as many as pay: as are faster than the usual speed."""
+        """Return the likeliest tokens that pay: those that are faster than the usual speed."""
         chances = sorted(
             (
                 (chance, slot)
@@ -212,5 +212,5 @@ class PaidDrafts:
 
 
 def _kinds(sureness: Sequence[float]) -> list[int]:
-    """Return the kinds of evidence that surenesses are."""
+    """Return the kinds of evidence for levels of confidence."""
     return [min(_SURENESSES - 1, int(sure * _SURENESSES)) for sure in sureness]

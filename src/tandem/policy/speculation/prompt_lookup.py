@@ -98,7 +98,7 @@ class PromptLookup:
         return 0, 0
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        """Note where n-grams end that end before the last token."""
+        """Record where n-grams end, before the last token."""
         for end in range(self._num_known + 1, len(tokens)):
             for size in range(_SHORTEST, min(_LONGEST, end) + 1):
                 self._ends[tuple(tokens[end - size : end])] = end

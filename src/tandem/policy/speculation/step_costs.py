@@ -24,7 +24,7 @@ _LEAST_SECONDS = 1e-9
 
 @dataclass(slots=True)
 class _Line:
-    """A line through points that move up and down together; level as long as little is known."""
+    """A line through points that move up and down together; flat while little is known."""
 
     weight: float = 0.0
     x: float = 0.0
@@ -95,7 +95,7 @@ class StepCosts:
         return len(self._latest(num_tokens))
 
     def _beyond(self, num_tokens: int) -> float:
-        """Return what is special to a size, as far as it is known."""
+        """Return what is specific to a size, as far as it is known."""
         latest = self._latest(num_tokens)
         if not latest:
             return 0.0

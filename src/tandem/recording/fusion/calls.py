@@ -79,9 +79,9 @@ class _Call(NamedTuple):
 
 
 def _attention(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | None:
-    """Match a decode step's, for tensors (heads, n_tokens, dim) whose last dimension is dense.
+    """Match a decode step's attention, for tensors (heads, n_tokens, dim) that are dense in `dim`.
 
-    What `AttentionCall.beside` has may follow them.
+    The tensors of `AttentionCall.beside` may follow them.
     """
     cache, attention, *refs = operation.args
     tensors = [graph.tensor(ref) for ref in refs]
@@ -112,7 +112,7 @@ def _states(graph: Graph, operation: Operation, _: CpuThreads) -> _Call:
 
 
 def _selection(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | None:
-    """Match what indexers select by keys that are not pooled here, in a decode step.
+    """Match the selections of indexers whose keys are not pooled here, in a decode step.
 
     For keys (n, dim), queries (n, heads, dim), perhaps weights (n, heads).
     """

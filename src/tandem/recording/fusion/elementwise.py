@@ -79,7 +79,7 @@ def _small(kind: int, operands: list[_Operand], target: Ref | None) -> Small:
 
 
 def _operand(graph: Graph, value: object, result: Tensor) -> _Operand | None:
-    """Return what stands for an argument; None for one that is no tensor of values or number."""
+    """Return the operand for an argument; None if it is neither a tensor of values nor a number."""
     if not isinstance(value, Ref):
         return float(value) if isinstance(value, int | float) else None
     x = graph.tensor(value)

@@ -53,7 +53,7 @@ def _renamed(operation: Operation, same: dict[Ref, Ref]) -> Operation:
 
 
 def _key(operation: Operation) -> object:
-    """Return what is alike for operations that give the same; None for those that may not."""
+    """Return a key that is equal for operations with equal results; None if there is none."""
     is_random = any(word in operation.name for word in _RANDOM)
     if operation.has_effects or is_random or not operation.inputs:
         return None

@@ -76,7 +76,7 @@ def _compression(header: GgufHeader) -> tuple[list[str], dict[str, int]]:
 
 
 def _limit(header: GgufHeader) -> float | None:
-    """Return at what gate and up are cut off, which Transformers has once for all layers."""
+    """Return the clamp of gate and up, which Transformers has once for all layers."""
     limits: set[float] = set()
     for key in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
         value = header.value(key, [])

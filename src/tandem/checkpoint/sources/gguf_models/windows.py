@@ -89,7 +89,9 @@ def _first(heads: list[int], windows: list[int], is_window: bool) -> int:
 
 
 def _turned_share(header: GgufHeader) -> float:
-    """Return which share of a whole layer's heads is turned: the others' factors are huge."""
+    """Return the share of a full-attention layer's head that is rotated; the others' factors are
+    huge.
+    """
     factors = header.tensors.get("rope_freqs.weight")
     return 0.25 if factors is None else float((factors.data.astype(np.float32) < 2).mean())
 
@@ -248,7 +250,7 @@ def step35(header: GgufHeader) -> PreTrainedConfig:
 
 
 def _turned(header: GgufHeader, key: str, default: int) -> int:
-    """Return how much of a head is turned by its position."""
+    """Return how many dimensions of a head are rotated."""
     turned, width = header.value(key, default), head_dim(header)
     if not isinstance(turned, int) or not 0 < turned <= width or turned % 4:
         raise ModelError(
