@@ -1,4 +1,4 @@
-"""What llama.cpp wants of each architecture's GGUF file: the metadata and the tensors of layers.
+"""What llama.cpp requires of each architecture's GGUF file: the metadata and the tensors of layers.
 
 Names and orders are those that its converter writes; it knows nothing of what the tensors hold.
 """

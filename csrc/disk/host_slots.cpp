@@ -103,7 +103,7 @@ void HostSlots::settle_transit(std::int32_t layer) {
   }
 }
 
-// Whether the use that is under way wants it.
+// Whether the current use needs it.
 bool HostSlots::is_wanted(std::int32_t layer, std::int32_t expert) const {
   return layer == layer_ && !wanted_.empty() &&
          std::find(experts_.begin(), experts_.end(), expert) != experts_.end();

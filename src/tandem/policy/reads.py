@@ -27,7 +27,7 @@ class SharedSlots(NamedTuple):
 
     all: int
     free: int
-    expected: int  # that have what a coming use wants, or are being read into for it
+    expected: int  # that have what a coming use needs, or are being read into for it
 
 
 class ReadAhead(NamedTuple):

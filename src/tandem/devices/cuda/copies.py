@@ -17,7 +17,7 @@ each, from pinned memory; nothing here waits but `drain` and `close`.
 
 Experts of a disk are held in host slots until their event has passed. Copies ahead are kept until
 their bytes have come, too; those that are needed wait for the disk. What leaves a slot of the
-device is copied back ahead of the newcomer where host memory wants it.
+device is copied back ahead of the newcomer if host memory should keep it.
 """
 
 from collections import deque
