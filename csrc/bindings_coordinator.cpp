@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "bindings_coordinator.hpp"
+#include "bindings_places.hpp"
 
 namespace nb = nanobind;
 
@@ -101,11 +102,13 @@ void make_policy(StepPolicy* self, const Costs& costs, std::int64_t max_fetches,
 }
 
 nb::tuple decide(StepPolicy& self, std::int32_t layer, const Ids& experts, const Ids& tokens,
-                 double now, const Ids& guessed, const Ids& guessed_tokens) {
+                 double now, const Ids& guessed, const Ids& guessed_tokens,
+                 const nb::bytes& places) {
   require(guessed.size() == guessed_tokens.size(), "tokens of each expert that is guessed");
   for (const std::int32_t expert : guessed)
     require(expert >= 0 && expert < self.resident().num_experts, "experts that exist");
-  const StepCopies copies = self.decide(layer, {experts, tokens}, {guessed, guessed_tokens}, now);
+  const StepCopies copies = self.decide(layer, {experts, tokens}, {guessed, guessed_tokens}, now,
+                                        places_of(places, experts.size()));
   std::vector<SlotCopy> fetch;
   for (const FetchCopy& found : copies.fetch) fetch.push_back(found.copy);
   return nb::make_tuple(as_tuples(fetch), as_tuples(copies.ahead), as_tuples(copies.insert));
@@ -147,7 +150,7 @@ void bind_policy(nb::module_& m) {
           nb::arg(), nb::arg() = std::vector<KnownTuple>(), nb::arg() = 0.0)
       .def("end_step", &StepPolicy::end_step)
       .def("decide", decide, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg() = Ids(),
-           nb::arg() = Ids())
+           nb::arg() = Ids(), nb::arg() = nb::bytes("", 0))
       .def("copy_finished", &StepPolicy::copy_finished)
       .def("learn", &StepPolicy::learn)
       .def("warm_up", [](StepPolicy& self, std::int32_t layer) {

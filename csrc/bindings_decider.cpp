@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "bindings_places.hpp"
 #include "bindings_tensor.hpp"
 #include "decider/ahead.hpp"
 #include "decider/assignment.hpp"
@@ -171,11 +172,12 @@ void require_scores(const Buffer& states, const Buffer& scores) {
 
 // Of a layer's active experts: `states` is a byte by position, `coming` when those are there whose
 // copy is under way, by position too, empty where there are none. `scores` is a 32-bit number by
-// expert. Returns (fetched experts, spilled ones, GPU seconds, CPU seconds).
+// expert. `places` are bytes by position, empty where memory has all. Returns (fetched experts, spilled
+// ones, GPU seconds, CPU seconds).
 nb::tuple split_layer(const Costs& costs, int rule, bool is_never_worse_than_cpu,
                       std::int64_t max_fetches, const Ids& experts, const Ids& tokens,
                       const nb::bytes& states, const std::vector<double>& coming, nb::handle scores,
-                      double link_busy) {
+                      double link_busy, const nb::bytes& places) {
   const Buffer score_by_expert(scores);
   require_experts(experts,
                   static_cast<std::int32_t>(score_by_expert.size() / sizeof(std::uint32_t)));
@@ -187,6 +189,7 @@ nb::tuple split_layer(const Costs& costs, int rule, bool is_never_worse_than_cpu
   pose(costs, tokens, problem);
   problem.link_busy = link_busy;
   problem.max_fetches = max_fetches;
+  seconds_until_read(places_of(places, experts.size()), costs.read, problem.reads);
   for (std::size_t i = 0; i < experts.size(); ++i) {
     const auto state = static_cast<std::uint8_t>(states.c_str()[i]);
     require(state != kCopying || !coming.empty(), "a time for each copy under way");
@@ -326,12 +329,12 @@ std::vector<std::tuple<std::int32_t, std::int32_t, bool>> known_reads_of(
 
 void bind_deciding(nb::module_& m) {
   nb::class_<Costs>(m, "Costs")
-      .def("__init__",
-           [](Costs* self, std::vector<double> cpu, std::vector<double> gpu, double cpu_first,
-              double link, double cpu_slowdown, double link_slowdown, double copy_wake) {
-             new (self) Costs{std::move(cpu), std::move(gpu), cpu_first, link,
-                              cpu_slowdown,   link_slowdown,  copy_wake};
-           });
+      .def("__init__", [](Costs* self, std::vector<double> cpu, std::vector<double> gpu,
+                          double cpu_first, double link, double cpu_slowdown, double link_slowdown,
+                          double copy_wake, double read) {
+        new (self) Costs{std::move(cpu), std::move(gpu), cpu_first, link,
+                         cpu_slowdown,   link_slowdown,  copy_wake, read};
+      });
   m.def("split_layer", &split_layer);
   m.def("layer_entries", &layer_entries);
   m.def("most_valued", &most_valued);

@@ -46,10 +46,13 @@ class ExpertSource {
   struct Arrived {
     std::int64_t place;  // among the use's experts
     const std::uint8_t* address;
+    bool stays;  // where it is, until `end`
   };
 
   virtual ~ExpertSource() = default;
   virtual void begin(const ExpertUse& use) = 0;
+  // As `next`, but waits for nothing: none where none has come.
+  virtual std::span<const Arrived> there() = 0;
   // Experts that have come and were not handed out, at first those in memory; waits for one. None
   // when all have been. Throws DiskError, or DiskSlow.
   virtual std::span<const Arrived> next() = 0;

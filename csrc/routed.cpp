@@ -33,7 +33,7 @@ void ComingExperts::finish() {
       token_.clear();
       out_begin_.clear();
       addresses_.clear();
-      for (const auto& [place, address] : arrived) {
+      for (const auto& [place, address, stays] : arrived) {
         const std::int32_t first = call_.row_begin[place], end = call_.row_begin[place + 1];
         token_.insert(token_.end(), call_.row_token + first, call_.row_token + end);
         begin_.push_back(static_cast<std::int32_t>(token_.size()));

@@ -32,9 +32,9 @@ from tandem.core.units import parse_bandwidth
 from tandem.experts.cache.host_slots import share_of
 from tandem.experts.cache.policy_tables import host_slot_eviction
 from tandem.hardware.profiles import load_profile
-from tandem.policy.cost import ShapeCosts
+from tandem.policy.cost import ShapeCosts, whole_pages
 from tandem.policy.plan import Geometry
-from tandem.sim.disk import DiskConditions, disk_hit_rates, replay_over_disk, whole_pages
+from tandem.sim.disk import DiskConditions, disk_hit_rates, replay_over_disk
 from tandem.sim.typical_routing import typical_routing
 from tandem.trace import RoutingTrace, read_trace
 

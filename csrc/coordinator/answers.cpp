@@ -62,10 +62,11 @@ void Coordinator::answer(std::int64_t layer) {
       host.source != nullptr && std::any_of(missed_.begin(), missed_.end(),
                                             [](std::int32_t expert) { return expert >= 0; });
   const SourceUse at_end(is_asked ? host.source : nullptr);
-  // What lies on a disk is not fetched: when it comes is unknown.
+  places_.clear();
+  if (is_asked) ask(host);
   std::span<const Fetch> fetches;
-  if (has_misses && !is_asked) fetches = fetch(layer);
-  std::int64_t num_computed = is_asked ? compute_coming(host) : compute(host, fetches);
+  if (has_misses) fetches = fetch(layer);
+  std::int64_t num_computed = is_asked ? compute_coming(host, fetches) : compute(host, fetches);
   num_computed += settle(host, fetches);
   if (!fetches.empty() && is_lost_.load()) return;
   std::uint8_t taken = kTaken;
@@ -110,7 +111,7 @@ std::span<const std::int32_t> Coordinator::wait_for_guess(std::int64_t layer) co
 std::span<const Fetch> Coordinator::fetch(std::int64_t layer) {
   if (!decisions_) return {};
   const auto pairs = static_cast<std::size_t>(box_->layout().pairs());
-  return decisions_->fetch(layer, {box_->choice(layer), pairs}, guess_);
+  return decisions_->fetch(layer, {box_->choice(layer), pairs}, guess_, places_);
 }
 
 // The misses that are not fetched. Returns how many experts that are.
@@ -140,7 +141,7 @@ std::int64_t Coordinator::settle(const RoutedLayer& host, std::span<const Fetch>
       }
       is_late = true;
       for (std::size_t i = 0; i < missed_.size(); ++i)
-        if (missed_[i] == fetch.expert) addresses_[i] = host.expert(fetch.expert);
+        if (missed_[i] == fetch.expert) addresses_[i] = address_of(host, fetch.expert);
     }
     if (is_late) num_computed += compute_rows(host);
     if (!is_open) break;
@@ -148,8 +149,15 @@ std::int64_t Coordinator::settle(const RoutedLayer& host, std::span<const Fetch>
   return num_computed;
 }
 
-// Of a layer whose experts come from a disk, as they come. The caller ends the use.
-std::int64_t Coordinator::compute_coming(const RoutedLayer& host) {
+// What is fetched over a disk lies in a slot of its layer, and stays there.
+const std::uint8_t* Coordinator::address_of(const RoutedLayer& host, std::int32_t expert) const {
+  for (const PlacedMiss& miss : places_)
+    if (miss.expert == expert) return miss.address;
+  return host.expert(expert);
+}
+
+// Asks for a layer's misses that come from a disk, and notes which memory has. The caller ends the use.
+void Coordinator::ask(const RoutedLayer& host) {
   asked_.clear();
   for (const std::int32_t expert : missed_)
     if (expert >= 0) asked_.push_back(expert);
@@ -158,12 +166,25 @@ std::int64_t Coordinator::compute_coming(const RoutedLayer& host) {
   tokens_.clear();
   for (const std::int32_t expert : asked_)
     tokens_.push_back(static_cast<std::int32_t>(std::count(missed_.begin(), missed_.end(), expert)));
-  host.source->begin(
-      {host.number, asked_, tokens_, {}, box_->layout().num_rows, kDiskPatience});
-  std::int64_t num_computed = 0;
+  host.source->begin({host.number, asked_, tokens_, {}, box_->layout().num_rows, kDiskPatience});
+  for (const std::int32_t expert : asked_) places_.push_back({expert, Place::kOnDisk, nullptr});
+  for (const auto& [place, address, stays] : host.source->there())
+    places_[place] = {asked_[place], stays ? Place::kInSlot : Place::kPassing, address};
+}
+
+// Those that are not fetched: what memory has at first, the others as they come.
+std::int64_t Coordinator::compute_coming(const RoutedLayer& host, std::span<const Fetch> fetches) {
+  addresses_.assign(missed_.size(), nullptr);
+  for (const auto& [expert, place, address] : places_) {
+    const auto is_it = [e = expert](const Fetch& fetch) { return fetch.expert == e; };
+    if (std::any_of(fetches.begin(), fetches.end(), is_it)) continue;
+    for (std::size_t i = 0; i < missed_.size(); ++i)
+      if (missed_[i] == expert) addresses_[i] = address;
+  }
+  std::int64_t num_computed = compute_rows(host);
   for (auto arrived = host.source->next(); !arrived.empty(); arrived = host.source->next()) {
     addresses_.assign(missed_.size(), nullptr);
-    for (const auto& [place, address] : arrived)
+    for (const auto& [place, address, stays] : arrived)
       for (std::size_t i = 0; i < missed_.size(); ++i)
         if (missed_[i] == asked_[place]) addresses_[i] = address;
     num_computed += compute_rows(host);

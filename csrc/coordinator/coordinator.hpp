@@ -39,6 +39,7 @@
 #include "coordinator/fetch_words.hpp"
 #include "coordinator/mailbox.hpp"
 #include "coordinator/row_experts.hpp"
+#include "decider/reads.hpp"
 #include "routed.hpp"
 
 namespace tandem {
@@ -66,6 +67,13 @@ class StepSlow : public StepLost {
   using StepLost::StepLost;
 };
 
+// A missed expert of a layer over a disk.
+struct PlacedMiss {
+  std::int32_t expert;
+  Place place;
+  const std::uint8_t* address;  // if memory has it
+};
+
 // An expert that is copied to the device for the layer that runs.
 struct Fetch {
   std::int32_t expert;
@@ -81,9 +89,9 @@ class LayerDecisions {
   virtual void begin_step() = 0;  // with the step's first doorbell
   virtual bool asks(std::int32_t) const { return false; }  // what the layer behind this will choose
   // Ahead of the answer to a layer with misses: which of them are copied. By its choice, and by what
-  // the next one is guessed to choose.
+  // the next one is guessed to choose. Over a disk, where memory has its misses, which are ascending.
   virtual std::span<const Fetch> fetch(std::int64_t, std::span<const std::int32_t>,
-                                       std::span<const std::int32_t>) {
+                                       std::span<const std::int32_t>, std::span<const PlacedMiss>) {
     return {};
   }
   virtual void note(const LayerRecord& record) = 0;  // behind the answer
@@ -145,7 +153,9 @@ class Coordinator {
   std::span<const std::int32_t> wait_for_guess(std::int64_t layer) const;
   std::span<const Fetch> fetch(std::int64_t layer);
   std::int64_t compute(const RoutedLayer& host, std::span<const Fetch> fetches);
-  std::int64_t compute_coming(const RoutedLayer& host);
+  void ask(const RoutedLayer& host);
+  std::int64_t compute_coming(const RoutedLayer& host, std::span<const Fetch> fetches);
+  const std::uint8_t* address_of(const RoutedLayer& host, std::int32_t expert) const;
   std::int64_t settle(const RoutedLayer& host, std::span<const Fetch> fetches);
   std::int64_t compute_rows(const RoutedLayer& host);
   void publish_fetched(std::int64_t layer, std::span<const Fetch> fetches);
@@ -167,6 +177,7 @@ class Coordinator {
   std::vector<std::int32_t> missed_;
   std::vector<const std::uint8_t*> addresses_;
   std::vector<std::int32_t> asked_, tokens_;  // its experts that are asked for
+  std::vector<PlacedMiss> places_;  // where these are; empty: memory has all
   std::vector<std::int32_t> fetched_;         // those that have come in time
   std::span<const std::int32_t> guess_;       // of the next layer's choice
   double begun_ = 0.0, ended_ = 0.0;          // of the threads' work

@@ -60,13 +60,17 @@ void CopyingThread::submit(std::span<const SlotCopy> copies, bool is_read) {
 std::span<const FetchWord> CopyingThread::fetch(std::span<const FetchCopy> copies,
                                                 std::span<const SlotCopy> ahead) {
   fetched_.clear();
+  holds_.clear();
+  for (const FetchCopy& found : copies) holds_.push_back(held(found.copy, false));
   bool is_asleep = false;
   {
     const std::lock_guard lock(mutex_);
-    for (const auto& [copy, is_staged, arrives, cpu_seconds] : copies) {
+    for (std::size_t i = 0; i < copies.size(); ++i) {
+      const SlotCopy& copy = copies[i].copy;
       if (copy.victim != kNone) to_clear_.push_back(copy.layer * num_experts_ + copy.victim);
       fetched_.push_back(words_.open());
-      fetches_.push_back({copy, 0, {}, is_staged, fetched_.back()});
+      if (error_.empty())
+        fetches_.push_back({copy, 0, std::move(holds_[i]), copies[i].is_staged, fetched_.back()});
     }
     for (const SlotCopy& copy : ahead) ahead_.push_back({copy, 0, {}});
     looks_until_ = 0.0;
@@ -153,7 +157,7 @@ void CopyingThread::loop() {
     error_ = error;
     changed_.notify_all();
     if (!error.empty()) {
-      jobs_.clear();  // with what they hold
+      for (std::deque<Job>* some : {&fetches_, &jobs_}) some->clear();  // with what they hold
       return;
     }
   }

@@ -145,6 +145,7 @@ class CopyingThread {
   const double bytes_per_second_;
   FetchWords words_;
   std::vector<FetchWord> fetched_;  // of the last call
+  std::vector<HeldExpert> holds_;  // likewise, on their way to the jobs
   double behind_ = 0.0;  // seconds that copies have been too fast
 
   std::mutex mutex_;  // of what follows; held for moments only

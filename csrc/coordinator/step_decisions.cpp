@@ -1,5 +1,7 @@
 #include "coordinator/step_decisions.hpp"
 
+#include <algorithm>
+
 #include "coordinator/words.hpp"
 
 namespace tandem {
@@ -27,11 +29,12 @@ void StepDecisions::expect(std::vector<StepPolicy::KnownLoad> known) {
 
 std::span<const Fetch> StepDecisions::fetch(std::int64_t layer,
                                             std::span<const std::int32_t> choice,
-                                            std::span<const std::int32_t> guess) {
+                                            std::span<const std::int32_t> guess,
+                                            std::span<const PlacedMiss> misses) {
   fetches_.clear();
   if (policy_ == nullptr || !policy_->decides_first(static_cast<std::int32_t>(layer)))
     return {};
-  decide(layer, choice, guess, steady_seconds());
+  decide(layer, choice, guess, misses, steady_seconds());
   is_decided_ = true;
   const std::span<const FetchWord> words = copying_.fetch(copies_.fetch, copies_.ahead);
   for (std::size_t i = 0; i < words.size(); ++i) {
@@ -45,7 +48,7 @@ std::span<const Fetch> StepDecisions::fetch(std::int64_t layer,
 void StepDecisions::note(const LayerRecord& record) {
   if (policy_ == nullptr) return;
   if (!std::exchange(is_decided_, false)) {
-    decide(record.layer, record.choice, record.guess, record.answered);
+    decide(record.layer, record.choice, record.guess, {}, record.answered);
     for (const FetchWord& word : copying_.fetch(copies_.fetch, copies_.ahead))
       word.claim();  // no step waits for it any more
   }
@@ -82,11 +85,17 @@ DecidedLayer& StepDecisions::new_decided(std::int32_t layer, double now) {
 }
 
 void StepDecisions::decide(std::int64_t layer, std::span<const std::int32_t> choice,
-                           std::span<const std::int32_t> guess, double now) {
+                           std::span<const std::int32_t> guess, std::span<const PlacedMiss> misses,
+                           double now) {
   DecidedLayer& here = new_decided(static_cast<std::int32_t>(layer), now);
   count(choice, load_);
   count(guess, guess_);
-  copies_ = policy_->decide(here.layer, load_, guess_, now);
+  places_.assign(misses.empty() ? 0 : load_.experts.size(), Place::kInSlot);
+  for (const PlacedMiss& miss : misses) {
+    const auto at = std::lower_bound(load_.experts.begin(), load_.experts.end(), miss.expert);
+    places_[at - load_.experts.begin()] = miss.place;
+  }
+  copies_ = policy_->decide(here.layer, load_, guess_, now, places_);
   if (!copies_.left.empty()) copying_.clear({copies_.left.begin(), copies_.left.end()});
   here.ahead.assign(copies_.ahead.begin(), copies_.ahead.end());
   here.copies.assign(copies_.entered.begin(), copies_.entered.end());

@@ -41,7 +41,8 @@ class StepDecisions : public LayerDecisions {
   void begin_step() override;
   bool asks(std::int32_t layer) const override { return policy_ && policy_->asks(layer); }
   std::span<const Fetch> fetch(std::int64_t layer, std::span<const std::int32_t> choice,
-                               std::span<const std::int32_t> guess) override;
+                               std::span<const std::int32_t> guess,
+                               std::span<const PlacedMiss> misses) override;
   void note(const LayerRecord& record) override;
   void end_step() override;
 
@@ -54,7 +55,7 @@ class StepDecisions : public LayerDecisions {
   bool begin();
   DecidedLayer& new_decided(std::int32_t layer, double now);
   void decide(std::int64_t layer, std::span<const std::int32_t> choice,
-              std::span<const std::int32_t> guess, double now);
+              std::span<const std::int32_t> guess, std::span<const PlacedMiss> misses, double now);
   void count(std::span<const std::int32_t> choice, Load& load);
 
   StepPolicy* policy_;  // may be null
@@ -62,6 +63,7 @@ class StepDecisions : public LayerDecisions {
   double dense_ = 0.0;
   Load load_, guess_;  // of the layer that runs, and of the next one
   Ids tokens_of_;
+  std::vector<Place> places_;  // of the load's experts; empty: memory has all
   StepCopies copies_;  // of the layer that runs
   bool has_begun_ = false;  // the step
   bool is_decided_ = false;

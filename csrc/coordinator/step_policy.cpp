@@ -112,8 +112,8 @@ void StepPolicy::warm_up(std::int32_t layer) {
   num_warmed_ += entries(slots_of(layer, experts, states, scores), {}, {}, 1).size();
 }
 
-StepCopies StepPolicy::decide(std::int32_t layer, const Load& load, const Load& guess,
-                              double now) {
+StepCopies StepPolicy::decide(std::int32_t layer, const Load& load, const Load& guess, double now,
+                              const std::vector<Place>& places) {
   const auto& [experts, tokens] = load;
   fetches_.clear();
   ahead_.clear();
@@ -135,6 +135,7 @@ StepCopies StepPolicy::decide(std::int32_t layer, const Load& load, const Load& 
   const bool copies_ahead = predicts_ || knows_behind(layer);
   if (!has_misses && !copies_ahead && resident_.ahead.empty()) return {};
   pose(states, experts, tokens, now);
+  seconds_until_read(places, costs_.read, problem_.reads);
   Scores scores;
   if (fetches()) {
     scores = table.values();

@@ -14,6 +14,7 @@
 #include "decider/ahead.hpp"
 #include "decider/assignment.hpp"
 #include "decider/entries.hpp"
+#include "decider/reads.hpp"
 #include "policy_tables.hpp"
 
 namespace tandem {
@@ -116,8 +117,10 @@ class StepPolicy {
     return !known_.empty() && known_.back().layer > layer;
   }
 
-  // By what a layer uses now, and what the next one is guessed to use (none: unknown).
-  StepCopies decide(std::int32_t layer, const Load& load, const Load& guess, double now);
+  // By what a layer uses now, and what the next one is guessed to use (none: unknown). Of a model over
+  // a disk `places` say where memory has each of its experts, kInSlot for those that are no misses.
+  StepCopies decide(std::int32_t layer, const Load& load, const Load& guess, double now,
+                    const std::vector<Place>& places = {});
   void copy_finished(std::int32_t layer, std::int32_t expert, double now);
   void learn(std::int32_t layer);
   // Behind the answer to the layer before: does much of what `decide` will do, by what the layer used

@@ -16,6 +16,7 @@ double seconds_of(const std::vector<double>& by_tokens, std::int32_t tokens) {
 }
 
 void pose(const Costs& costs, const Ids& tokens, LayerProblem& problem) {
+  problem.reads.clear();
   problem.cpu.clear();
   problem.gpu.clear();
   for (const std::int32_t count : tokens) {

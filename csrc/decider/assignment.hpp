@@ -24,6 +24,7 @@ struct Costs {
   double cpu_slowdown = 1.0;  // factor on CPU seconds while the link is busy
   double link_slowdown = 1.0;  // factor in `link`, which a CPU without experts would not cost
   double copy_wake = 0.0;  // of the copying thread, ahead of a fetch and behind it
+  double read = 0.0;  // of a disk, one expert
 };
 
 // Throws std::out_of_range for more tokens than costs go to.
@@ -37,6 +38,9 @@ struct LayerProblem {
   double cpu_first, link, link_busy;
   double cpu_slowdown, link_slowdown, copy_wake;
   std::int64_t max_fetches;
+  // Of misses over a disk: until it is in memory, and the CPU's; negative: it may be fetched. Empty:
+  // all may.
+  std::vector<double> reads;
 };
 
 // Writes what a layer's experts cost, by the tokens of each.

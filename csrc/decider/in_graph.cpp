@@ -13,13 +13,22 @@ namespace {
 struct Published {
   double held_seconds = 0.0;
   Positions absent, under_way;
+  Positions in_memory,
+      coming;  // for the CPU: of those under way, and what is read from a disk first
 
   explicit Published(const LayerProblem& problem) {
     for (std::size_t i = 0; i < problem.wait.size(); ++i) {
-      if (problem.wait[i] == 0.0)
+      const double wait = problem.wait[i];
+      if (wait == 0.0) {
         held_seconds += problem.gpu[i];
+        continue;
+      }
+      const auto place = static_cast<std::int32_t>(i);
+      if (wait > 0.0) under_way.push_back(place);
+      if (!problem.reads.empty() && problem.reads[i] >= 0.0)
+        coming.push_back(place);
       else
-        (problem.wait[i] < 0.0 ? absent : under_way).push_back(static_cast<std::int32_t>(i));
+        (wait > 0.0 ? in_memory : absent).push_back(place);
     }
   }
 
@@ -27,6 +36,12 @@ struct Published {
     return {std::move(fetch), under_way, gpu_seconds, cpu_seconds};
   }
 };
+
+// When the CPU has computed what is read, too, the rest being done at `cpu`.
+double with_reads(const LayerProblem& problem, const Published& layer, double cpu) {
+  for (const std::int32_t i : layer.coming) cpu = std::max(cpu, problem.reads[i]) + problem.cpu[i];
+  return cpu;
+}
 
 struct Price {
   double gpu, cpu;  // seconds
@@ -38,18 +53,20 @@ struct Price {
 // by position what `fetch` says: a layer is priced once for each number of fetches.
 Price priced(const LayerProblem& problem, const Published& layer,
              std::span<const std::int32_t> fetch, const std::vector<std::uint8_t>& is_fetched) {
-  const bool is_cpu_used = !layer.under_way.empty() || fetch.size() < layer.absent.size();
+  const bool is_cpu_used =
+      !layer.in_memory.empty() || fetch.size() < layer.absent.size() || !layer.coming.empty();
   const double link = is_cpu_used ? problem.link : problem.link / problem.link_slowdown;
   double arrived = problem.link_busy;
   if (!fetch.empty()) arrived = std::max(arrived, problem.copy_wake);
   for (std::size_t i = 0; i < fetch.size(); ++i) arrived += link;
   Price found{layer.held_seconds, 0.0};
   if (is_cpu_used) {
-    double cpu = added(problem.cpu, layer.under_way);
+    double cpu = added(problem.cpu, layer.in_memory);
     for (const std::int32_t i : layer.absent)
       if (is_fetched[i] == 0) cpu += problem.cpu[i];
     cpu += problem.cpu_first;
-    found.cpu = cpu + (problem.cpu_slowdown - 1.0) * std::min(cpu, arrived);
+    cpu += (problem.cpu_slowdown - 1.0) * std::min(cpu, arrived);
+    found.cpu = with_reads(problem, layer, cpu);
   }
   if (fetch.empty()) return found;
   found.gpu = std::max({found.gpu, found.cpu, arrived + problem.copy_wake});
@@ -58,19 +75,16 @@ Price priced(const LayerProblem& problem, const Published& layer,
 }
 
 Split ready_on_gpu(const LayerProblem& problem) {
-  Split found{{}, {}, 0.0, 0.0};
+  const Published layer(problem);
+  double cpu = 0.0;
   bool is_cpu_used = false;
   for (std::size_t i = 0; i < problem.wait.size(); ++i) {
-    if (problem.wait[i] == 0.0) {
-      found.gpu_seconds += problem.gpu[i];
-      continue;
-    }
-    found.cpu_seconds += problem.cpu[i];
+    if (problem.wait[i] == 0.0) continue;
     is_cpu_used = true;
-    if (problem.wait[i] > 0.0) found.spill.push_back(static_cast<std::int32_t>(i));
+    if (problem.reads.empty() || problem.reads[i] < 0.0) cpu += problem.cpu[i];
   }
-  if (is_cpu_used) found.cpu_seconds += problem.cpu_first;
-  return found;
+  if (is_cpu_used) cpu = with_reads(problem, layer, cpu + problem.cpu_first);
+  return layer.split({}, layer.held_seconds, cpu);
 }
 
 Split balanced_in_graph(const LayerProblem& problem) {
@@ -95,7 +109,8 @@ Split balanced_in_graph(const LayerProblem& problem) {
 
 Split dali_in_graph(const LayerProblem& problem) {
   const Published layer(problem);
-  double on_gpu = layer.held_seconds, on_cpu = added(problem.cpu, layer.under_way);
+  double on_gpu = layer.held_seconds;
+  double on_cpu = with_reads(problem, layer, added(problem.cpu, layer.in_memory));
   std::vector<double> gpu = problem.gpu;
   for (double& seconds : gpu) seconds = std::max(seconds, problem.link);
   Positions order = layer.absent, fetch;

@@ -306,28 +306,42 @@ void HostSlots::release_handed_out() {
   }
 }
 
+// Hands out what has come. Returns whether all has been.
+bool HostSlots::hand_out() {
+  arrived_.clear();
+  bool is_all = true;
+  for (std::size_t i = 0; i < wanted_.size(); ++i) {
+    Wanted& one = wanted_[i];
+    if (one.is_done || one.is_handed_out) continue;
+    is_all = false;
+    if (one.slot == nullptr || !one.slot->read.has_ended()) continue;
+    if (one.slot->read.state == DiskRead::State::kFailed) {
+      require_read(*one.slot, layer_, one.is_asked);
+      continue;
+    }
+    one.is_handed_out = true;
+    arrived_.push_back(
+        {static_cast<std::int64_t>(i), one.slot->read.data(), is_resident(*one.slot)});
+  }
+  return is_all;
+}
+
+std::span<const HostSlots::Arrived> HostSlots::there() {
+  const std::lock_guard lock(mutex_);
+  release_handed_out();
+  use_transit_slots();
+  hand_out();
+  return arrived_;
+}
+
 std::span<const HostSlots::Arrived> HostSlots::next() {
   std::unique_lock lock(mutex_);
   release_handed_out();
-  arrived_.clear();
   const Moment last = end_of(use_patience_ > 0.0 ? use_patience_ : patience_);
   while (true) {
     use_transit_slots();
     const std::uint32_t seen = readers_.ended();
-    bool is_all = true;
-    for (std::size_t i = 0; i < wanted_.size(); ++i) {
-      Wanted& one = wanted_[i];
-      if (one.is_done || one.is_handed_out) continue;
-      is_all = false;
-      if (one.slot == nullptr || !one.slot->read.has_ended()) continue;
-      if (one.slot->read.state == DiskRead::State::kFailed) {
-        require_read(*one.slot, layer_, one.is_asked);
-        continue;
-      }
-      one.is_handed_out = true;
-      arrived_.push_back({static_cast<std::int64_t>(i), one.slot->read.data()});
-    }
-    if (is_all || !arrived_.empty()) return arrived_;
+    if (hand_out() || !arrived_.empty()) return arrived_;
     learn();
     lock.unlock();
     if (!arrives(seen, last)) {

@@ -61,6 +61,7 @@ class HostSlots final : public ExpertSource {
   void expect(std::vector<Ids> experts);
 
   void begin(const ExpertUse& use) override;
+  std::span<const Arrived> there() override;
   std::span<const Arrived> next() override;
   void end() noexcept override;
 
@@ -153,6 +154,7 @@ class HostSlots final : public ExpertSource {
   Slot* free_transit();
   SharedSlots shared_slots() const;
   void release_handed_out();
+  bool hand_out();
   void learn();
   void fill_next();
   bool is_wanted(std::int32_t layer, std::int32_t expert) const;

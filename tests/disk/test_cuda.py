@@ -2,6 +2,7 @@
 
 import errno
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
+from tandem.policy.assignment import IN_GRAPH
 from tandem.policy.eviction import IN_HOST_SLOTS
 from tandem.policy.residency import READY
 from tandem.policy.settings import PlannerSettings
@@ -25,7 +27,7 @@ from tests.disk.loading import memory_for, packed_model, put_on_disk, slots_of, 
 from tests.disk.test_architectures import KINDS, outputs_of
 from tests.disk.test_failed_reads import CUT, DAMAGED
 from tests.disk.twin_gpu import NativeKernels, twin_gpu
-from tests.experts.captured import TwinMachine, random_step
+from tests.experts.captured import TwinMachine, fetching_policy, random_step
 from tests.experts.driver_library import DriverLibrary
 from tests.experts.lazy_streams import LazyStreams
 from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_store, route
@@ -212,6 +214,27 @@ def test_captured_steps_wait_for_the_disk(num_rows: int, share: float, tmp_path:
         check(machine, in_memory, random_step(num_rows, generator, padding=padding))
     records = machine.coordinator.records()
     assert [record[4] > 0 for record in records] == [True] * GEOMETRY.num_layers
+    assert slots.statistics().misses > 0
+    machine.close()
+
+
+@pytest.mark.parametrize("rule", IN_GRAPH[1:])
+def test_captured_steps_fetch_what_memory_has(rule: str, tmp_path: Path) -> None:
+    """Out of slots of memory, beside reads; what comes too late is computed from there."""
+    store, in_memory = make_store(), make_store()
+    slots = put_on_disk(store, tmp_path / "experts", 0.6)
+    late = iter([0.0, 0.0, 0.02] * 99)
+    machine = TwinMachine(
+        store, 2, num_slots=12, policy=fetching_policy(rule, 12),
+        before_copy=lambda: time.sleep(next(late, 0)),
+    )  # fmt: skip
+    generator, num_fetched = torch.Generator().manual_seed(1), 0
+    for _ in range(12):
+        check(machine, in_memory, random_step(2, generator))
+        num_fetched += sum(len(record[9]) for record in machine.coordinator.records())
+        machine.coordinator.drain_copies()
+    assert num_fetched > 0
+    assert slots.statistics().device_hits > num_fetched
     assert slots.statistics().misses > 0
     machine.close()
 

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.experts.cache.native_predictor import NativePredictor
 from tandem.experts.cache.policy_tables import NATIVE_TABLES
 from tandem.hardware.profiles import load_profile, shape_for
 from tandem.kernels import _native
 from tandem.policy.ahead import Coming
-from tandem.policy.assignment import ASSIGNMENTS, NATIVE
+from tandem.policy.assignment import ASSIGNMENTS, IN_GRAPH, NATIVE
 from tandem.policy.assignment.problem import LayerProblem, Split
 from tandem.policy.assignment.rule import Rule
 from tandem.policy.cost import CostTable
@@ -25,6 +26,7 @@ from tandem.policy.plan import Copy, Geometry, Hint, LayerLoad, LayerPlan
 from tandem.policy.planner import Planner
 from tandem.policy.prediction import RegressionPredictor
 from tandem.policy.prefetch import Recurrence
+from tandem.policy.reads import seconds_until_read
 from tandem.policy.residency import COPYING, EMPTY, NOWHERE, READY
 from tandem.policy.settings import Native, make_planner, make_planner_on
 from tandem.policy.step_path import CAPTURE_SIZES
@@ -43,28 +45,38 @@ NATIVE_SETTINGS = dataclasses.replace(TANDEM, copies_prompts=True)
 
 
 @pytest.mark.parametrize("name", NATIVE)
-@given(layer=problems())
-def test_every_layer_is_split_alike(name: str, layer: LayerProblem) -> None:
-    """Whatever is resident, absent or under way; equal experts among them."""
+@given(layer=problems(), on_disk=st.integers(0, 3**8 - 1))
+def test_every_layer_is_split_alike(name: str, layer: LayerProblem, on_disk: int) -> None:
+    """Whatever is resident, absent, under way, or on a disk; equal experts among them.
+
+    A step in one graph fetches nothing of a disk, and waits for its reads.
+    """
     cpu, gpu = [layer.cpu[i // 2] for i in range(len(layer.cpu))], layer.gpu
     scores = [i * 7 % 3 for i in range(len(cpu))]
     layer = layer._replace(cpu=cpu, scores=scores, copy_wake=layer.cpu_first)
+    places = bytes([w != 0 and on_disk // 3**i % 3 for i, w in enumerate(layer.wait)])
+    layer = layer._replace(reads=seconds_until_read(places, layer.link))
     states = [EMPTY if w < 0 else COPYING if w else READY for w in layer.wait]
     table = array("I", [0] * 3 + scores)
     costs = _native.Costs(
         [0.0, *cpu], [0.0, *gpu], layer.cpu_first, layer.link, layer.cpu_slowdown,
-        layer.link_slowdown, layer.copy_wake,
+        layer.link_slowdown, layer.copy_wake, layer.link,
     )  # fmt: skip
     for never_worse in (False, True):
         rule = Rule(ASSIGNMENTS.factory(name)(), never_worse_than_cpu=never_worse)
         fetch, spill, *seconds = _native.split_layer(
             costs, NATIVE.index(name), never_worse, layer.max_fetches, layer.experts,
             range(1, len(cpu) + 1), bytes(states), layer.wait, memoryview(table), layer.link_busy,
+            places,
         )  # fmt: skip
         expected = rule.split(layer)
         assert ([*fetch], [*spill], *seconds) == (
             [*expected.fetch], [*expected.spill], *expected[2:],
         )  # fmt: skip
+        if name in IN_GRAPH and not never_worse:
+            waits = dict(zip(layer.experts, layer.reads, strict=True))
+            assert all(waits[expert] < 0 for expert in fetch)
+            assert seconds[1] >= max(layer.reads)
 
 
 class Counting:
@@ -284,18 +296,22 @@ def check_same(plain: Planner, native: Planner) -> None:
 
 def test_numbers_that_do_not_fit_are_refused() -> None:
     costs, table = (
-        _native.Costs([0.0, 1.0], [0.0, 1.0], 0, 1, 1, 1, 0),
+        _native.Costs([0.0, 1.0], [0.0, 1.0], 0, 1, 1, 1, 0, 0),
         memoryview(array("I", [0] * 4)),
     )
     absent, two = bytes(2), ((0, 3), (1, 1))
     with pytest.raises(ValueError, match="expert 4, expected 0 to 3"):
-        _native.split_layer(costs, 3, False, 1, (0, 4), (1, 1), absent, (), table, 0.0)
+        _native.split_layer(costs, 3, False, 1, (0, 4), (1, 1), absent, (), table, 0.0, b"")
     with pytest.raises(ValueError, match="one of four rules"):
-        _native.split_layer(costs, 4, False, 1, *two, absent, (), table, 0.0)
+        _native.split_layer(costs, 4, False, 1, *two, absent, (), table, 0.0, b"")
+    with pytest.raises(ValueError, match="no place or one for each expert"):
+        _native.split_layer(costs, 3, False, 1, *two, absent, (), table, 0.0, bytes(3))
+    with pytest.raises(ValueError, match="places of 0 to 2"):
+        _native.split_layer(costs, 3, False, 1, *two, absent, (), table, 0.0, bytes([0, 3]))
     with pytest.raises(IndexError, match="an expert of 2 tokens, and costs go to 1"):
-        _native.split_layer(costs, 3, False, 1, (0, 3), (1, 2), absent, (), table, 0.0)
+        _native.split_layer(costs, 3, False, 1, (0, 3), (1, 2), absent, (), table, 0.0, b"")
     with pytest.raises(ValueError, match="a time for each copy under way"):
-        _native.split_layer(costs, 3, False, 1, *two, bytes([COPYING, EMPTY]), (), table, 0.0)
+        _native.split_layer(costs, 3, False, 1, *two, bytes([COPYING, EMPTY]), (), table, 0.0, b"")
     with pytest.raises(ValueError, match="a state and a 32-bit score"):
         _native.layer_entries((0, 3), bytes(5), table, 0, (), (), 1, (), 1)
     with pytest.raises(ValueError, match="expert 4, expected 0 to 3"):

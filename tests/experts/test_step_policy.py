@@ -5,6 +5,7 @@ The planner is the one that `tandem simulate` and `tandem plan` ask about steps 
 
 import dataclasses
 import itertools
+import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +17,12 @@ from tandem.experts.cache.policy_tables import NATIVE_TABLES, native_step_policy
 from tandem.hardware.profiles import load_profile, profile_names, shape_for
 from tandem.kernels import _native
 from tandem.policy.assignment import IN_GRAPH
-from tandem.policy.cost import GRAPH, HardwareProfile, ShapeCosts
+from tandem.policy.cost import GRAPH, DiskCosts, HardwareProfile, ShapeCosts
 from tandem.policy.eviction.next_use import NextUse
 from tandem.policy.plan import Copy, Geometry, Hint, LayerLoad, LayerPlan
 from tandem.policy.planner import Planner
 from tandem.policy.prediction.regression_predictor import RegressionPredictor
+from tandem.policy.residency import READY
 from tandem.policy.settings import PlannerSettings, make_planner_on
 from tandem.policy.step_path import CAPTURE_SIZES
 from tandem.sim.steps import LoadReader, replay_steps
@@ -92,14 +94,42 @@ def test_what_tokens_alone_decide_is_copied_ahead_alike(
     assert counts["ahead"] > 20
 
 
+@pytest.mark.parametrize("rule", IN_GRAPH)
+def test_what_a_disk_has_is_priced_and_left_to_the_cpu_alike(
+    trace: RoutingTrace, rule: str
+) -> None:
+    """Two of three misses are in no slot of memory; a read takes as long as five copies."""
+    num_fetched = [
+        replay(trace, "desktop-16gb", rule, 4, 0.25, predicts=False, asks=False, on_disk=on_disk)[
+            "fetched"
+        ]
+        for on_disk in (False, True)
+    ]
+    assert num_fetched[0] > num_fetched[1] > 0 or rule == IN_GRAPH[0]
+
+
+def random_places(planner: Planner, load: LayerLoad, seed: int) -> bytes:
+    """Return where memory over a disk has a layer's misses."""
+    draw, first = random.Random(seed), planner.geometry.key(load.layer, 0)
+    states = [planner.residency.state[first + expert] for expert in load.experts]
+    return bytes(0 if state == READY else draw.randrange(3) for state in states)
+
+
 def check_layer(
-    planner: Planner, policy: _native.StepPolicy, load: LayerLoad, now: float, known: Sequence[Hint]
+    planner: Planner,
+    policy: _native.StepPolicy,
+    load: LayerLoad,
+    now: float,
+    known: Sequence[Hint],
+    places: bytes,
 ) -> LayerPlan:
     """Let both decide for one layer and learn from it; return the plan."""
-    plan = planner.plan(load, now, known)
+    plan = planner.plan(load, now, known, places)
+    where = dict(zip(load.experts, places, strict=False))
+    assert not any(where.get(copy.expert) for copy in plan.fetch)
     assert not plan.arriving
     guess = known[0].load[1:3] if known else ((), ())
-    native = policy.decide(load.layer, load.experts, load.tokens, now, *guess)
+    native = policy.decide(load.layer, load.experts, load.tokens, now, *guess, places)
     copies = plan.fetch, plan.prefetch, plan.insert
     assert native == tuple(as_tuples(some) for some in copies)
     assert policy.link_free_at() == planner.link.free_at
@@ -120,6 +150,7 @@ def replay(
     asks: bool,
     num_known: int = 0,
     speed: float = 1.0,
+    on_disk: bool = False,
 ) -> Counter[str]:
     """Drive both through a trace and compare them; return what was copied.
 
@@ -131,6 +162,9 @@ def replay(
         shape = profile.charged(shape, GRAPH)
     link = shape.link_seconds_per_expert / speed
     shape = dataclasses.replace(shape, link_seconds_per_expert=link)
+    rate = shape.expert_bytes / (5 * link)
+    disk = DiskCosts(reads="direct", piece_bytes=1, depths=(1,), bytes_per_second=(rate,))
+    profile = dataclasses.replace(profile, disk=disk)
     settings = dataclasses.replace(
         TANDEM, assignment=rule, predicting_sizes=CAPTURE_SIZES if predicts else (),
         asking_sizes=CAPTURE_SIZES if asks else (), copies_prompts=num_known > 0,
@@ -156,7 +190,8 @@ def replay(
             for arrival in timeline.arrivals():
                 planner.copy_finished(*arrival)
                 policy.copy_finished(*arrival)
-            plan = check_layer(planner, policy, load, timeline.now, known)
+            places = random_places(planner, load, number) if on_disk else b""
+            plan = check_layer(planner, policy, load, timeline.now, known, places)
             timeline.run(load, plan)
             copies = plan.fetch, plan.prefetch, plan.insert
             for name, some in zip(("fetched", "ahead", "inserted"), copies, strict=True):

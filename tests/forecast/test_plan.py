@@ -33,8 +33,7 @@ from tandem.hf.config import OffloadConfig
 from tandem.hf.load import empty_model
 from tandem.hf.packed_layers import PackedModule
 from tandem.kernels.dense import CpuThreads
-from tandem.policy.cost import DiskCosts
-from tandem.sim.disk import whole_pages
+from tandem.policy.cost import DiskCosts, whole_pages
 from tandem.sim.typical_routing import typical_routing
 from tandem.trace import write_trace
 from tests.architectures import build_tiny_model

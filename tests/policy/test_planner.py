@@ -241,8 +241,10 @@ def test_when_the_planner_learns_changes_no_plan(
     learns = itertools.cycle(calls)
     plan = sometimes.plan
 
-    def plan_and_learn(load: LayerLoad, now: float, hints: Sequence[Hint] = ()) -> LayerPlan:
-        made = plan(load, now, hints)
+    def plan_and_learn(
+        load: LayerLoad, now: float, hints: Sequence[Hint] = (), places: bytes = b""
+    ) -> LayerPlan:
+        made = plan(load, now, hints, places)
         if next(learns):
             sometimes.learn()
         return made

@@ -60,7 +60,7 @@ class DiskOptions:
         if self.expert_memory is None:
             return _USUAL_SHARE if self.host_experts is None else self.host_experts
         from tandem.experts.cache.host_slots import share_of
-        from tandem.sim.disk import whole_pages
+        from tandem.policy.cost import whole_pages
 
         memory, layers = parse_bytes(self.expert_memory, name="expert_memory"), costs.num_moe_layers
         sizes = [whole_pages(costs.expert_bytes)] * layers

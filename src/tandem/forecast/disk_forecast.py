@@ -11,8 +11,8 @@ from tandem.experts.cache.policy_tables import host_slot_eviction
 from tandem.forecast.gpu_forecast import geometry_of
 from tandem.forecast.sizes import ModelSizes
 from tandem.forecast.speed_forecast import SpeedForecast
-from tandem.policy.cost import DiskCosts, ShapeCosts
-from tandem.sim.disk import DiskConditions, replay_over_disk, whole_pages
+from tandem.policy.cost import DiskCosts, ShapeCosts, whole_pages
+from tandem.sim.disk import DiskConditions, replay_over_disk
 from tandem.sim.typical_routing import typical_routing
 
 _EVICTION = "successor"

@@ -505,6 +505,7 @@ class Costs:
         cpu_slowdown: float,
         link_slowdown: float,
         copy_wake: float,
+        read: float,
         /,
     ) -> None: ...
 
@@ -519,6 +520,7 @@ def split_layer(
     coming: Sequence[float],
     scores: memoryview,
     link_busy: float,
+    places: bytes,
     /,
 ) -> tuple[list[int], list[int], float, float]: ...
 def layer_entries(
@@ -694,6 +696,7 @@ class StepPolicy:
         now: float,
         guessed: Sequence[int] = (),
         guessed_tokens: Sequence[int] = (),
+        places: bytes = b"",
         /,
     ) -> tuple[list[_SlotCopy], list[_SlotCopy], list[_SlotCopy]]: ...
     def copy_finished(self, layer: int, expert: int, now: float, /) -> None: ...

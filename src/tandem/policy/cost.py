@@ -108,6 +108,14 @@ class HostCosts:
             _require(name, value, "a time of at least 0", _is_time)
 
 
+_PAGE_BYTES = 4096  # experts lie at multiples of it
+
+
+def whole_pages(num_bytes: int) -> int:
+    """Return what an expert of so many bytes takes in a file, and in a slot over a disk."""
+    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DiskCosts:
     """The read rates of the disk under a model's files, at random places, by queue depth."""
@@ -136,6 +144,10 @@ class DiskCosts:
     def most_bytes_per_second(self) -> float:
         """The rate at the fastest depth."""
         return max(self.bytes_per_second)
+
+    def read_seconds(self, expert_bytes: int) -> float:
+        """Return what an expert's read takes while others are under way."""
+        return whole_pages(expert_bytes) / self.most_bytes_per_second
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,11 +342,17 @@ class CostTable:
     """A shape's times as lists by token count, so that a planner only indexes."""
 
     def __init__(
-        self, costs: ShapeCosts, *, link_slowdown: float = 1.0, cpu_slowdown: float = 1.0
+        self,
+        costs: ShapeCosts,
+        *,
+        link_slowdown: float = 1.0,
+        cpu_slowdown: float = 1.0,
+        read_seconds: float = 0.0,
     ) -> None:
         """Expand the tables; copies are priced with `link_slowdown`, because they share the memory.
 
         `cpu_slowdown` is the factor on CPU times while the link is busy; it is not in the tables.
+        `read_seconds` are those of one expert's read from a disk.
         """
         self.costs = costs
         self.link_slowdown, self.cpu_slowdown = link_slowdown, cpu_slowdown
@@ -344,7 +362,7 @@ class CostTable:
         self.planned_first = costs.planned_first_expert_seconds or self.cpu_first
         self.link = costs.link_seconds_per_expert * link_slowdown
         self.second_launch, self.copy_wake = costs.second_launch_seconds, costs.copy_wake_seconds
-        self.asking = costs.asking_seconds
+        self.asking, self.read = costs.asking_seconds, read_seconds
         self._grow(64)
 
     def require(self, tokens: int) -> None:

@@ -17,6 +17,7 @@ from tandem.policy.eviction.policy import Eviction
 from tandem.policy.link_queue import UNLIMITED, LinkQueue
 from tandem.policy.plan import LayerLoad
 from tandem.policy.prefetch import Recurrence
+from tandem.policy.reads import seconds_until_read
 from tandem.policy.residency import COPYING, EMPTY, NOWHERE, Residency
 
 
@@ -27,6 +28,9 @@ class LayerNow(NamedTuple):
     keys: Sequence[int]  # of the active experts
     states: bytes  # of each of them
     now: float
+    places: bytes = b""
+    """Where memory over a disk has each of them (`tandem.policy.reads`); IN_SLOT for what is no
+    miss. Empty: memory has all."""
 
 
 class Decider(Protocol):
@@ -81,8 +85,8 @@ class PlainDecider:
         return rule.split(self.problem(rule, layer, max_fetches))
 
     def problem(self, rule: Rule, layer: LayerNow, max_fetches: int) -> LayerProblem:
-        """Return the layer's assignment problem in a step of this rule's kind."""
-        load, keys, states, now = layer
+        """Return the layer's assignment problem, in a step of this rule's kind."""
+        load, keys, states, now, places = layer
         costs, tokens = self.costs, load.tokens
         costs.require(max(tokens))
         cpu_table, gpu_table = costs.cpu, costs.gpu
@@ -98,6 +102,7 @@ class PlainDecider:
             self.eviction.scores(keys), costs.cpu_first if rule.launches else costs.planned_first,
             costs.link, self.link.busy_seconds(now),
             max_fetches, costs.cpu_slowdown, costs.link_slowdown, costs.copy_wake,
+            seconds_until_read(places, costs.read),
         )  # fmt: skip
 
     def entries(

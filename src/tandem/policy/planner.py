@@ -165,8 +165,14 @@ class Planner:
         self.eviction.learn()
         self.prediction.learn()
 
-    def plan(self, load: LayerLoad, now: float, hints: Sequence[Hint] = ()) -> LayerPlan:
-        """Plan one layer at time `now`; its copies count as issued in the plan's order."""
+    def plan(
+        self, load: LayerLoad, now: float, hints: Sequence[Hint] = (), places: bytes = b""
+    ) -> LayerPlan:
+        """Decide for one layer at time `now`; its copies count as issued in the plan's order.
+
+        `places` say where memory over a disk has its misses, as `LayerNow` has them; for steps in
+        one graph.
+        """
         if self._has_every_expert:
             return self._plan_without_misses(load, now)
         self.eviction.touch(load)
@@ -175,7 +181,7 @@ class Planner:
             for hint in hints if asks else ():
                 self.prediction.hint(hint)
             self.prediction.observe(load)
-        layer, here = load.layer, self._layer_now(load, now)
+        layer, here = load.layer, self._layer_now(load, now)._replace(places=places)
         in_use, states = frozenset(here.keys), here.states
         split, pairs, ahead = self._decide(here)
         next_plan = now + split.seconds + self._dense_seconds

@@ -270,6 +270,7 @@ def make_planner_on(
         shape,
         link_slowdown=profile.link_slowdown_while_computing,
         cpu_slowdown=profile.cpu_slowdown_while_copying,
+        read_seconds=profile.disk.read_seconds(shape.expert_bytes) if profile.disk else 0.0,
     )
     price = (profile.cpu_slowdown_while_copying - 1.0 + LINK_SHARE) * costs.link
     return make_planner(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tandem.core.config import require_range
-from tandem.policy.cost import CostTable, ShapeCosts
+from tandem.policy.cost import CostTable, ShapeCosts, whole_pages
 from tandem.policy.eviction import EVICTIONS, Eviction
 from tandem.policy.plan import Geometry, LayerLoad
 from tandem.policy.reads import is_prompt
@@ -19,15 +19,8 @@ from tandem.sim.hit_rate import DemandCache, belady_hit_rate, demand_loads, hit_
 from tandem.sim.steps import LoadReader, Step, replay_steps
 from tandem.trace import RoutingTrace, TraceMeta
 
-_PAGE_BYTES = 4096  # experts lie at multiples of it
-
 # For a geometry and so many slots in each layer.
 MakeEviction = Callable[[Geometry, int], Eviction]
-
-
-def whole_pages(num_bytes: int) -> int:
-    """Return the bytes of an expert in a file and in a slot: whole pages."""
-    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ def native_costs(costs: CostTable, *, is_planned: bool = False) -> _native.Costs
     first = costs.planned_first if is_planned else costs.cpu_first
     return _native.Costs(
         costs.cpu, costs.gpu, first, costs.link, costs.cpu_slowdown,
-        costs.link_slowdown, costs.copy_wake,
+        costs.link_slowdown, costs.copy_wake, costs.read,
     )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ class NativeDecider:
         """Return which processor computes each expert."""
         if rule.native is None:
             return self._plain.split(rule, layer, max_fetches)
-        load, keys, states, now = layer
+        load, keys, states, now, places = layer
         self._require(load)
         coming: list[float] = []
         if COPYING in states:
@@ -65,15 +65,15 @@ class NativeDecider:
                 self._costs if rule.launches else self._planned_costs, rule.native,
                 rule.never_worse_than_cpu, max_fetches, load.experts, load.tokens, states, coming,
                 self._eviction.values(load.layer),
-                self._link.busy_seconds(now),
+                self._link.busy_seconds(now), places,
             )
         )  # fmt: skip
 
     def entries(
         self, layer: LayerNow, split: Split, num_ahead: int, next_plan: float
     ) -> Iterable[tuple[int, int]]:
-        """Return which experts get a slot, best first, and which leave for them."""
-        residency, (load, keys, states, now) = self._residency, layer
+        """Return who gets a slot, best first, and who leaves for it."""
+        residency, (load, keys, states, now, _) = self._residency, layer
         staged = residency.members[residency.staging]
         if not staged and states.count(READY) == len(states):
             return ()

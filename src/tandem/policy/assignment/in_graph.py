@@ -1,8 +1,10 @@
 """Rules for decode steps in one graph: hits that the device has published stay on the device.
 
-A resident is never spilled to the CPU, no plan leaves the device out, and an expert being copied is
-a miss. The CPU computes some of the misses. The others are copied into staging slots meanwhile, and
-a second launch computes them together, after the hits, the CPU's share and the last copy.
+A resident is never spilled to the CPU, there is no plan without the device, and an expert whose
+copy is under way is a miss. Of the misses the CPU computes some; the others are copied into staging
+slots meanwhile, and a second launch computes them together, behind the hits, the CPU's share and
+the last copy. What has to come from a disk first is the CPU's, which computes it as it comes,
+behind all that memory has: copying it would only add to its wait.
 
 Native code decides the same, so numbers are added one by one, in the order written here.
 """
@@ -19,19 +21,26 @@ class Published(NamedTuple):
     held_seconds: float  # of the device, for its hits
     absent: list[int]  # misses that may be fetched
     under_way: list[int]  # misses whose copy has not ended: the CPU's
+    in_memory: list[int]  # of these, what the CPU can compute at once
+    coming: list[int]  # misses that are read from a disk first, in the order of their reads
 
     @classmethod
     def of(cls, problem: LayerProblem) -> "Published":
-        """Return a problem's layer as the device sees it."""
-        held, absent, under_way = 0.0, [], []
+        """Return what a problem's layer is to the device."""
+        held, reads = 0.0, problem.reads
+        absent, under_way = list[int](), list[int]()
+        in_memory, coming = list[int](), list[int]()
         for i, wait in enumerate(problem.wait):
             if wait == 0.0:
                 held += problem.gpu[i]
-            elif wait < 0.0:
-                absent.append(i)
-            else:
+                continue
+            if wait > 0.0:
                 under_way.append(i)
-        return cls(held, absent, under_way)
+            if reads and reads[i] >= 0.0:
+                coming.append(i)
+            else:
+                (in_memory if wait > 0.0 else absent).append(i)
+        return cls(held, absent, under_way, in_memory, coming)
 
     def split(
         self, problem: LayerProblem, fetch: Sequence[int], gpu_seconds: float, cpu_seconds: float
@@ -42,20 +51,29 @@ class Published(NamedTuple):
         return Split([experts[i] for i in fetch], spill, gpu_seconds, cpu_seconds)
 
 
+def with_reads(problem: LayerProblem, layer: Published, cpu: float) -> float:
+    """Return when the CPU has computed what is read, too, the rest being done at `cpu` seconds."""
+    for i in layer.coming:
+        cpu = max(cpu, problem.reads[i]) + problem.cpu[i]
+    return cpu
+
+
 def in_graph_seconds(
     problem: LayerProblem, layer: Published, fetch: Sequence[int]
 ) -> tuple[float, float]:
-    """Return when device and CPU end if the misses at these positions are fetched."""
-    left = [*layer.under_way, *(i for i in layer.absent if i not in fetch)]
-    link = problem.link if left else problem.link / problem.link_slowdown
+    """Return when device and CPU are done if the misses at these positions are fetched."""
+    left = [*layer.in_memory, *(i for i in layer.absent if i not in fetch)]
+    is_cpu_used = bool(left or layer.coming)
+    link = problem.link if is_cpu_used else problem.link / problem.link_slowdown
     arrived, gpu, cpu = problem.link_busy, layer.held_seconds, 0.0
     if fetch:
         arrived = max(arrived, problem.copy_wake)
     for _ in fetch:
         arrived += link
-    if left:
+    if is_cpu_used:
         cpu = added(problem.cpu[i] for i in left) + problem.cpu_first
         cpu += (problem.cpu_slowdown - 1.0) * min(cpu, arrived)
+        cpu = with_reads(problem, layer, cpu)
     if fetch:
         gpu = max(gpu, cpu, arrived + problem.copy_wake)
     for i in fetch:
@@ -73,18 +91,12 @@ class ReadyOnGpu:
 
     def assign(self, problem: LayerProblem) -> Split:
         """Return the split by residency alone."""
-        gpu = cpu = 0.0
-        spill = []
-        for i, wait in enumerate(problem.wait):
-            if wait == 0.0:
-                gpu += problem.gpu[i]
-                continue
-            cpu += problem.cpu[i]
-            if wait > 0.0:
-                spill.append(problem.experts[i])
+        layer, cpu = Published.of(problem), 0.0
         if any(problem.wait):
-            cpu += problem.cpu_first
-        return Split((), spill, gpu, cpu)
+            at_once = sorted([*layer.absent, *layer.in_memory])
+            cpu = added(problem.cpu[i] for i in at_once) + problem.cpu_first
+            cpu = with_reads(problem, layer, cpu)
+        return layer.split(problem, (), layer.held_seconds, cpu)
 
 
 class BalancedInGraph:
@@ -116,7 +128,8 @@ class DaliInGraph:
     def assign(self, problem: LayerProblem) -> Split:
         """Return its answer; the device's total starts with the hits."""
         layer, cpu, link = Published.of(problem), problem.cpu, problem.link
-        on_gpu, on_cpu = layer.held_seconds, added(cpu[i] for i in layer.under_way)
+        on_gpu, on_cpu = layer.held_seconds, added(cpu[i] for i in layer.in_memory)
+        on_cpu = with_reads(problem, layer, on_cpu)
         gpu = [seconds if seconds > link else link for seconds in problem.gpu]
         fetch: list[int] = []
         for i in sorted(layer.absent, key=lambda i: -abs(gpu[i] - cpu[i])):

@@ -27,6 +27,9 @@ class LayerProblem(NamedTuple):
     cpu_slowdown: float = 1.0  # factor on CPU seconds while the link is busy
     link_slowdown: float = 1.0  # factor in `link`, which a CPU without experts would not cost
     copy_wake: float = 0.0  # of the copying thread, ahead of a fetch in one graph and behind it
+    reads: Sequence[float] = ()
+    """Of misses over a disk, by expert: seconds until it is in memory, and the CPU's; negative: it
+    may be fetched from there. Empty: all may."""
 
 
 class Split(NamedTuple):
