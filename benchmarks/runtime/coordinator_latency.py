@@ -10,17 +10,15 @@ With `--fetches` steps are decided by `balanced-in-graph` ahead of the first mis
 count in which a fetched expert has come in time; what is last is then a miss or a copy. The thread
 that copies needs a third core.
 
-With `--alone` no one plays the device: a step's layers are all published before it begins, and a
-thread that sleeps rings their doorbells, each `--dense` microseconds or more behind the answer
-before. So on two cores the answering thread has one and the copying thread the other. That is what
-the code takes, from the doorbell to the first miss and from the last miss or copy to the answer,
-without threads that wait for each other's core.
+With `--alone` no one plays the device: a step's layers are all published before it begins, so that
+on two cores the answering thread has one and the copying thread the other. That is what the code
+takes, from the doorbell to the first miss and from the last miss or copy to the answer, without
+threads that wait for each other's core.
 """
 
 import argparse
 import json
 import sys
-import time
 from collections.abc import Iterator
 from statistics import median
 from typing import NamedTuple
@@ -100,7 +98,6 @@ class Hands:
         self._twin = _native.TwinStream(
             self.coordinator, box, self._table, start_engine(num_threads=1), 0, 0
         )
-        self._dense = dense
         self._twin.set_dense_seconds(dense)
         self._generator = torch.Generator().manual_seed(0)
 
@@ -116,9 +113,7 @@ class Hands:
             self._publish(hidden, chosen, weights)
         self.coordinator.begin_step(self._box, PATIENCE)
         self.coordinator.clear_entries()
-        if self._alone:
-            self._ring()
-        else:
+        if not self._alone:
             self._twin.start(
                 [(at, hidden, chosen[at : at + 1], weights, out) for at in range(layers)], -1
             )
@@ -149,18 +144,9 @@ class Hands:
                 (layout.is_hit, hits.int()),
                 (layout.weights, weights[0]),
                 (layout.done, torch.tensor([int(hits.all())], dtype=torch.int32)),
+                (layout.doorbell, torch.ones(1, dtype=torch.int32)),
             ):
                 self._mailbox[first + offset :][: values.nbytes] = values.view(torch.uint8)
-
-    def _ring(self) -> None:
-        """Ring one doorbell after the other."""
-        layout, words = self._layout, self._mailbox.numpy().view("int32")
-        for first in range(0, layout.hidden, layout.layer_bytes):
-            time.sleep(self._dense)
-            words[(first + layout.doorbell) // 4] = 1
-            end = time.monotonic() + PATIENCE
-            while words[(first + layout.done) // 4] != 1 and time.monotonic() < end:
-                time.sleep(self._dense)
 
     def _arrivals(self) -> list[tuple[int, int, float]]:
         """Return the step's copies, and let the policy know of those that it has not heard of."""
