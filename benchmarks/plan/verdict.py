@@ -66,6 +66,8 @@ def differences(planned: Planned, taken: Taken) -> Iterator[Difference]:
         said, found = getattr(planned, part), getattr(taken, part)
         if abs(said - found) > max(tolerance * found, _LEAST_BYTES):
             yield Difference(part, said, found)
+    if planned.slots_over_disk != taken.slots_over_disk:
+        yield Difference("slots", planned.slots_over_disk or 0, taken.slots_over_disk or 0)
     # Where all experts are resident a device has a slot or two more, through which they change.
     if planned.device_slots != min(taken.device_slots, planned.num_experts):
         yield Difference("slots on the device", planned.device_slots, taken.device_slots)

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from tandem.checkpoint.gguf_choice import choose_gguf, is_projector
+from tandem.checkpoint.hub_sums import SUMS_FILE, require_as_published
 from tandem.checkpoint.sources.gguf_header import parts_of
-from tandem.core.errors import ConfigError, ModelError
+from tandem.core.errors import ConfigError, ModelError, first_line
 
 _HUB_ID = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<tag>[\w.-]+))?")
 # What a model needs; not the same weights once more in other frameworks' formats.
-_WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+_WEIGHED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+# Beside these what says where it comes from, which may change after it was published.
+_WANTED = (*_WEIGHED, SUMS_FILE, "README.md", "LICENSE*")
 _SHOWN_MODELS = 8
 _Answer = TypeVar("_Answer")
 
@@ -64,6 +67,7 @@ def find_model_path(model: str | Path, options: HubOptions | None = None) -> Pat
         return _download_gguf(hub_id["name"], hub_id["tag"], options)
     wanted = [*_WANTED, *(["*.py"] if options.with_code else [])]
     path = _download(name, options, wanted)
+    require_as_published(path, name, _WEIGHED)
     if not (path / "config.json").exists():
         raise ModelError(
             f"{name} has no config.json; expected a Transformers checkpoint, or for GGUF files "
@@ -158,15 +162,17 @@ def _from_hub(name: str, options: HubOptions, ask: Callable[[], _Answer]) -> _An
     except HFValidationError as error:
         raise ModelError(f"{name} is no hub id ({error}); expected OWNER/NAME") from error
     except HfHubHTTPError as error:
-        first_line = str(error).strip().splitlines()[-1]
+        last_line = str(error).strip().splitlines()[-1]
         raise ModelError(
-            f"the hub does not give {name}: {first_line}; check the id and the revision, and for a "
+            f"the hub does not give {name}: {last_line}; check the id and the revision, and for a "
             "gated model log in (hf auth login) or pass a token"
         ) from error
-    except OSError as error:
+    except (
+        Exception
+    ) as error:  # of the system, or of an HTTP library that the hub's versions change
+        why = first_line(error)
         raise ModelError(
-            f"{name} cannot be downloaded ({error.strerror or error}); "
-            f"{_what_is_here(options.cache_dir)}"
+            f"{name} cannot be downloaded ({why}); {_what_is_here(options.cache_dir)}"
         ) from error
 
 

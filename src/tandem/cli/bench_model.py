@@ -104,7 +104,9 @@ def run_model(options: ModelBenchOptions, choice: "ModelChoice | None") -> int:
         _print_details(machine, measured)
         print(step.line())
     if options.json:
-        print(json.dumps(_report(name, model, work, ceiling, measured) | step.json()))
+        processor = {"processor": f"{cpu.model_name}, {num_threads} threads"}
+        report = _report(name, model, work, ceiling, measured)
+        print(json.dumps(report | processor | step.json()))
     return 0
 
 

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.checkpoint.packed import require_new
+from tandem.checkpoint.hub_sums import write_sums
+from tandem.checkpoint.model_card import (
+    Origin,
+    copy_licences,
+    origin_of,
+    read_reports,
+    write_card,
+)
+from tandem.checkpoint.packed import INDEX_FILE, require_new
 from tandem.cli.keeping import cache_dir
 from tandem.cli.model_choice import ModelChoice, add_model, find_model, import_transformers
 from tandem.cli.progress import PackingBar
@@ -41,6 +49,9 @@ class PackOptions:
     bits: float | None = option(
         None, help="the same by bits a weight, all weights of the model together", metavar="N"
     )
+    for_hub: bool = option(
+        False, help="also a model card and the sums of all files; of a packed MODEL these alone"
+    )
     quiet: bool = option(False, help="no progress", short="-q")
     json: bool = option(False, help="last line of standard output: one JSON object")
 
@@ -68,12 +79,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, is_required=True)
     parser.add_argument("-o", dest="output", metavar="DIR", help="short for --output")
     add_flags(parser, PackOptions)
+    parser.add_argument(
+        "--measured", action="append", metavar="FILE",
+        help="losses or speed for the card of --for-hub: what tandem quality --json or tandem "
+        "bench --json printed; may be given several times",
+    )  # fmt: skip
 
 
 def run(flags: argparse.Namespace) -> int:
     """Pack; returns the exit code."""
     options = from_flags(PackOptions, flags)
     choice = from_flags(ModelChoice, flags)
+    if flags.measured and not options.for_hub:
+        raise ConfigError("--measured is for the card of --for-hub; give both")
+    reports = read_reports(flags.measured or ())
+    if options.for_hub and (Path(choice.model or "") / INDEX_FILE).is_file():
+        return _describe(Path(choice.model), options, reports)
     chosen = options.size or (f"{options.bits}bits" if options.bits else options.expert_dtype)
     own_name = f"{Path(choice.model).name}-{chosen}-tandem"
     target = Path(require_text(options.output or own_name, "--output"))
@@ -107,6 +128,13 @@ def run(flags: argparse.Namespace) -> int:
     finally:
         if progress is not None:
             progress.close()
+    if options.for_hub:
+        source = Path(found.model)
+        origin = origin_of(source if source.is_dir() else source.parent, choice.model)
+        copy_licences(source, target)
+        write_card(target, origin, reports)
+        write_sums(target)
+        _say_what_lacks(origin)
     seconds = time.perf_counter() - begin
     resumed = f", {packed.resumed_layers} layers were there" if packed.resumed_layers else ""
     print(
@@ -124,6 +152,32 @@ def run(flags: argparse.Namespace) -> int:
             report |= {name: formats[name]} if name in formats else {}
         print(json.dumps(report))
     return 0
+
+
+def _describe(directory: Path, options: PackOptions, reports: list[dict[str, Any]]) -> int:
+    """Write card and sums of a model that is packed already; returns the exit code."""
+    if options.output is not None:
+        raise ConfigError(f"{directory} is packed already; leave --output out")
+    origin = origin_of(directory, str(directory))
+    card = write_card(directory, origin, reports)
+    sums = write_sums(directory)
+    print(f"wrote {card} and {sums}")
+    _say_what_lacks(origin)
+    if options.json:
+        print(json.dumps({"directory": str(directory), "card": str(card), "sums": str(sums)}))
+    return 0
+
+
+def _say_what_lacks(origin: Origin) -> None:
+    lacks = [
+        *["base_model"] * (origin.base_model is None),
+        *["license"] * (origin.licence is None),
+    ]
+    if lacks:
+        print(
+            f"the card names no {' and no '.join(lacks)}: write them into its first lines before "
+            "you publish, then run tandem pack DIR --for-hub again"
+        )
 
 
 def choose_formats(options: PackOptions, found: ModelChoice) -> dict[str, object]:

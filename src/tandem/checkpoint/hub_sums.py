@@ -1,0 +1,120 @@
+"""`SHA256SUMS` of a folder that goes to a hub, and downloads compared with it.
+
+The file has the form of `sha256sum`. What was compared is noted beside it, with the sizes and times
+of files, so that each download is read once.
+"""
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+
+from tandem.checkpoint.packed import INDEX_FILE
+from tandem.core.errors import ModelError
+
+SUMS_FILE = "SHA256SUMS"
+_CHECKED_FILE = ".tandem-checked"
+_LINE = re.compile(r"(?P<sum>[0-9a-f]{64}) [ *](?P<name>.+)")
+_MOST_BYTES = 1 << 20
+_SHOWN_FILES = 3
+
+
+def write_sums(directory: Path) -> Path:
+    """Write the sums of all files of a folder; return the file, whole or not there."""
+    files = sorted(
+        file
+        for file in directory.rglob("*")
+        if file.is_file() and not file.name.startswith(".") and file.name != SUMS_FILE
+    )
+    lines = [f"{_sum_of(file)}  {file.relative_to(directory).as_posix()}\n" for file in files]
+    written = directory / f".{SUMS_FILE}"
+    written.write_text("".join(lines), encoding="utf-8")
+    return written.replace(directory / SUMS_FILE)
+
+
+def require_as_published(directory: Path, name: str, wanted: Sequence[str]) -> None:
+    """Raise `ModelError` for a download of a packed model that is not what its sums say.
+
+    Of the files in the list those count that match a pattern of `wanted`. Damaged ones are removed,
+    so that the next download has them again. A model without a list is not compared.
+    """
+    if not (directory / SUMS_FILE).is_file():
+        return
+    sums = {
+        file: sha
+        for file, sha in _read_sums(directory, name).items()
+        if any(fnmatch(file, pattern) for pattern in wanted)
+    }
+    if INDEX_FILE not in sums:
+        return  # another program's list, for files of its own
+    missing = [file for file in sums if not (directory / file).is_file()]
+    if missing:
+        raise ModelError(
+            f"{name} lacks {_shown(missing)}, which its {SUMS_FILE} names: run the same command "
+            "again, and if it says the same, tell who published it"
+        )
+    mark, state = directory / _CHECKED_FILE, _state(directory, sums)
+    if mark.is_file() and mark.read_text(encoding="utf-8", errors="replace") == state:
+        return
+    damaged = [file for file, sha in sums.items() if _sum_of(directory / file) != sha]
+    if damaged:
+        for file in [*damaged, SUMS_FILE]:  # the list itself may be what is damaged
+            _remove(directory / file)
+        raise ModelError(
+            f"{name} was downloaded with other bytes than its {SUMS_FILE} says in "
+            f"{_shown(damaged)}, which is removed: run the same command again to download it, and "
+            "if it says the same, tell who published it"
+        )
+    with contextlib.suppress(OSError):  # a cache that cannot be written is compared each time
+        mark.write_text(state, encoding="utf-8")
+
+
+def _read_sums(directory: Path, name: str) -> dict[str, str]:
+    """Return the list; raises `ModelError` for what is none, or leads out of the folder."""
+    file = directory / SUMS_FILE
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise ValueError
+        return dict(_entries(file.read_text(encoding="utf-8")))
+    except ValueError:  # no text either
+        raise ModelError(
+            f"{name} has a damaged {SUMS_FILE}: its lines are not a sum and a file's name; run the "
+            "same command with another --revision, or tell who published it"
+        ) from None
+
+
+def _entries(text: str) -> Iterator[tuple[str, str]]:
+    """Yield each file's name and sum; `ValueError` for another line."""
+    for line in text.splitlines():
+        found = _LINE.fullmatch(line)
+        path = PurePosixPath(found["name"]) if found else None
+        if found is None or path is None or path.is_absolute() or ".." in path.parts:
+            raise ValueError(line)
+        yield found["name"], found["sum"]
+
+
+def _state(directory: Path, sums: Mapping[str, str]) -> str:
+    """Return what changes when a file does, or what is expected of it."""
+    stats = {name: (directory / name).stat() for name in sums}
+    lines = [f"{sums[name]} {x.st_size} {x.st_mtime_ns} {name}\n" for name, x in stats.items()]
+    return "".join(lines)
+
+
+def _remove(file: Path) -> None:
+    """Remove a downloaded file: the hub's cache has a link to what is stored beside it."""
+    stored = file.resolve()
+    file.unlink()
+    if file.parent not in stored.parents:
+        stored.unlink(missing_ok=True)
+
+
+def _sum_of(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN_FILES} more files" if len(names) > _SHOWN_FILES else ""
+    return ", ".join(names[:_SHOWN_FILES]) + more
