@@ -1,6 +1,7 @@
 """Opens a session from the flags that `tandem run` and `tandem chat` share."""
 
 import argparse
+import sys
 
 from tandem.cli.drafting import DraftChoice
 from tandem.cli.images import load_processor, open_images
@@ -33,6 +34,10 @@ class SessionPlan:
     def __init__(self, flags: argparse.Namespace) -> None:
         """Check the flags; `ConfigError` names a wrong one."""
         self._options = from_flags(SessionOptions, flags)
+        if self._options.live:
+            from tandem.cli.live import require_terminal
+
+            require_terminal(sys.stderr)
         flags.stop = tuple(require_text(text, "--stop") for text in flags.stop or ())
         if not all(flags.stop):
             raise ConfigError("--stop is empty; give some text that ends an answer")

@@ -73,6 +73,9 @@ class SessionOptions:
     explain: bool = option(
         False, help="say why it was as fast as it was, and what one change would bring"
     )
+    live: bool = option(
+        False, help="draw below the answer which experts it uses, from which memory, how fast"
+    )
     quiet: bool = option(
         False, help="only the answer: no progress, no statistics, no warnings", short="-q"
     )
@@ -82,6 +85,8 @@ class SessionOptions:
         """Check that the system message is text, and that one thing drafts."""
         require_text(self.system or "", "--system")
         require_one_drafter(self.speculate, self.draft)
+        if self.live and self.quiet:
+            raise ConfigError("--live draws and --quiet draws nothing; give one of them")
 
 
 class Session:
@@ -183,13 +188,23 @@ class Session:
             generator = self._ready_generator()
             report.count_drafts(generator.speculation)
             explanation = self._begin_explanation(generator)
-            show = partial(print, end="", flush=True)
-            answer = generator.answer(prompt, self.sampling, show)
-            print(flush=True)
+            answer = self._shown(generator, prompt)
             self._messages = [*messages, {"role": "assistant", "content": answer.text}]
             self._print_statistics(answer, report, explanation)
         finally:
             report.close()
+        return answer
+
+    def _shown(self, generator: "Generator", prompt: "tuple[int, ...] | ImagePrompt") -> "Answer":
+        """Generate and print an answer."""
+        if self.options.live:
+            from tandem.cli.live import LivePanel
+
+            with LivePanel(self._model, sys.stderr) as panel:
+                answer = generator.answer(prompt, self.sampling, panel.show)
+        else:
+            answer = generator.answer(prompt, self.sampling, partial(print, end="", flush=True))
+        print(flush=True)
         return answer
 
     def _ready_generator(self) -> "Generator":
