@@ -117,3 +117,26 @@ def test_the_changelog_has_the_version(clone: Path) -> None:
 def test_a_python_that_is_not_here_is_named(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHECK_PYTHONS", "no-such-python")
     assert "no-such-python does not run here" in release(clone)
+
+
+def test_the_first_commands_of_readme_change_and_change_back(tmp_path: Path) -> None:
+    (tmp_path / "wheels").mkdir()
+    for name in (
+        "README.md",
+        "wheels/readme.sh",
+        "wheels/readme-clone.md",
+        "wheels/readme-index.md",
+    ):
+        shutil.copy(ROOT / name, tmp_path / name)
+
+    def switch(to: str) -> str:
+        subprocess.run([tmp_path / "wheels/readme.sh", to], check=True)
+        return (tmp_path / "README.md").read_text()
+
+    before, (clone, index) = (tmp_path / "README.md").read_text(), map(switch, ("clone", "index"))
+    assert clone == before  # no index has Tandem yet
+    assert 'pip install torch==2.13.0 "tandem-moe[demo]"' in index[: index.index("## ")]
+    assert "make run " not in index[: index.index("## ")]
+    assert switch("clone") == before
+    wrong = subprocess.run([tmp_path / "wheels/readme.sh", "x"], capture_output=True, check=False)
+    assert (wrong.returncode, wrong.stderr.count(b"\n")) == (2, 1)

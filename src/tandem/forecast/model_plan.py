@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import torch
+
 from tandem.checkpoint.config_values import value_of
 from tandem.core.units import format_bytes
 from tandem.devices import kind_of
@@ -170,7 +172,11 @@ def workspace_bytes(sizes: ModelSizes, num_tokens: int) -> int:
     # Six times the hidden states; queries and what attention makes of them, or a mixer's values;
     # dense layers.
     mixed = max(12 * of_heads, sizes.mixer_token_bytes)
-    each = routed + 24 * hidden + mixed + (4 * inner if of_experts != inner else 0)
+    if value_of(config, "dtype") == torch.float32:  # as GGUF files compute on the CPU
+        mixed *= 2
+    has_dense_layers = sizes.num_moe_layers < sizes.num_layers
+    dense = (8 if has_dense_layers else 4) * inner if of_experts != inner else 0
+    each = routed + 24 * hidden + mixed + dense
     return int(min(MAX_STEP_TOKENS, num_tokens) * each)
 
 
@@ -193,7 +199,9 @@ def _number(config: PreTrainedConfig, name: str) -> int:
 def _heads_width(config: PreTrainedConfig) -> int:
     """Return how many values the queries of a token have in a layer."""
     heads = _number(config, "num_attention_heads")
-    return heads * (_number(config, "head_dim") or int(config.hidden_size) // max(1, heads))
+    latent = _number(config, "qk_nope_head_dim") + _number(config, "qk_rope_head_dim")
+    widths = [latent, *(_number(config, name) for name in ("head_dim", "global_head_dim"))]
+    return heads * (max(widths) or int(config.hidden_size) // max(1, heads))
 
 
 def plan_slots(
