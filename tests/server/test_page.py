@@ -93,6 +93,13 @@ def test_the_grid_lights_up_where_experts_are_used(page: Page, server: RunningSe
         return seen.size; })()"""
     server.chat(max_tokens=30, temperature=0)
     page.wait_for(f"{script} > 2")
+    # The picture has the grid, the processors and a line of figures.
+    script = "(() => { const p = own.picture(); return [p.width, p.height]; })()"
+    width, height = page.run(script)
+    assert width >= page.run("document.getElementById('grid').width")
+    parts = "['grid', 'processors'].map((name) => document.getElementById(name).height)"
+    assert height > sum(page.run(parts))
+    page.run("own.savePicture(); 1")
     page.run("document.getElementById('grid').focus()")
     page.press("ArrowRight")
     page.press("ArrowDown")

@@ -1,6 +1,6 @@
 // The live view: where every expert lives and runs, how busy CPU, GPU and link are, hit rate, speed.
 
-import { find } from "./elements.js";
+import { find, make } from "./elements.js";
 
 const GLOW_SECONDS = 1.1;
 const HISTORY = 150; // snapshots, five a second
@@ -251,4 +251,32 @@ export function leaveGrid() {
   live.cursor = null;
   find("cell").textContent = "";
   animate();
+}
+
+// Returns the figures, experts and processors that are seen, below each other on one canvas.
+export function picture() {
+  const parts = [find("grid"), find("processors")].filter((part) => part.width && part.height);
+  const whole = document.createElement("canvas"), line = 32 * (devicePixelRatio || 1);
+  whole.width = Math.max(1, ...parts.map((part) => part.width));
+  whole.height = parts.reduce((sum, part) => sum + part.height + line / 2, line);
+  const pen = whole.getContext("2d"), style = getComputedStyle(document.body);
+  pen.fillStyle = style.backgroundColor;
+  pen.fillRect(0, 0, whole.width, whole.height);
+  pen.fillStyle = style.color;
+  pen.font = `${line / 2}px sans-serif`;
+  const hits = `${find("hits-name").textContent} ${find("hits").textContent}`;
+  pen.fillText(`Tandem: ${find("speed").textContent} tokens a second, ${hits}`, line / 4, line * 0.7);
+  let top = line;
+  for (const part of parts) {
+    pen.drawImage(part, 0, top);
+    top += part.height + line / 2;
+  }
+  return whole;
+}
+
+export function savePicture() {
+  const link = make("a");
+  link.download = "tandem-experts.png";
+  link.href = picture().toDataURL("image/png");
+  link.click();
 }

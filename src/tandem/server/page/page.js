@@ -4,7 +4,7 @@
 import { ask, fitPrompt, forgetChat, isAnswering, newChat, sendPrompt, showKept, stop, switchChat } from "./chat.js";
 import { eventsOf, headers, keep, settings } from "./connection.js";
 import { find } from "./elements.js";
-import { animate, leaveGrid, moveCell, pointAtCell, takeSnapshot } from "./live.js";
+import { animate, leaveGrid, moveCell, pointAtCell, savePicture, takeSnapshot } from "./live.js";
 import { choosePictures } from "./pictures.js";
 import { askModel } from "./state.js";
 
@@ -77,6 +77,7 @@ for (const idea of document.querySelectorAll(".idea")) {
 }
 find("view-chat").addEventListener("click", () => seeLive(false));
 find("view-live").addEventListener("click", () => seeLive(true));
+find("save-picture").addEventListener("click", savePicture);
 find("grid").addEventListener("pointermove", pointAtCell);
 find("grid").addEventListener("pointerleave", leaveGrid);
 find("grid").addEventListener("blur", leaveGrid);
