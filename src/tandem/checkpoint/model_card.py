@@ -92,7 +92,7 @@ def _card(directory: Path, origin: Origin, reports: Sequence[JsonObject]) -> Ite
     yield ""
     made = f"[{base}](https://huggingface.co/{base})" if base else "a model whose card names no id"
     yield (
-        f"{made}, packed by Tandem for CPU and GPU together: "
+        f"Packed by Tandem, for CPU and GPU together, from {made}: "
         f"{format_bytes(int(read_metadata(directory).get('total_size', 0)))} of weights."
     )
     yield f"The licence is that of the base model: {origin.licence or 'see there'}."
