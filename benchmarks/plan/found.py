@@ -49,7 +49,8 @@ class KeptFinds:
         return self._found.get(_key(asdict(configuration)))
 
     def add(self, configuration: Configuration, found: Found) -> None:
-        """Write a line; it is on the disk when this returns."""
+        """Write a line, at once."""
+        self._found[_key(asdict(configuration))] = found
         if self._file is None:
             return
         line = json.dumps({"configuration": asdict(configuration), "found": asdict(found)})
