@@ -11,7 +11,7 @@ OLDEST_TRANSFORMERS := 5.17.0
 # Tests start many processes: byte code is written once, of what is imported, and not by pip of all.
 unexport PYTHONDONTWRITEBYTECODE
 export PIP_NO_COMPILE = 1
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/*/*)
 
 # On a machine with a GPU: a Python that has torch with CUDA, Transformers and Triton, and where
 # the results go. SHAPE is one of tandem bench's shapes.
