@@ -153,6 +153,7 @@ def test_a_quick_command_runs(
     assert not importlib.import_module(name).main()
     assert capsys.readouterr().out
 
+
 TOO_TINY = (
     pytest.param("benchmarks.policy.host_costs --limit 4", "raise --limit"),
     pytest.param(
