@@ -185,6 +185,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--only", choices=("overhead", "streams", "release"))
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error("--rounds is at least 2: the spread needs two rounds")
     flags = ["--expert-dtype", options.expert_dtype, "--dense-dtype", options.dense_dtype]
     found: dict[str, Any] = {}
     if options.only != "release":

@@ -57,9 +57,9 @@ TINY = {
     "python -m benchmarks.server.agent": "--turns 2",
     "python -m benchmarks.server.fairness": "--layers 1 --tokens 64",
     "python -m benchmarks.server.hostile": "--model tiny --minutes 0.05 --clients 4",
-    "python -m benchmarks.server.load": "--model MODEL --minutes 0.05 --scale 0.01",
+    "python -m benchmarks.server.load": "--model MODEL --minutes 0.2 --scale 0.1",
     "python -m benchmarks.server.overhead --rounds": (
-        "--model MODEL --only overhead --rounds 1 --tokens 4"
+        "--model MODEL --only overhead --rounds 3 --tokens 4"
     ),
     "python -m benchmarks.server.restart [": "--shape qwen3-30b-a3b --layers 1 --tokens 64",
     "python -m benchmarks.server.restart ~": "--tokens 64",
