@@ -1,6 +1,7 @@
 """Decode speed of a mixed recipe over that of one format of as many bytes, in turns.
 
     python -m benchmarks.quality.mixed_speed
+    python -m benchmarks.quality.mixed_speed --uniform q3_k    # below 4 bits: a recipe with grids
 
 A model of random weights with experts of Qwen3-30B-A3B's sizes (four layers, 32 experts, 8 of them
 compute), so that experts' bytes decide. Speeds are compared by byte of the whole model.
@@ -32,13 +33,14 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--uniform", default="iq4_nl")
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=64)
     options = parser.parse_args()
     disable_progress_bar()
     with tempfile.TemporaryDirectory(dir=cache_dir()) as folder:
         path = Path(folder)
-        _random_model().save_pretrained(path)
+        random_model(options.layers, num_experts=32).save_pretrained(path)
         kind = options.uniform
         uniform: dict[str, Any] = {
             "expert_dtype": kind, "dense_dtype": kind, "dense_formats": {"model.embed_tokens": kind}
@@ -53,11 +55,12 @@ def main() -> None:
         print(json.dumps(_compare(models, options.rounds, options.steps)))
 
 
-def _random_model() -> Qwen3MoeForCausalLM:
+def random_model(num_layers: int, num_experts: int) -> Qwen3MoeForCausalLM:
+    """Return random weights of Qwen3-30B-A3B's sizes, with fewer words."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=4096, hidden_size=2048, num_hidden_layers=4, num_attention_heads=32,
-        num_key_value_heads=4, head_dim=128, num_experts=32, num_experts_per_tok=8,
+        vocab_size=4096, hidden_size=2048, num_hidden_layers=num_layers, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, num_experts=num_experts, num_experts_per_tok=8,
         moe_intermediate_size=768, intermediate_size=768, norm_topk_prob=True,
         max_position_embeddings=2048, tie_word_embeddings=False, dtype="bfloat16",
     )  # fmt: skip

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import tandem
 from tandem.checkpoint.importance import open_importance, save_importance
-from tandem.checkpoint.input_squares import InputSquares, with_prior
+from tandem.checkpoint.input_squares import InputSquares, importance_of
 from tandem.core.errors import ConfigError, FileFormatError
 from tandem.hf.checkpoint import open_model
 from tandem.hf.importance import kept_importance
@@ -85,7 +85,7 @@ def test_every_form_of_file_gives_the_same(tmp_path: Path, write: object) -> Non
     squares[f"{EXPERTS}.gate_up_proj"].mean_square[2] = 0
     importance = open_importance(write(tmp_path / "file", squares))
     for name, found in squares.items():
-        expected = with_prior(found, are_inner=name.endswith(".down_proj"))
+        expected = importance_of(found, are_inner=name.endswith(".down_proj"))
         num, cols = found.mean_square.shape
         weighed = importance.of(name, (num, cols))
         assert weighed is not None
@@ -96,17 +96,22 @@ def test_every_form_of_file_gives_the_same(tmp_path: Path, write: object) -> Non
 
 
 def test_few_tokens_count_as_much_as_their_number() -> None:
-    squares = torch.tensor([[1.0, 3.0], [3.0, 1.0], [0.0, 0.0]])
+    squares = torch.tensor([[1.0, 9.0], [9.0, 1.0], [0.0, 0.0]])
     tokens = torch.tensor([1 << 24, 8, 0])
-    of_inputs = with_prior(InputSquares(squares, tokens), are_inner=False)
+    of_inputs = importance_of(InputSquares(squares, tokens), are_inner=False)
     torch.testing.assert_close(of_inputs[0], torch.tensor([0.5, 1.5]))
-    torch.testing.assert_close(of_inputs[1], torch.tensor([0.7, 1.3]))  # a fifth its own
+    torch.testing.assert_close(of_inputs[1], _roots(2.6, 7.4))  # a fifth its own
     torch.testing.assert_close(of_inputs[2], of_inputs[0])  # the layer's
-    inner = with_prior(InputSquares(squares, tokens), are_inner=True)
-    torch.testing.assert_close(inner[1], torch.tensor([1.1, 0.9]))  # channels of its own
+    inner = importance_of(InputSquares(squares, tokens), are_inner=True)
+    torch.testing.assert_close(inner[1], _roots(5.8, 4.2))  # channels of its own
     torch.testing.assert_close(inner[2], torch.ones(2))
-    nothing = with_prior(InputSquares(torch.zeros(1, 2), torch.tensor([0])), are_inner=False)
+    nothing = importance_of(InputSquares(torch.zeros(1, 2), torch.tensor([0])), are_inner=False)
     torch.testing.assert_close(nothing, torch.ones(1, 2))
+
+
+def _roots(*squares: float) -> torch.Tensor:
+    roots = torch.tensor(squares).sqrt()
+    return roots / roots.mean()
 
 
 def test_what_is_no_importance_is_one_sentence(tmp_path: Path) -> None:

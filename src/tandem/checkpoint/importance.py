@@ -1,8 +1,7 @@
 """Importance: how much each input of a matrix counts when the weights are rounded.
 
-It is the input's mean square over the tokens of a text, as `tandem importance` collects it;
-llama.cpp's imatrix files are read too. A rounding error costs in proportion to the mean square of
-its input.
+From each input's mean square over the tokens of a text, as `tandem importance` collects it; files
+of llama.cpp (imatrix) are read too. A wrong weight costs the more, the larger its input.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tandem.checkpoint.input_squares import InputSquares, with_prior
+from tandem.checkpoint.input_squares import InputSquares, importance_of
 from tandem.checkpoint.sources.imatrix import Find, read_dat, read_gguf
 from tandem.core.errors import ConfigError, FileFormatError
 
@@ -67,7 +66,7 @@ class Importance:
         if not len(tokens):  # not counted: ones stand where no token came
             tokens = torch.where((squares == 1).all(-1), 0, _MANY_TOKENS)
         are_inner = parameter.endswith(".down_proj")  # of experts: each has channels of its own
-        return with_prior(InputSquares(squares, tokens), are_inner=are_inner)
+        return importance_of(InputSquares(squares, tokens), are_inner=are_inner)
 
 
 def save_importance(

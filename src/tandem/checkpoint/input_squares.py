@@ -8,7 +8,7 @@ from torch import Tensor
 # An expert that so many tokens reached follows them and what is known before by halves.
 _PRIOR_TOKENS = 32.0
 # Of the mean: an input that was always 0 in a text may be another in the next.
-_LEAST = 1e-4
+_LEAST = 1e-2
 
 
 class InputSquares(NamedTuple):
@@ -18,12 +18,14 @@ class InputSquares(NamedTuple):
     tokens: Tensor  # (num_matrices,) that reached each; none: not counted
 
 
-def with_prior(found: InputSquares, *, are_inner: bool) -> Tensor:
-    """Return the importance (num_matrices, cols) with a mean of 1, smoothed by a prior.
+def importance_of(found: InputSquares, *, are_inner: bool) -> Tensor:
+    """Return the importance (num_matrices, cols) with a mean of 1, also of what no token reached.
 
-    The more tokens a matrix saw, the more its own mean squares count. For the inputs of experts the
-    prior is the mean of the whole layer, as they share their inputs. For inner channels
-    (`are_inner`), which belong to one expert each, the prior counts all alike.
+    It is the root of the mean square: most of a mean square comes from few tokens, and answers do
+    not get worse in proportion to it (docs/quality.md has the numbers). What was collected counts
+    by its tokens against what is known before: experts of a layer have the same inputs, so theirs
+    are those of the whole layer; their inner channels (`are_inner`) are each expert's own, of which
+    nothing is known, so that all count alike.
     """
     squares, tokens = found.mean_square.float(), found.tokens.float()[:, None]
     squares = squares.nan_to_num(0.0, 0.0, 0.0).clamp(min=0.0)
@@ -32,5 +34,6 @@ def with_prior(found: InputSquares, *, are_inner: bool) -> Tensor:
     else:
         prior = (squares * tokens).sum(0, keepdim=True) / tokens.sum().clamp(min=1.0)
     mixed = (tokens * squares + _PRIOR_TOKENS * prior) / (tokens + _PRIOR_TOKENS)
-    mean = mixed.mean(-1, keepdim=True)
-    return torch.where(mean > 0, mixed / mean, 1.0).clamp(min=_LEAST)
+    roots = mixed.sqrt()
+    mean = roots.mean(-1, keepdim=True)
+    return torch.where(mean > 0, roots / mean, 1.0).clamp(min=_LEAST)

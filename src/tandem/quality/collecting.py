@@ -1,9 +1,9 @@
 """Collects the mean squares of the inputs of every matrix while a model reads a text.
 
 Experts are computed in torch, one after the other, so that what comes between their projections is
-seen. Windows of one length are read together, so that each expert is unpacked for many tokens; the
-head, whose output is not asked for, computes one token's. Memory is the model's and that of so many
-tokens' values.
+seen. Windows of one length are read together, so that each expert is unpacked for many tokens.
+Nothing is collected of the head: each of its rows counts where its word is likely, so means over
+all tokens say nothing of it. Memory is the model's and that of so many tokens' values.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -88,7 +88,7 @@ def collect_importance(
 ) -> dict[str, InputSquares]:
     """Run windows of text through a model on the CPU; return the mean squares of all inputs.
 
-    By parameter: for experts (num_experts, inputs), for linear layers (1, inputs).
+    By parameter: of experts (num_experts, inputs), of linear layers but the head (1, inputs).
     """
     runtime = require_runtime(model)
     executor = CollectingExecutor(runtime.store)
@@ -114,37 +114,21 @@ def _batches(windows: Sequence[Window]) -> Iterator[Tensor]:
 
 @contextmanager
 def _listening(model: PreTrainedModel) -> Iterator[dict[str, Squares]]:
-    """Sum, inside, what linear layers read, by the names of their weights.
-
-    What the head reads is what comes out of the rest: it does not see all tokens itself.
-    """
+    """Sum, inside, what linear layers but the head read, by the names of their weights."""
     found: dict[str, Squares] = {}
     layers: dict[str, nn.Module] = {path: layer for path, _, _, layer in packable_layers(model)}
     layers |= dict(packed_layers(model))
     head = model.get_output_embeddings()
-    handles = []
-    for path, layer in layers.items():
-        note = _note_in(found, f"{path}.weight")
-        if layer is not head:
-            handles.append(layer.register_forward_pre_hook(note))
-        else:
-            handles.append(model.base_model.register_forward_hook(_note_hidden(note, layer)))
+    handles = [
+        layer.register_forward_pre_hook(_note_in(found, f"{path}.weight"))
+        for path, layer in layers.items()
+        if layer is not head
+    ]
     try:
         yield found
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _note_hidden(
-    note: Callable[[nn.Module, tuple[Tensor]], None], head: nn.Module
-) -> Callable[[nn.Module, object, object], None]:
-    def hook(module: nn.Module, given: object, output: object) -> None:
-        hidden = getattr(output, "last_hidden_state", None)
-        if isinstance(hidden, Tensor):
-            note(head, (hidden,))
-
-    return hook
 
 
 def _note_in(found: dict[str, Squares], name: str) -> Callable[[nn.Module, tuple[Tensor]], None]:
