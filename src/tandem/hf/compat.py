@@ -384,7 +384,7 @@ def image_positions(
 def model_of(
     kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Return a model of a class in a dtype."""
+    """Return a model of a class in a dtype; today nothing else makes one in a dtype."""
     return kind._from_config(config, dtype=dtype)
 
 

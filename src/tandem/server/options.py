@@ -130,9 +130,10 @@ class ServerOptions:
         require_range("request_timeout", self.request_timeout, 1e-3, what="seconds")
         require_range("engine_timeout", self.engine_timeout, 1e-3, what="seconds")
         require_range("shutdown_timeout", self.shutdown_timeout, 0, what="seconds")
-        for name in ("key_running", "key_tokens_per_minute"):
-            if (value := getattr(self, name)) is not None:
-                require_range(name, value, 1, what="a number")
+        if self.key_running is not None:
+            require_range("key_running", self.key_running, 1, what="a number of answers")
+        if (tokens := self.key_tokens_per_minute) is not None:
+            require_range("key_tokens_per_minute", tokens, 1, what="a number of tokens")
         if self.key_waiting is not None:
             require_range("key_waiting", self.key_waiting, 0, 100_000, what="a number of answers")
             if self.key_running is None:
