@@ -58,9 +58,6 @@ TINY = {
     "python -m benchmarks.server.fairness": "--layers 1 --tokens 64",
     "python -m benchmarks.server.hostile": "--model tiny --minutes 0.05 --clients 4",
     "python -m benchmarks.server.load": "--model MODEL --minutes 0.2 --scale 0.1",
-    "python -m benchmarks.server.overhead --rounds": (
-        "--model MODEL --only overhead --rounds 3 --tokens 4"
-    ),
     "python -m benchmarks.server.restart [": "--shape qwen3-30b-a3b --layers 1 --tokens 64",
     "python -m benchmarks.server.restart ~": "--tokens 64",
     "tandem bench --shape": f"{LAYER} --prompt 4 --gen 2",
@@ -85,6 +82,7 @@ NOT_RUN = {
     "python -m benchmarks.loading.large_model load FILE.gguf": "reads a file of 6 or 18 GB",
     "python -m benchmarks.loading.start_up --rounds 3": "starts with 18 GB of weights",
     "python -m benchmarks.server.overhead --only release": "needs answers that last seconds",
+    "python -m benchmarks.server.overhead --rounds": "a tiny model's tokens come at one instant",
     "tandem bench --shape deepseek-v2-lite": "follows a trace of all 26 layers, 10 GB",
     "tandem doctor": GPU,
 }
