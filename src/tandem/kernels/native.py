@@ -1,8 +1,7 @@
 """The native CPU kernels: all experts of a layer in one call.
 
 The result for a (token, expert) pair does not depend on the number of threads, nor on what else is
-in the call: every instruction set adds in one order, however many tokens there are. On AMX prompts
-have an order of their own (`engine.as_prompt`).
+in the call: every instruction set adds in one order, however many tokens there are.
 """
 
 import functools
