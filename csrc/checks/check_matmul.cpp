@@ -16,7 +16,6 @@ using tandem::Format;
 using tandem::Kernels;
 using tandem::checks::Case;
 using tandem::checks::Random;
-using tandem::checks::relative_error;
 using tandem::checks::Rounded;
 
 constexpr int kRounds = 600;

@@ -4,8 +4,6 @@ Otherwise an answer would depend on which other requests run beside it.
 """
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 from tandem.kernels._native import ExpertEngine, available_isas
 from tandem.kernels.attention import KV_DTYPES
 from tandem.kernels.dense import CpuThreads, DenseWeight, multiply
-from tandem.kernels.engine import as_prompt, start_engine
+from tandem.kernels.engine import start_engine
 from tandem.kernels.formats.weight_format import FORMATS, WeightFormat, find_format
 from tests.kernels.formats.sources import pack_any
 from tests.kernels.layers import Layer, make_layer
@@ -27,8 +25,6 @@ MAX_PORTABLE_PRODUCTS = 40_000_000
 FORMATS_OF_LAYERS = st.sampled_from(FORMATS)
 SIZES = st.sampled_from([16, 96, 128, 136, 576, 640]) | st.integers(1, 300)
 NUM_ROWS = st.integers(1, MAX_ROWS)
-KindOfCall = Callable[[], AbstractContextManager[None]]
-KINDS_OF_CALLS = st.sampled_from([nullcontext, as_prompt])
 
 
 @functools.cache
@@ -44,34 +40,23 @@ def threads_of(isa: str) -> CpuThreads:
 
 @pytest.mark.parametrize("isa", available_isas())
 @settings(max_examples=60)
-@given(
-    fmt=FORMATS_OF_LAYERS, rows=SIZES, cols=SIZES, num_rows=NUM_ROWS, is_bf16=st.booleans(),
-    kind=KINDS_OF_CALLS,
-)  # fmt: skip
-@example(fmt=find_format("bf16"), rows=1536, cols=576, num_rows=64, is_bf16=True, kind=nullcontext)
-@example(fmt=find_format("bf16"), rows=1536, cols=576, num_rows=64, is_bf16=True, kind=as_prompt)
-@example(fmt=find_format("fp16"), rows=1536, cols=576, num_rows=3, is_bf16=False, kind=nullcontext)
-@example(fmt=find_format("bf16"), rows=2048, cols=2048, num_rows=2, is_bf16=False, kind=nullcontext)
-@example(fmt=find_format("fp16"), rows=2048, cols=2048, num_rows=9, is_bf16=False, kind=nullcontext)
-@example(fmt=find_format("iq1_m"), rows=40, cols=300, num_rows=9, is_bf16=False, kind=nullcontext)
-@example(fmt=find_format("iq3_s"), rows=96, cols=512, num_rows=3, is_bf16=False, kind=nullcontext)
+@given(fmt=FORMATS_OF_LAYERS, rows=SIZES, cols=SIZES, num_rows=NUM_ROWS, is_bf16=st.booleans())
+@example(fmt=find_format("bf16"), rows=1536, cols=576, num_rows=64, is_bf16=True)
+@example(fmt=find_format("fp16"), rows=1536, cols=576, num_rows=3, is_bf16=False)
+@example(fmt=find_format("bf16"), rows=2048, cols=2048, num_rows=2, is_bf16=False)
+@example(fmt=find_format("fp16"), rows=2048, cols=2048, num_rows=9, is_bf16=False)
+@example(fmt=find_format("iq1_m"), rows=40, cols=300, num_rows=9, is_bf16=False)
+@example(fmt=find_format("iq3_s"), rows=96, cols=512, num_rows=3, is_bf16=False)
 def test_rows_of_a_dense_product(
-    isa: str,
-    fmt: WeightFormat,
-    rows: int,
-    cols: int,
-    num_rows: int,
-    is_bf16: bool,
-    kind: KindOfCall,
+    isa: str, fmt: WeightFormat, rows: int, cols: int, num_rows: int, is_bf16: bool
 ) -> None:
     if isa == "portable":
         num_rows = min(num_rows, max(2, MAX_PORTABLE_PRODUCTS // (rows * cols)))
     threads, weight = threads_of(isa), weight_of(fmt, rows, cols)
     x = torch.randn(num_rows, cols, generator=torch.Generator().manual_seed(num_rows))
     x = x.bfloat16() if is_bf16 else x
-    with kind():
-        (together,) = multiply(threads, [weight], x)
-        alone = torch.cat([multiply(threads, [weight], row)[0] for row in x.split(1)])
+    (together,) = multiply(threads, [weight], x)
+    alone = torch.cat([multiply(threads, [weight], row)[0] for row in x.split(1)])
     assert torch.equal(together, alone)
 
 
@@ -82,22 +67,20 @@ def layer_of(fmt: WeightFormat, hidden: int, inner: int) -> Layer:
 
 @pytest.mark.parametrize("isa", available_isas())
 @settings(max_examples=40)
-@given(fmt=FORMATS_OF_LAYERS, hidden=SIZES, inner=SIZES, num_rows=NUM_ROWS, kind=KINDS_OF_CALLS)
-@example(fmt=find_format("bf16"), hidden=576, inner=640, num_rows=64, kind=nullcontext)
-@example(fmt=find_format("fp8"), hidden=640, inner=576, num_rows=9, kind=nullcontext)
+@given(fmt=FORMATS_OF_LAYERS, hidden=SIZES, inner=SIZES, num_rows=NUM_ROWS)
+@example(fmt=find_format("bf16"), hidden=576, inner=640, num_rows=64)
+@example(fmt=find_format("fp8"), hidden=640, inner=576, num_rows=9)
 def test_routed_tokens_of_an_expert(
-    isa: str, fmt: WeightFormat, hidden: int, inner: int, num_rows: int, kind: KindOfCall
+    isa: str, fmt: WeightFormat, hidden: int, inner: int, num_rows: int
 ) -> None:
     if isa == "portable":
         num_rows = min(num_rows, max(2, MAX_PORTABLE_PRODUCTS // (6 * hidden * inner)))
     experts = experts_of(isa)
     layer = layer_of(fmt, hidden, inner)
     tokens = list(range(num_rows))
-    with kind():
-        together = of_rows(layer, [tokens, tokens[::-1]]).compute(experts)
+    together = of_rows(layer, [tokens, tokens[::-1]]).compute(experts)
     for token in tokens[:: max(1, num_rows // 5)]:
-        with kind():
-            first, second = of_rows(layer, [[token], [token]]).compute(experts)
+        first, second = of_rows(layer, [[token], [token]]).compute(experts)
         assert torch.equal(together[0][token], first[0])
         assert torch.equal(together[1][num_rows - 1 - token], second[0])
 
