@@ -78,7 +78,7 @@ test-all-isas: setup  ## Every architecture with every instruction set of the CP
 # Formats whose planes, tables and scales others have are left out, and AVX2's kernels where there is AVX-512,
 # but for make sanitize FORMATS=all.
 FORMATS ?=
-SANITIZED := matmul kernels layers attention recurrent quantize tensors blocks crc32c hyper $(if $(filter x86_64,$(shell uname -m)),attention_tiles tiles)
+SANITIZED := matmul kernels layers attention recurrent quantize tensors blocks crc32c hyper
 FUZZED := experts rows
 # Of native code, and as many of model files; make fuzz has an hour of both.
 FUZZ_SECONDS ?= 10

@@ -187,8 +187,6 @@ NB_MODULE(_native, m) {
         return e.multiply(bits, count);
       });
 
-  m.def("set_prompt", &tandem::set_prompt);
-
   tandem::bind_dense(m);
   tandem::bind_program(m);
   tandem::bind_runtime(m);

@@ -14,8 +14,8 @@ constexpr std::int64_t kMaxTaskBlocks = 8;
 // that the threads do not fall asleep in between.
 constexpr std::int64_t kStepTokens = 64;
 
-template <typename Values>
-void grow(Values& values, std::int64_t size) {
+template <typename T>
+void grow(std::vector<T>& values, std::int64_t size) {
   if (static_cast<std::int64_t>(values.size()) < size) values.resize(size);
 }
 
@@ -23,7 +23,6 @@ void grow(Values& values, std::int64_t size) {
 
 void DenseEngine::run(const DenseCall& call) {
   if (call.num_tokens == 0 || call.num_matrices == 0) return;
-  kernels_ = &engine_.kernels();
   convert_input(call);
   plan_tasks(call);
   pool_.run(static_cast<std::int64_t>(tasks_.size()),
@@ -33,7 +32,7 @@ void DenseEngine::run(const DenseCall& call) {
 
 void DenseEngine::convert_input(const DenseCall& call) {
   const PackedMatrix& matrix = call.matrices[0]->packed;
-  const ActivationForm form = kernels_->form(matrix.format);
+  const ActivationForm form = activation_form(matrix.format);
   const std::int64_t cols = matrix.cols, width = cols + kRowPadding, rows = call.input_rows();
   const std::int64_t groups = form == ActivationForm::kInt8 ? cols / matrix.group : 0;
   const std::int64_t stride = call.token_stride ? call.token_stride : call.in_features;
@@ -49,10 +48,11 @@ void DenseEngine::convert_input(const DenseCall& call) {
     const std::int64_t at = r / call.num_tokens * call.matrix_stride + r % call.num_tokens * stride;
     load_values(value_at(call.input, call.type, at), call.type, call.in_features, row);
     std::fill(row + call.in_features, row + cols, 0.0f);
-    if (form == ActivationForm::kBf16) kernels_->to_bf16(row, cols, bf16_.data() + r * width);
+    if (form == ActivationForm::kBf16) kernels_.to_bf16(row, cols, bf16_.data() + r * width);
     if (form == ActivationForm::kInt8)
-      kernels_->quantize(row, cols, matrix.group, matrix.format, quantized_.data() + r * width,
-                         scales_.data() + r * groups, sums_.data() + r * groups);
+      kernels_.quantize(row, cols, matrix.group, matrix.format,
+                        quantized_.data() + r * width, scales_.data() + r * groups,
+                        sums_.data() + r * groups);
   });
 }
 
@@ -76,7 +76,7 @@ void DenseEngine::plan_tasks(const DenseCall& call) {
 Activations DenseEngine::activations(const PackedMatrix& matrix, std::int64_t row) const {
   Activations x{};
   x.stride = matrix.cols + kRowPadding;
-  switch (kernels_->form(matrix.format)) {
+  switch (activation_form(matrix.format)) {
     case ActivationForm::kBf16: x.bf16 = bf16_.data() + row * x.stride; break;
     case ActivationForm::kFp32: x.fp32 = fp32_.data() + row * x.stride; break;
     case ActivationForm::kInt8: {
@@ -99,20 +99,20 @@ void DenseEngine::multiply(const DenseCall& call, const Task& task) const {
   const std::int64_t rows = std::min(task.end * kBlockRows, matrix.rows) - first;
   void* out = value_at(call.outputs[task.matrix], call.type, task.first_token * stride);
   if (call.type == ValueType::kFp32) {
-    kernels_->matmul(matrix.packed, task.begin, task.end, x, task.num_tokens, matrix.rows,
-                     static_cast<float*>(out), stride);
+    kernels_.matmul(matrix.packed, task.begin, task.end, x, task.num_tokens, matrix.rows,
+                    static_cast<float*>(out), stride);
     return;
   }
   thread_local std::vector<float> results;  // (tokens of the task, its rows)
   grow(results, task.num_tokens * rows);
-  kernels_->matmul(matrix.packed, task.begin, task.end, x, task.num_tokens, matrix.rows,
-                   results.data() - first, rows);
+  kernels_.matmul(matrix.packed, task.begin, task.end, x, task.num_tokens, matrix.rows,
+                  results.data() - first, rows);
   auto* bits = static_cast<std::uint16_t*>(out) + first;
   const std::int64_t whole = rows / 8 * 8;  // what to_bf16 can do
   for (std::int64_t t = 0; t < task.num_tokens; ++t) {
     const float* row = results.data() + t * rows;
     std::uint16_t* to = bits + t * stride;
-    kernels_->to_bf16(row, whole, to);
+    kernels_.to_bf16(row, whole, to);
     for (std::int64_t r = whole; r < rows; ++r) to[r] = float_to_bf16(row[r]);
   }
 }

@@ -46,8 +46,7 @@ struct RowsCall {
 // Works with the threads and kernels of an expert engine, which must outlive it and be idle.
 class DenseEngine {
  public:
-  explicit DenseEngine(ExpertEngine& engine)
-      : engine_(engine), kernels_(&engine.kernels()), pool_(engine.pool()) {}
+  explicit DenseEngine(ExpertEngine& engine) : kernels_(engine.kernels()), pool_(engine.pool()) {}
 
   void run(const DenseCall& call);
   void read(const RowsCall& call) const;
@@ -63,13 +62,12 @@ class DenseEngine {
   void multiply(const DenseCall& call, const Task& task) const;
   Activations activations(const PackedMatrix& matrix, std::int64_t row) const;
 
-  const ExpertEngine& engine_;
-  const Kernels* kernels_;  // of the call that is under way
+  const Kernels& kernels_;
   ThreadPool& pool_;
   std::vector<std::int8_t> quantized_;
   std::vector<float> scales_;
   std::vector<std::int32_t> sums_;
-  LineVector<std::uint16_t> bf16_;
+  std::vector<std::uint16_t> bf16_;
   std::vector<float> fp32_;
   std::vector<Task> tasks_;
 };

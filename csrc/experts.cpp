@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <stdexcept>
-#include <utility>
 
 #include "cpu_features.hpp"
 
@@ -72,11 +71,7 @@ constexpr std::int64_t kSumBlock = 64;
 // Row blocks that a kernel takes together with many tokens.
 constexpr std::int64_t kTaskBlocks = 4;
 
-thread_local bool is_prompt = false;
-
 }  // namespace
-
-bool set_prompt(bool value) { return std::exchange(is_prompt, value); }
 
 std::vector<std::string> available_isas() {
   std::vector<std::string> names;
@@ -99,10 +94,9 @@ std::vector<std::string> available_isas() {
   return names;
 }
 
-void ExpertEngine::Rows::resize(const ProjectionLayout& projection, ActivationForm wanted,
-                                std::int64_t rows) {
+void ExpertEngine::Rows::resize(const ProjectionLayout& projection, std::int64_t rows) {
   format = static_cast<Format>(projection.format);
-  form = wanted;
+  form = activation_form(format);
   cols = projection.cols;
   group = projection.group;
   stride = cols + kRowPadding;
@@ -150,11 +144,7 @@ Activations ExpertEngine::Rows::view(std::int64_t row, bool is_repeated) const {
 }
 
 ExpertEngine::ExpertEngine(int num_threads, const std::string& isa)
-    : own_kernels_(&choose_kernels(isa)), kernels_(own_kernels_), pool_(num_threads) {}
-
-const Kernels& ExpertEngine::kernels() const {
-  return is_prompt && own_kernels_->of_prompts ? *own_kernels_->of_prompts : *own_kernels_;
-}
+    : kernels_(&choose_kernels(isa)), pool_(num_threads) {}
 
 void ExpertEngine::run(const ExpertLayout& layout, const ActivationSpec& activation,
                        const ExpertCall& call) {
@@ -165,10 +155,9 @@ void ExpertEngine::run(const ExpertLayout& layout, const ActivationSpec& activat
 void ExpertEngine::start(const ExpertLayout& layout, const ActivationSpec& activation,
                          const ExpertCall& call) {
   const std::int64_t num_rows = call.row_begin[call.num_experts];
-  kernels_ = &kernels();
   tasks_.clear();
   if (num_rows > 0) {
-    inner_.resize(layout.down, form_of(layout.down), num_rows);
+    inner_.resize(layout.down, num_rows);
     prepare_tokens(layout.up, call, layout.hidden_size);
     plan_tasks(layout, call);
   }
@@ -191,7 +180,6 @@ void ExpertEngine::Job::operator()(std::int64_t i) const {
 void ExpertEngine::project(const ExpertLayout& layout, bool is_up, const ExpertCall& call) {
   const std::int64_t rows = is_up ? up_rows(layout) : layout.hidden_size;
   const ProjectionLayout& projection = is_up ? layout.up : layout.down;
-  kernels_ = &kernels();
   prepare_tokens(projection, call, is_up ? layout.hidden_size : layout.inner_rows);
   tasks_.clear();
   add_tasks(call, round_up(rows, kBlockRows) / kBlockRows, kTaskBlocks);
@@ -250,10 +238,9 @@ std::int64_t ExpertEngine::read_all(const std::uint8_t* data, std::int64_t bytes
 }
 
 std::int64_t ExpertEngine::multiply(int bits, std::int64_t count_per_thread) {
-  const Kernels& own = kernels();
-  const auto multiply = bits == 4   ? own.multiply_int4
-                        : bits == 8 ? own.multiply_int8
-                                    : own.multiply_bf16;
+  const auto multiply = bits == 4   ? kernels_->multiply_int4
+                        : bits == 8 ? kernels_->multiply_int8
+                                    : kernels_->multiply_bf16;
   std::atomic<std::int64_t> operations{0};
   pool_.run(4 * pool_.num_threads(), [&](std::int64_t) {
     operations += multiply(count_per_thread / 4);
@@ -286,7 +273,7 @@ void ExpertEngine::convert(const float* values, std::int64_t count, Rows& rows, 
 void ExpertEngine::prepare_tokens(const ProjectionLayout& projection, const ExpertCall& call,
                                   std::int64_t size) {
   const std::int64_t num_rows = call.row_begin[call.num_experts], cols = projection.cols;
-  tokens_.resize(projection, form_of(projection), call.num_tokens);
+  tokens_.resize(projection, call.num_tokens);
   pool_.run(call.num_tokens, [&](std::int64_t t) {
     const float* row = call.hidden + t * size;
     if (cols <= size) return convert(row, cols, tokens_, t, 0);
@@ -295,7 +282,7 @@ void ExpertEngine::prepare_tokens(const ProjectionLayout& projection, const Expe
     convert(padded.data(), cols, tokens_, t, 0);
   });
   if (call.num_tokens == 1) return;
-  gathered_.resize(projection, tokens_.form, num_rows);
+  gathered_.resize(projection, num_rows);
   pool_.run(num_rows, [&](std::int64_t i) { gathered_.copy(i, tokens_, call.row_token[i]); });
 }
 

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "kernels.hpp"
-#include "lines.hpp"
 #include "packed.hpp"
 #include "thread_pool.hpp"
 #include "values.hpp"
@@ -62,12 +61,11 @@ class ExpertEngine {
   // Throws std::invalid_argument for a set that it does not have.
   ExpertEngine(int num_threads, const std::string& isa);
 
-  const char* isa() const { return own_kernels_->name; }
+  const char* isa() const { return kernels_->name; }
   int num_threads() const { return pool_.num_threads(); }
 
-  // For what shares the threads with the experts: never at the same time. They are those of prompts or
-  // of all else, as the calling thread says.
-  const Kernels& kernels() const;
+  // For what shares the threads with the experts: never at the same time.
+  const Kernels& kernels() const { return *kernels_; }
   ThreadPool& pool() { return pool_; }
   std::mutex& busy() { return pool_.busy(); }
 
@@ -106,14 +104,14 @@ class ExpertEngine {
     std::vector<std::int8_t> quantized;
     std::vector<float> scales;
     std::vector<std::int32_t> sums;
-    LineVector<std::uint16_t> bf16;
+    std::vector<std::uint16_t> bf16;
     std::vector<float> fp32;
     Format format = Format::kInt8;
     ActivationForm form = ActivationForm::kInt8;
     std::int64_t cols = 0, group = 0, stride = 0, groups = 0;
 
-    // For rows that a projection takes in, in a form.
-    void resize(const ProjectionLayout& projection, ActivationForm form, std::int64_t rows);
+    // For rows that a projection takes in.
+    void resize(const ProjectionLayout& projection, std::int64_t rows);
     void copy(std::int64_t to, const Rows& source, std::int64_t from);
     Activations view(std::int64_t row, bool is_repeated) const;
   };
@@ -137,9 +135,6 @@ class ExpertEngine {
   void prepare_tokens(const ProjectionLayout& projection, const ExpertCall& call,
                       std::int64_t size);
   Activations token_rows(const ExpertCall& call, std::int64_t first) const;
-  ActivationForm form_of(const ProjectionLayout& projection) const {
-    return kernels_->form(static_cast<Format>(projection.format));
-  }
   void plan_tasks(const ExpertLayout& layout, const ExpertCall& call);
   void add_tasks(const ExpertCall& call, std::int64_t size, std::int64_t unit,
                  std::int64_t most = INT64_MAX);
@@ -147,8 +142,7 @@ class ExpertEngine {
                   const Task& task);
   void project_down(const ExpertLayout& layout, const ExpertCall& call, const Task& task);
 
-  const Kernels* own_kernels_;
-  const Kernels* kernels_;  // of the call that is under way
+  const Kernels* kernels_;
   ThreadPool pool_;
   Rows tokens_, gathered_, inner_;
   Job job_{};
@@ -158,10 +152,6 @@ class ExpertEngine {
   std::unique_ptr<std::atomic<std::int64_t>[]> up_left_;
   std::int64_t num_up_left_ = 0;
 };
-
-// Says whether what this thread calls from now on is of prompts; returns what it was. On AMX a prompt's
-// products round otherwise than those of steps, each in one way for any number of tokens.
-bool set_prompt(bool is_prompt);
 
 // The names of the instruction sets that this processor can run, best first.
 std::vector<std::string> available_isas();

@@ -58,11 +58,6 @@ struct Kernels {
   std::int64_t (*multiply_int4)(std::int64_t count);
   std::int64_t (*multiply_int8)(std::int64_t count);
   std::int64_t (*multiply_bf16)(std::int64_t count);
-
-  // What activations of a format `matmul` takes.
-  ActivationForm (*form)(Format format) = activation_form;
-  // What prompts are computed with, however many tokens come at once; null: with these.
-  const Kernels* of_prompts = nullptr;
 };
 
 // The first `cols` values of a row, as the codes stand for them.
@@ -71,7 +66,6 @@ void read_row(const PackedMatrix& matrix, std::int64_t row, std::int64_t cols, f
 const Kernels& portable_kernels();
 #if defined(__x86_64__)
 const Kernels& amx_kernels();      // AVX-512's, with products of many tokens on tiles of int8
-const Kernels& amx_prompt_kernels();  // with products on tiles of bf16
 const Kernels& avx512_kernels();   // AVX-512 with VNNI and BF16
 const Kernels& avxvnni_kernels();  // AVX-VNNI, AVX2, FMA and F16C
 const Kernels& avx2_kernels();     // AVX2, FMA and F16C

@@ -9,10 +9,12 @@
 namespace tandem {
 namespace {
 
+constexpr std::int64_t kTileTokens = 16;
 constexpr int kTileBlocks = 4;
 // With fewer tokens tiles take as long as registers do, and so they do where scales are of fewer columns:
 // to scale and add a tile's sums takes three times as long as to make them.
-constexpr std::int64_t kFewestOnTiles = 16, kColumnsOnTiles = 128;
+constexpr std::int64_t kFewestOnTiles = 16;
+constexpr int kFewestColumns = 64;
 
 // Tiles by number, which the instructions want as literals: 0 and 1 activations, 2 and 3 codes, 4 and 5
 // sums of two groups by turns.

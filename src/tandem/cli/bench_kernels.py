@@ -23,7 +23,6 @@ class KernelBenchOptions:
     shape: str = option("qwen3-30b-a3b", help="expert shape", metavar="NAME")
     format: str = option("bf16,int8,int4,mxfp4", help="weight formats", metavar="A,B,...")
     tokens: str = option("1,4,128,512", help="tokens of each expert", metavar="N,M,...")
-    prompt: bool = option(False, help="compute tokens as a prompt's, not as a step's")
     threads: int | None = option(None, help="threads; default: one for each fast core", metavar="N")
     json: bool = option(False, help="last line of standard output: one JSON object")
 
@@ -50,13 +49,6 @@ def run_kernels(options: KernelBenchOptions, start_peers: "StartPeers | None" = 
     `start_peers` starts other systems, which are timed in turn with Tandem, and reports missing
     ones.
     """
-    from tandem.kernels.engine import as_prompt
-
-    with as_prompt() if options.prompt else nullcontext():
-        return _measure(options, start_peers)
-
-
-def _measure(options: KernelBenchOptions, start_peers: "StartPeers | None") -> int:
     from tandem.bench.kernels import KernelBench, machine
     from tandem.kernels.cpu import detect_cpu
     from tandem.kernels.formats.weight_format import find_format

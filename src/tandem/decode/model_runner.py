@@ -23,7 +23,6 @@ from tandem.hf.compat import (
 from tandem.hf.packed_layers import PackedLinear
 from tandem.hf.runtime import runtime_of
 from tandem.kernels.dense import CpuThreads
-from tandem.kernels.engine import as_prompt
 from tandem.kernels.torch_private import own_forward_hooks
 from tandem.kv_cache.base import SlotCache, stepping
 from tandem.kv_cache.indexers import masks_by_layer_type
@@ -109,7 +108,6 @@ class ModelRunner:
             stepping(self._cache),
             given_features(copy, features) as images,
             native or nullcontext(),
-            as_prompt() if native else nullcontext(),
         ):
             outputs = copy(
                 position_ids=positions,

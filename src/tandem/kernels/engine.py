@@ -1,8 +1,6 @@
 """Starts the native engine: the only place that chooses its threads and instruction set."""
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from tandem.core.errors import CapacityError, ConfigError
 from tandem.core.registry import nearest_names
@@ -27,20 +25,6 @@ def choose_isa(name: str) -> str:
             f"instruction set {name!r} is not on this processor; {nearest_names(name, available)}"
         )
     return name or best_isa()
-
-
-@contextmanager
-def as_prompt() -> Iterator[None]:
-    """Compute what this thread calls inside as a prompt's.
-
-    On AMX the products of a prompt are of bf16, on tiles, and all others of int8. Each of the two
-    gives a token the same bits in any batch, so a prompt must be all of one kind.
-    """
-    before = _native.set_prompt(True)
-    try:
-        yield
-    finally:
-        _native.set_prompt(before)
 
 
 def start_engine(*, num_threads: int, isa: str = "") -> _native.ExpertEngine:
