@@ -38,5 +38,5 @@ WITHOUT_MEMORY = {
     "available_isas", "block_bytes", "block_cols", "grid_lines",
     "detect_cpu_features", "expected_ahead", "is_prompt", "join_crc32c", "known_ahead",
     "known_reads", "layer_entries", "may_lend", "may_take_room", "most_valued", "over_lowest",
-    "over_residents", "prompt_reads", "rank_last", "set_prompt", "slot_bytes", "split_layer",
+    "over_residents", "prompt_reads", "rank_last", "slot_bytes", "split_layer",
 }  # fmt: skip

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from tandem.checkpoint.json_files import JsonObject, read_json
-from tandem.checkpoint.packed_files import read_metadata
 from tandem.core.errors import ConfigError
 from tandem.core.units import format_bytes
 
@@ -87,6 +86,8 @@ def _card(directory: Path, origin: Origin, reports: Sequence[JsonObject]) -> Ite
     yield from [f"base_model: {origin.base_model}"] if origin.base_model else []
     yield from [f"license: {origin.licence}"] if origin.licence else []
     yield from ("library_name: tandem-moe", "tags:", "- moe", "- tandem", "---", "")
+    from tandem.checkpoint.packed_files import read_metadata  # which loads torch
+
     base = origin.base_model
     yield f"# {directory.resolve().name}"
     yield ""

@@ -53,9 +53,7 @@ T = TypeVar("T")
 
 
 class QuantizerHooks:
-    """Quantizer methods whose name or signature has changed; subclasses override one form of
-    each.
-    """
+    """Quantizer methods whose name or signature has changed; subclasses override one of each."""
 
     def prepare_config(self, config: PreTrainedConfig) -> None:
         """Prepare the model's config before the checkpoint's files are looked up."""
@@ -217,9 +215,7 @@ def own_cache_class(model: PreTrainedModel) -> type[DynamicCache] | None:
 
 
 def forget_positions(cache: object) -> None:
-    """Clear the positions that Qwen4's code stores on a cache, so that the next prompt starts at 0
-    (5.17).
-    """
+    """Clear positions that Qwen4's code stores on a cache: the next prompt starts at 0 (5.17)."""
     vars(cache).pop("position_ids", None)
 
 
@@ -227,8 +223,7 @@ def first_position_ids(model: PreTrainedModel, ids: Tensor, kwargs: dict[str, ob
     """Return the positions that `generate` gives a prompt's tokens (5.17 to today).
 
     Models with images store on themselves the offset of a prompt's positions from its length. Their
-    next forward without positions would add it whatever its prompt is, so the stored value is
-    removed.
+    next forward without positions would add it whatever its prompt is, so it is removed.
     """
     noting = vars(getattr(model, "model", model))
     before = noting.get("rope_deltas")
@@ -249,8 +244,7 @@ def next_step_kwargs(
 def config_to_step(
     config: PreTrainedConfig, attention: str, copies: dict[int, PreTrainedConfig]
 ) -> PreTrainedConfig:
-    """Return a copy of a config with an attention function, for a forward that computes logits
-    alone.
+    """Return a config's copy with an attention function, for a forward that computes logits only.
 
     Replaces `set_attn_implementation`, which changes the config that everything else reads (5.17 to
     today). `copies` has a model's copies by `id`, as configs contain each other.
@@ -311,8 +305,7 @@ def ignore_in_files(model: PreTrainedModel, names: Iterable[str]) -> None:
 
 
 def parts_in_fp32(model: PreTrainedModel) -> Collection[str]:
-    """Return words in the names of weights that `from_pretrained` keeps in fp32, whatever the
-    dtype.
+    """Return words in names of weights that `from_pretrained` keeps in fp32 in any dtype.
 
     5.17 to today; no public name.
     """
@@ -349,9 +342,7 @@ def repeat_warnings(held: Iterable[logging.LogRecord]) -> None:
 
 
 def image_tower(model: PreTrainedModel) -> ModelPart | None:
-    """Return the part of a model that makes features of images and merges them; None: it has
-    none.
-    """
+    """Return the part of a model that makes features of images and merges them, if it has one."""
     inner: ModelPart | None = getattr(model, "model", None)
     return inner if hasattr(inner, "get_image_features") else None
 

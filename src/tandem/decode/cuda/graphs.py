@@ -56,9 +56,7 @@ ExpertsArguments = tuple[int, Tensor, Tensor, Tensor, ExpertFunctions]
 
 
 class GraphBreak(NamedTuple):
-    """A call between two graph segments: of the executor, or of a reader of table rows on the
-    disk.
-    """
+    """A call between two graph segments: of the executor, or of a reader of rows on the disk."""
 
     function: Callable[..., Tensor]
     args: tuple[object, ...]
@@ -99,8 +97,7 @@ class GraphLayers(Protocol):
 
 
 class Announced:
-    """Intercepts calls of a step whose tokens the host announced, because reading ids back would
-    wait.
+    """Intercepts calls of a step whose tokens the host announced: reading ids back would wait.
 
     Padding tokens choose no experts, by `pad`.
     """

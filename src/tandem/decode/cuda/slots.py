@@ -108,9 +108,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
 
     @torch.inference_mode()
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
-        """Append tokens to some slots; return the logits after each slot's last: (slots,
-        vocabulary).
-        """
+        """Append tokens to slots; return the logits after each slot's last: (slots, vocabulary)."""
         logits = torch.stack(
             [self._prefill_all(slot, tokens, keep=1)[-1] for slot, tokens in prompts.items()]
         )
@@ -237,8 +235,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
 
     @torch.inference_mode()
     def launch_once(self, count: int) -> None:
-        """Run the operations of a captured step of `count` tokens without capturing or keeping
-        them.
+        """Run the operations of a captured step of `count` tokens; capture and keep nothing.
 
         This compiles and loads its kernels. Raises `NotRecordableError`, and errors of the kernels.
         """
@@ -313,8 +310,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         """Do some work; if the GPU is out of memory, experts make room and the work is repeated.
 
         So the slots' states are copied before, unless `can_repeat` is false: a replayed step's
-        states are too large to copy for each token. Raises `CapacityError` when no more room can be
-        made.
+        are too large to copy for each token. Raises `CapacityError` if no more room can be made.
         """
         while True:
             put_back = _nothing
@@ -372,9 +368,7 @@ def why_no_cuda_slots(model: PreTrainedModel) -> str | None:
 
 
 def slot_bytes(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> int | None:
-    """Return the bytes of a slot of `num_tokens`, measured with a prompt; None: the model has no
-    slots.
-    """
+    """Return the bytes of a slot of `num_tokens`, measured with a prompt; None: no slots."""
     try:
         pool = CudaSlotPool(model, 1)
         pool.prefill({0: prompt})
