@@ -81,6 +81,7 @@ NOT_RUN = {
     "python -m benchmarks.loading.against_llama_cpp_file": LLAMA_CPP,
     "python -m benchmarks.loading.large_model load FILE.gguf": "reads a file of 6 or 18 GB",
     "python -m benchmarks.loading.start_up --rounds 3": "starts with 18 GB of weights",
+    "python -m benchmarks.server.against": "starts guidellm and llama-server",
     "python -m benchmarks.server.overhead --only release": "needs answers that last seconds",
     "python -m benchmarks.server.overhead --rounds": "a tiny model's tokens come at one instant",
     "tandem bench --shape deepseek-v2-lite": "follows a trace of all 26 layers, 10 GB",
