@@ -10,10 +10,8 @@ from transformers import AutoConfig
 
 import tandem
 from tandem.bench.model_shapes import MODEL_SHAPES
-from tandem.bench.random_model import empty_model_of
 from tandem.cli.main import main
 from tandem.core.errors import CapacityError
-from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.experts.cache.host_slots import share_of
 from tandem.forecast import disk_forecast
 from tandem.forecast.disk_forecast import (
@@ -26,17 +24,13 @@ from tandem.forecast.gpu_forecast import geometry_of
 from tandem.forecast.model_plan import FORWARD_BYTES, tower_bytes, workspace_bytes
 from tandem.forecast.sizes import ModelSizes, model_sizes
 from tandem.forecast.speed_forecast import SpeedForecast
-from tandem.forecast.state_bytes import mixer_token_bytes, state_bytes_of
 from tandem.hardware.profiles import load_profile, save_profile
 from tandem.hf.checkpoint import open_checkpoint
 from tandem.hf.config import OffloadConfig
-from tandem.hf.load import empty_model
 from tandem.hf.packed_layers import PackedModule
-from tandem.kernels.dense import CpuThreads
 from tandem.policy.cost import DiskCosts, whole_pages
 from tandem.sim.typical_routing import typical_routing
 from tandem.trace import write_trace
-from tests.architectures import build_tiny_model
 from tests.disk.loading import slots_of
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
@@ -169,13 +163,6 @@ def test_an_unknown_shape_gets_all_names(capsys: pytest.CaptureFixture[str]) -> 
     said = capsys.readouterr().err
     assert "unknown shape 'gpt-oss-120b'; did you mean 'gpt-oss-20b'? known: " in said
     assert [name for name in MODEL_SHAPES if name not in said] == []
-
-
-def test_windows_bound_what_their_layers_keep(tmp_path: Path) -> None:
-    sizes = sizes_of(write_plain(tmp_path / "plain", "gpt_oss"))
-    assert sizes.kv.bytes_of(1000) == 1000 * sizes.kv.token_bytes
-    more = sizes.kv.bytes_of(200_000) - sizes.kv.bytes_of(100_000)
-    assert more == 100_000 * sizes.kv.token_bytes / 2  # every other layer has a window
 
 
 def test_slots_of_a_device(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -371,15 +358,6 @@ def test_speed_is_measured_once_and_kept(
     assert plan(capsys, *words)[1]["decode_tokens_per_second"] == report["decode_tokens_per_second"]
 
 
-@pytest.mark.seam
-@pytest.mark.parametrize("name", ["qwen3_5_moe", "kimi_linear", "nemotron_h", "jamba", "lfm2_moe"])
-def test_states_take_what_slots_make(name: str) -> None:
-    model = build_tiny_model(name)
-    pool = CpuSlotPool(model, CpuThreads(num_threads=1), 1, has_replay=False)
-    pool.prefill({0: [40, 41]})
-    assert state_bytes_of(empty_model(model.config)) == pool.cache.states.step_bytes > 0
-
-
 def test_a_plan_counts_states_and_their_checkpoints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -392,14 +370,6 @@ def test_a_plan_counts_states_and_their_checkpoints(
     assert report["host_bytes"] == report["load_host_bytes"] + held + activations + FORWARD_BYTES
     _, report = plan(capsys, directory, "--no-measure", "--context", "64")
     assert report["checkpoint_bytes"] == 0
-
-
-def test_a_plan_counts_what_a_mixer_projects_a_token_to() -> None:
-    mixed = empty_model_of(MODEL_SHAPES["qwen3.6-35b-a3b"].sample(4), 100)
-    # Queries, keys, values, gates of the values, and two numbers for each of the 32 heads.
-    assert mixer_token_bytes(mixed) == 11 * (2 * 2048 + 2 * 4096 + 2 * 32)
-    assert mixer_token_bytes(empty_model_of(MODEL_SHAPES["lfm2-8b-a1b"].sample(3), 100)) == 36_864
-    assert mixer_token_bytes(empty_model_of(MODEL_SHAPES["olmoe"].sample(2), 100)) == 0
 
 
 def test_sequences_at_once_take_their_keys_and_activations(
