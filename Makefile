@@ -31,17 +31,15 @@ PYTEST := $(MALLOC) $(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder $
 # that follow.
 WHEEL_PYTHONS ?= $(PYTHON)
 
-.PHONY: beside-unit clang-kernels release release-files lock test-fast test-figures test-slow test-all-isas fuzz-files wheel check-wheel check-clang check-commits check-format check-threads check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs docs-models docs-modules docs-datapoints docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
+.PHONY: clang-kernels release release-files lock test-fast test-figures test-slow test-all-isas fuzz-files wheel check-wheel check-clang check-commits check-format check-threads check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs docs-models docs-modules docs-datapoints docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
 
-# The tests take longest, so that what runs beside them takes the processor that they leave.
-test: setup  ## Everything that CI runs
-	@$(MAKE) --no-print-directory -j4 -Oline unit beside-unit
-
-beside-unit:
-	@nice -n 5 $(MAKE) --no-print-directory lint floors sanitize types seam-oldest fuzz-files clang-kernels
+# The tests take longest, so that what runs beside them takes the processor that they leave: that is
+# much while packages are installed.
+test:  ## Everything that CI runs
+	@$(MAKE) --no-print-directory -j3 -Oline unit clang-kernels sanitize lint floors types fuzz-files
 
 setup: $(VENV)/dev.stamp
 
@@ -54,7 +52,7 @@ lint: setup
 	$(BIN)/deptry .
 
 types: setup
-	$(BIN)/mypy
+	nice -n 5 $(BIN)/mypy
 
 floors: setup
 	$(BIN)/lint-imports
@@ -86,18 +84,18 @@ sanitize: $(SANITIZED:%=sanitized-%) $(FUZZED:%=fuzzed-%)  ## The native kernels
 
 sanitized:
 	@cmake -S csrc -B build/sanitize -DTANDEM_SANITIZE=ON -DTANDEM_WARNINGS_ARE_ERRORS=ON -DTANDEM_SANITIZE_FORMATS=$(if $(FORMATS),ON,OFF) >/dev/null
-	@cmake --build build/sanitize --parallel 2 --target $(SANITIZED:%=check_%) $(FUZZED:%=fuzz_%) >/dev/null
+	@nice -n 5 cmake --build build/sanitize --parallel 2 --target $(SANITIZED:%=check_%) $(FUZZED:%=fuzz_%) >/dev/null
 
 sanitized-%: sanitized
-	build/sanitize/check_$*
+	nice -n 5 build/sanitize/check_$*
 
 # What was found before, then new sizes and bytes; a find lies in build/fuzz, and once mended in corpus.
 fuzzed-%: sanitized
 	@mkdir -p build/fuzz/native-$*
-	build/sanitize/fuzz_$* -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZED)))) -artifact_prefix=build/fuzz/$*- build/fuzz/native-$* csrc/fuzz/corpus/$*
+	nice -n 5 build/sanitize/fuzz_$* -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZED)))) -artifact_prefix=build/fuzz/$*- build/fuzz/native-$* csrc/fuzz/corpus/$*
 
 fuzz-files: setup  ## Damaged model files of all kinds for FUZZ_SECONDS; what is found lies in build/fuzz
-	$(BIN)/python -m tests.fuzz all --count 100000000 --seconds $(FUZZ_SECONDS)
+	nice -n 5 $(BIN)/python -m tests.fuzz all --count 100000000 --seconds $(FUZZ_SECONDS)
 
 fuzz: setup  ## Damaged model files and hostile sizes for an hour; what is found lies in build/fuzz
 	@$(MAKE) --no-print-directory FUZZ_SECONDS=600 FORMATS=all $(FUZZED:%=fuzzed-%)
@@ -139,7 +137,7 @@ check-clang:  ## All of csrc by the wheels' compiler, which is Clang: syntax and
 	@wheels/clang.sh $(PYTHON)
 
 clang-kernels:  # the library without its check programs, which each night has
-	@CHECKS=OFF BUILD=build/clang-library wheels/clang.sh $(PYTHON)
+	@CHECKS=OFF BUILD=build/clang-library nice -n 5 wheels/clang.sh $(PYTHON)
 
 check-threads:  ## The threads that answer captured steps, copy and read the disk, under ThreadSanitizer: minutes
 	@cmake -S csrc -B build/threads -DTANDEM_SANITIZE_THREADS=ON >/dev/null
@@ -179,7 +177,7 @@ gpu-coverage: setup  ## Which lines and branches of device cuda's host code its 
 # What another Transformers changes does not depend on the kernels. To look for its tests in all files takes longer than most of them.
 SEAM = $(if $(ISA),,--isa best) $(shell grep -rl mark.seam tests)
 seam-oldest: $(VENV)/transformers-$(OLDEST_TRANSFORMERS)/installed.stamp  ## The seam's tests on the oldest supported Transformers
-	PYTHONPATH=$(VENV)/transformers-$(OLDEST_TRANSFORMERS) $(PYTEST) -n 0 -m "seam and not slow and not alike" $(SEAM)
+	PYTHONPATH=$(VENV)/transformers-$(OLDEST_TRANSFORMERS) $(PYTEST) -m "seam and not slow" $(SEAM)
 
 # NEWEST_TORCH: as pip takes it; the index's own torch may bring gigabytes of CUDA.
 NEWEST_TORCH ?= $(TORCH)

@@ -389,11 +389,10 @@ def _model_classes(name: str) -> list[type[PreTrainedModel]]:
     return list(dict.fromkeys(by_head))
 
 
-def by_kind(
-    names: Iterable[str], others: pytest.MarkDecorator = pytest.mark.slow
-) -> list[ParameterSet]:
-    """Return a test's architectures; those that are like another one are marked as `others`."""
-    return [pytest.param(name, marks=() if name in KINDS else others) for name in sorted(names)]
+def by_kind(names: Iterable[str]) -> list[ParameterSet]:
+    """Return a test's architectures; those that are like another one are left to `test-slow`."""
+    slow = pytest.mark.slow
+    return [pytest.param(name, marks=() if name in KINDS else slow) for name in sorted(names)]
 
 
 def _is_model_class(value: object, module_name: str) -> bool:

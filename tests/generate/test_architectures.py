@@ -111,12 +111,11 @@ def verified(
 @pytest.mark.seam
 @pytest.mark.parametrize(
     "name",
-    by_kind(
+    sorted(
         set(architectures())
         - NOT_TOKEN_BY_TOKEN
         - NOT_GENERATING_UPSTREAM
-        - (NO_SLOTS_ON_THE_OLDEST if IS_OLDER else set()),
-        others=pytest.mark.alike,
+        - (NO_SLOTS_ON_THE_OLDEST if IS_OLDER else set())
     ),
 )
 def test_logits_in_slots_are_the_models(name: str, tmp_path: Path) -> None:

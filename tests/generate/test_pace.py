@@ -72,3 +72,21 @@ def test_a_prompt_gets_its_turn_however_slow_decode_steps_become() -> None:
         num_steps += 1
         pace.decoded(0.5 * num_steps)
     assert num_steps < 400
+
+
+def test_many_waiting_prompts_get_as_much_time_as_streams() -> None:
+    """One stream beside three prompts has a quarter of the time, and a token of each chunk."""
+    pace = Pace(0.5)
+    for _ in range(9):
+        pace.decoded(0.02)
+    pace.prefilled(100, 0.3, part=0.25)
+    num_steps = 0
+    while not pace.may_prefill:
+        num_steps += 1
+        pace.decoded(0.02)
+    assert num_steps == 5  # a tenth of a second
+    pace.prefilled(100, 0.3, part=0.25, has_decoded=True)
+    for _ in range(4):
+        assert not pace.may_prefill
+        pace.decoded(0.02)
+    assert pace.may_prefill

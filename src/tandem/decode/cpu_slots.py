@@ -54,6 +54,8 @@ class _Step(NamedTuple):
 class CpuSlotPool(CachedSlotPool[KvCache]):
     """Slots on the CPU's KV cache."""
 
+    prefills_together = True
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -81,6 +83,8 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         self._token_routed = TokenRouted(model)
         self._steps: dict[int, _Step] = {}
         self._last: _Step | None = None
+        self._joins: bool | None = None  # whether decoded tokens may join a prefill; None: untried
+        self._is_to_try_joining = False
 
     @property
     def step(self) -> ReplayedStep:
@@ -140,6 +144,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         slots = [slot for slot, new in tokens.items() for _ in new]
         ids = [token for new in tokens.values() for token in new]
         step = self._last = self._step_of(len(ids))
+        joined = self._try_joining(tokens) if self._is_to_try_joining else None
         counts = {slot: len(new) for slot, new in tokens.items()}
         self.cache.begin_decode(counts, step.slots, step.positions)
         step.rotary.copy_(step.positions)
@@ -164,7 +169,33 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
             self._held[slot] += new
         self._require_finite(slots, logits)
         self._tell_hidden(step.hidden, tokens.items())
+        if joined is not None:
+            self._joins = torch.equal(joined, logits)
         return logits
+
+    def may_join_prefill(self) -> bool:
+        """Tell whether `prefill` gives a decoded token the logits of a decode step, to the bit.
+
+        Not where windows keep the prompt, as a decoded token would become a part of it, and not
+        where latents are expanded for prompts alone, for which a trial finds other bits.
+        """
+        if self.cache.prompt_windows:
+            self._joins = False
+        self._is_to_try_joining = self._joins is None
+        return bool(self._joins)
+
+    def _try_joining(self, tokens: Mapping[int, Sequence[int]]) -> Tensor | None:
+        """Return what `prefill` gives a step's tokens, which are then taken back."""
+        step = self._step_of(sum(map(len, tokens.values()))).replayed
+        if not step.has_settled or any(len(new) > 1 for new in tokens.values()):
+            return None
+        self._is_to_try_joining = False
+        on_hidden, self.on_hidden = self.on_hidden, None
+        try:
+            with unheard(self._executor), self.on_trial([*tokens]):
+                return self.prefill(tokens)
+        finally:
+            self.on_hidden = on_hidden
 
     @property
     def moving(self) -> MovingSlots | None:
@@ -285,7 +316,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         """Forget the recorded graphs of an executor that has been replaced."""
         executor = self._model.executor
         if executor is not self._executor:
-            self._executor, self._last = executor, None
+            self._executor, self._last, self._joins = executor, None, None
             self._steps.clear()
 
 

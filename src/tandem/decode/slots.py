@@ -4,6 +4,8 @@
 so that the next turn of a conversation finds its prefix there.
 """
 
+import itertools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +38,8 @@ class SlotPool(ABC):
 
     num_slots: int
     can_prefill_in_chunks = False
+    prefills_together = False
+    """Whether one forward of `prefill` takes tokens of several slots."""
 
     @property
     def num_bytes(self) -> int | None:
@@ -102,6 +106,13 @@ class SlotPool(ABC):
 
         They are (n_tokens, vocabulary), slot by slot, and valid until the next call.
         """
+
+    def may_join_prefill(self) -> bool:
+        """Tell whether `prefill` gives a decoded token the logits of a decode step, to the bit.
+
+        The first call asks for a trial, for which the next step is computed both ways.
+        """
+        return False
 
     def decode(self, tokens: Mapping[int, int]) -> Tensor:
         """Append one token to each of some slots; return (slots, vocabulary) in their order."""
@@ -224,4 +235,5 @@ def num_shared(held: Sequence[int], prompt: Sequence[int]) -> int:
     needed.
     """
     most = min(len(held), len(prompt) - 1)
-    return next((i for i in range(most) if held[i] != prompt[i]), most)
+    differ = map(operator.ne, held, itertools.islice(prompt, most))
+    return next(itertools.compress(itertools.count(), differ), most)

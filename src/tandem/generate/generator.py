@@ -34,10 +34,11 @@ from tandem.generate.next_token_models import (
     without_adapters_wrapper,
 )
 from tandem.generate.pace import Pace
+from tandem.generate.prefill_chunks import CHUNK_TOKENS
 from tandem.generate.prompt import encode_messages, room
 from tandem.generate.request import Request
 from tandem.generate.sampling import SamplingOptions, not_followed
-from tandem.generate.scheduler import CHUNK_TOKENS, Scheduler
+from tandem.generate.scheduler import Scheduler
 from tandem.generate.speculation.drafters import DraftParts, new_speculation
 from tandem.generate.trial_notes import TrialNote
 from tandem.hf.dense import pack_dense_layers, share_threads

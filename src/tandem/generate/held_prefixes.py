@@ -17,6 +17,8 @@ from tandem.kv_cache.prefix_files import SEGMENT_TOKENS, SEGMENTS_BETWEEN_STATES
 # Segments that are read in one step while other requests wait for their tokens.
 _READ_BESIDE_OTHERS = 4
 _PAUSE_SECONDS = 0.01
+# A prompt waits a step for another one's beginning if it gains a part of this many of its tokens.
+_MUCH = 4
 
 
 class _Disk(NamedTuple):
@@ -92,6 +94,14 @@ class HeldPrefixes:
             pool.copy(source, running.slot, shared[source])
             running.num_done = shared[source]
         return max(0, gained)
+
+    def will_gain(self, running: Running, other: Running) -> bool:
+        """Whether another prompt's chunk computes much of what a prompt still needs: it waits."""
+        request, its = running.request, other.request
+        if request.has_prompt_logprobs or request.owner != its.owner:
+            return False
+        gained = num_shared(its.keys, request.keys) - running.num_done
+        return _MUCH * gained > len(request.prompt) - running.num_done
 
     # ---- disk ------------------------------------------------------------------------------------
 

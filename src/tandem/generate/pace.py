@@ -21,9 +21,9 @@ class Pace:
     """Limits prefill chunks while streams run."""
 
     def __init__(self, max_gap_seconds: float, *, stream_share: float = 0.65) -> None:
-        """Let streams wait at most `max_gap_seconds`, and give them `stream_share` of the time."""
+        """Let streams wait at most `max_gap_seconds`; give them `stream_share` of the time."""
         self._max_gap_seconds = max_gap_seconds
-        self._seconds_owed_per_second = stream_share / (1 - stream_share)
+        self._stream_share = stream_share
         self._decode_seconds = 0.0
         self._owed_seconds = 0.0  # of decode steps, before the next chunk
         self._num_tokens = 0.0
@@ -40,12 +40,21 @@ class Pace:
         self._num_tokens = min(max(self._num_tokens, _LEAST_TOKENS), most)
         return int(self._num_tokens)
 
-    def prefilled(self, num_tokens: int, seconds: float) -> None:
-        """Record a chunk's duration beside streams; shorter ones, at a prompt's end, count less."""
-        self._owed_seconds = seconds * self._seconds_owed_per_second
+    def prefilled(
+        self, num_tokens: int, seconds: float, *, part: float = 1.0, has_decoded: bool = False
+    ) -> None:
+        """Record a chunk's duration beside streams; shorter ones, at a prompt's end, count less.
+
+        `part`: that of streams in all requests that run, of which each has as much time if streams
+        so have less. `has_decoded`: the chunk's forward gave each stream a token too.
+        """
+        share = min(self._stream_share, part)
+        self._owed_seconds = seconds * share / (1 - share)
+        if has_decoded:
+            self._owed_seconds -= self._decode_seconds
         if seconds <= 0 or num_tokens < 0.5 * self._num_tokens:
             return
-        room = self._max_gap_seconds - self._decode_seconds
+        room = self._max_gap_seconds - (0.0 if has_decoded else self._decode_seconds)
         wanted = max(room, _LEAST_SHARE * self._max_gap_seconds)
         change = min(max(wanted / seconds, 1 / _MOST_CHANGE), _MOST_CHANGE)
         self._num_tokens = num_tokens * change

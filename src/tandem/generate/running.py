@@ -40,6 +40,8 @@ class Running:
     """Drafted tokens that were verified; `accepted` of them are the answer's."""
     accepted: int = 0
     finish_reason: FinishReason | None = None
+    is_alone: bool = False
+    """Whether its prompt is computed alone, as a forward with others' tokens has failed."""
 
     def take(self, token: int) -> str:
         """Append a token; return the text that is now certain."""

@@ -1,9 +1,12 @@
 """Continuous batching: requests join a running batch at any step, and leave it at any step.
 
-One step is at most one prefill chunk, and then one token for every request that is past its prompt.
+One step is at most one prefill chunk, and one token for every request that is past its prompt.
 Prompts take turns chunk by chunk, so a long one neither stops the streams nor the short prompts
 behind it. A request finds the beginning of its prompt in the KV cache if a slot holds it. A single
 prompt is a batch of one.
+
+A chunk may hold tokens of several prompts, and the next token of each stream. If its forward fails,
+the prompts are computed one by one, so that only the one to blame fails.
 
 What a request answers does not depend on what else is in the batch: its tokens are drawn from its
 own random numbers, and the packed kernels compute a token alike in any batch, so that a prompt may
@@ -16,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from tandem.decode.slots import SlotPool
 from tandem.foreign_types import PreTrainedModel, Tokenizer
@@ -24,6 +27,7 @@ from tandem.generate.constraints import FollowGrammar, constraints_of, no_gramma
 from tandem.generate.held_prefixes import HeldPrefixes
 from tandem.generate.next_token_models import end_of_sequence_ids
 from tandem.generate.pace import Pace
+from tandem.generate.prefill_chunks import CHUNK_TOKENS, ChunkPart, PrefillChunks
 from tandem.generate.prompt import room
 from tandem.generate.request import Request
 from tandem.generate.running import Running, logprob_of
@@ -34,11 +38,6 @@ from tandem.generate.text import TextStream
 from tandem.generate.token_output import BatchCounts, Failure, StepFailedError, TokenOutput
 from tandem.generate.waiting_line import WaitingLine
 from tandem.kv_cache.prefix_files import PrefixFiles
-
-# Running streams wait for a prefill chunk; shorter chunks read the experts more often.
-CHUNK_TOKENS = 256
-# While others are answered, chunks are so much shorter: they wait less, the prompt takes longer.
-_SHORTER_BESIDE_OTHERS = 4
 
 
 class Scheduler:
@@ -59,17 +58,13 @@ class Scheduler:
     ) -> None:
         """Serve as many requests at a time as `pool` has slots; more wait, in their order.
 
-        With `merges_prompts` a prefill chunk may hold several prompts, which then fail together.
+        With `merges_prompts` a prefill chunk may hold several prompts even where their last bits
+        depend on each other.
         `speculation` drafts tokens where verifying them cannot change an answer. Beginnings of
         prompts are kept in `files`, too: see `prefixes`. `pace` bounds how long streams wait for
         prompts, where these may be cut anywhere; requests of a lower priority number go first.
         """
         self._model, self._tokenizer, self._pool = model, tokenizer, pool
-        self._chunk_tokens = chunk_tokens if pool.can_prefill_in_chunks else 1 << 62
-        self._merges_prompts = merges_prompts
-        self._is_alike_however_cut = pool.can_prefill_in_chunks and not any(
-            isinstance(module, nn.Linear) for module in model.modules()
-        )
         self._pace, self._follow_grammar = pace, follow_grammar
         self._speculation = speculation
         if speculation is not None:
@@ -77,6 +72,10 @@ class Scheduler:
         self._last_used = [0.0] * pool.num_slots
         self.prefixes = HeldPrefixes(pool, files)
         """What slots hold; what of it is kept on disk is written between steps."""
+        self._chunks = PrefillChunks(
+            model, pool, self.prefixes, pace, chunk_tokens=chunk_tokens,
+            merges_prompts=merges_prompts,
+        )  # fmt: skip
         self._waiting = WaitingLine[Request]()
         self._prefilling: list[Running] = []
         self._decoding: list[Running] = []
@@ -141,17 +140,18 @@ class Scheduler:
         """Prefill a chunk and decode a token for each request that is past its own prompt.
 
         Raises `StepFailedError` if that failed for some requests. They are dropped; the others go
-        on: a prompt that prefills alone fails alone, requests that decode together fail together
-        if the model itself does, and alone if only the choice of their token does.
+        on: a prompt fails alone where it can be computed alone, requests that decode together fail
+        together if the model itself does, and alone if only the choice of their token does.
         """
         self._admit()
         token_outputs = []
         decoding = list(self._decoding)
-        chunk = self._next_chunk() if self._may_prefill else []
+        chunk = self._chunks.next(self._prefilling, self.counts, num_streams=len(decoding))
+        may_join = chunk and decoding and self._chunks.may_join(chunk[0].running)
+        joining = decoding if may_join else []
         if chunk:
-            together = [running.request for running, _ in chunk]
-            token_outputs += self._attempt(together, partial(self._prefill, chunk))
-        if decoding:
+            token_outputs += self._prefill_or_part(chunk, joining)
+        if decoding and not joining:
             together = [running.request for running in decoding]
             token_outputs += self._attempt(together, partial(self._decode, decoding))
         failures, self._failures = self._failures, []
@@ -171,6 +171,35 @@ class Scheduler:
                 self.cancel(number)
             self._failures.append(Failure(numbers, error))
             return []
+
+    def _prefill_or_part(self, chunk: list[ChunkPart], joining: list[Running]) -> list[TokenOutput]:
+        """Compute a chunk, with the next tokens of streams; if that fails, let the prompts part."""
+        prompts = [running for running, _ in chunk]
+        if len(chunk) + len(joining) == 1 or not self._pool.can_prefill_in_chunks:
+            requests = [one.request for one in prompts]
+            return self._attempt(requests, partial(self._prefill, chunk, joining))
+        try:
+            return self._prefill(chunk, joining)
+        except Exception as error:
+            for one in prompts:
+                one.num_done, one.is_alone = self._go_back(one.slot, one.num_done), True
+            wanted = [len(one.history) - 1 for one in joining]
+            lost = [
+                one.request.request_id
+                for one, length in zip(joining, wanted, strict=True)
+                if self._go_back(one.slot, length) < length
+            ]
+            for number in lost:
+                self.cancel(number)
+            if lost:
+                self._failures.append(Failure(tuple(lost), error))
+            return []
+
+    def _go_back(self, slot: int, length: int) -> int:
+        """Let a slot hold at most `length` tokens after a failure; return how many are left."""
+        left = self._pool.usable(slot, min(length, len(self._pool.held(slot))))
+        self._pool.keep(slot, left)
+        return left
 
     def _admit(self) -> None:
         while self.num_waiting and self.num_running < self.max_running:
@@ -209,63 +238,15 @@ class Scheduler:
         self.counts.reused_tokens += shared
         return []
 
-    @property
-    def _may_prefill(self) -> bool:
-        """Whether a prompt's turn has come."""
-        if not self._prefilling:
-            return False
-        return self._pace is None or not self._decoding or self._pace.may_prefill
+    def _prefill(self, chunk: list[ChunkPart], joining: list[Running]) -> list[TokenOutput]:
+        """Run the next tokens of some prompts and of the streams that join them.
 
-    def _chunk_size(self) -> int:
-        """Return how many prompt tokens are computed now."""
-        if not self._decoding or not self._is_alike_however_cut:
-            return self._chunk_tokens
-        if self._pace is not None:
-            return self._pace.chunk_tokens(self._chunk_tokens)
-        return max(1, self._chunk_tokens // _SHORTER_BESIDE_OTHERS)
-
-    def _next_chunk(self) -> list[tuple[Running, int]]:
-        """Return what is prefilled now: requests, each with its prompt tokens done afterwards."""
-        size = self._chunk_size()
-        chunk: list[tuple[Running, int]] = []
-        for running in sorted(self._prefilling, key=lambda one: one.request.priority):
-            is_alone = not self._merges_prompts or running.prompt_logprobs is not None
-            if chunk and (size <= 0 or is_alone):
-                break
-            self._note_reused(running, self.prefixes.catch_up(running))
-            if running.on_disk:
-                has_slots = self.num_running == 1  # nobody waits for a token
-                self._note_reused(running, self.prefixes.read(running, is_alone=has_slots))
-                if running.on_disk:  # the rest with the next step: others wait for their tokens
-                    continue
-            first = running.num_done
-            # At fixed places where layers are not packed: that decides the last bits.
-            is_free = chunk or (self._is_alike_however_cut and self._pace is not None)
-            end = first + size if is_free else (first // size + 1) * size
-            end = min(len(running.request.prompt), end)
-            chunk.append((running, end))
-            size -= end - first
-            if is_alone:
-                break
-        return chunk
-
-    def _note_reused(self, running: Running, num_tokens: int) -> None:
-        running.reused_tokens += num_tokens
-        self.counts.reused_tokens += num_tokens
-        self.counts.read_tokens = self.prefixes.num_read_tokens
-
-    def _prefill(self, chunk: list[tuple[Running, int]]) -> list[TokenOutput]:
-        """Run the next tokens of some prompts; return tokens of those that are through."""
-        start, has_streams = time.perf_counter(), bool(self._decoding)
+        Returns tokens of those that are through, and of these.
+        """
+        start, num_streams = time.perf_counter(), len(self._decoding)
+        part = num_streams / self.num_running
         num_tokens = sum(end - one.num_done for one, end in chunk)
-        new = {one.slot: one.request.keys[one.num_done : end] for one, end in chunk}
-        first = chunk[0][0]
-        if first.prompt_logprobs is None:
-            logits = self._pool.prefill(new)
-        else:
-            all_logits = self._pool.prefill_with_logits(first.slot, new[first.slot])
-            first.note_prompt(all_logits, first.num_done)
-            logits = all_logits[-1:]
+        logits = self._chunk_logits(chunk, joining)
         self.counts.prompt_tokens += num_tokens
         token_outputs: list[TokenOutput] = []
         for row, (running, end) in enumerate(chunk):
@@ -276,11 +257,24 @@ class Scheduler:
             else:
                 self._decoding.append(running)
                 token_outputs += self._begin_answer(running, logits[row : row + 1])
+        for row, running in enumerate(joining, len(chunk)):
+            choose = partial(self._choose, running, logits[row : row + 1])
+            token_outputs += self._attempt([running.request], choose)
         seconds = time.perf_counter() - start
         self.counts.prefill_seconds += seconds
-        if self._pace is not None and has_streams:
-            self._pace.prefilled(num_tokens, seconds)
+        if self._pace is not None and num_streams:
+            self._pace.prefilled(num_tokens, seconds, part=part, has_decoded=bool(joining))
         return token_outputs
+
+    def _chunk_logits(self, chunk: list[ChunkPart], joining: list[Running]) -> Tensor:
+        """Return the logits after the last new token of each: (requests, vocabulary)."""
+        new = {one.slot: one.request.keys[one.num_done : end] for one, end in chunk}
+        first = chunk[0][0]
+        if first.prompt_logprobs is None:
+            return self._pool.prefill(new | {one.slot: (one.history[-1],) for one in joining})
+        all_logits = self._pool.prefill_with_logits(first.slot, new[first.slot])
+        first.note_prompt(all_logits, first.num_done)
+        return all_logits[-1:]
 
     def _begin_answer(self, running: Running, logits: Tensor) -> list[TokenOutput]:
         """Choose a request's first token, or end it if its prompt alone was to be computed."""
