@@ -57,7 +57,7 @@ def main() -> None:
     conditions = Conditions(
         profile=load_profile("desktop-12gb"), gpu_experts=0.25, limit=flags.tokens
     )
-    for name in ("lru", "second-miss", "successor"):
+    for name in ("lru", "second-miss", "next-use"):
         found = simulate(trace, PlannerSettings(eviction=name), conditions)
         speed = found["decode_tokens_per_second"] or 0.0
         print(f"{name}: hit rate {found['hit_rate']:.1%}, {speed:.1f} tok/s (simulated)")

@@ -30,7 +30,7 @@ def main() -> None:
     trace = read_trace(flags.trace)
     profile = load_profile("desktop-12gb")  # or a file that `tandem profile` wrote
     print("eviction   experts on the GPU   hit rate   decode, tok/s (simulated)")
-    for eviction in ("lru", "successor"):
+    for eviction in ("lru", "next-use"):
         for share in (0.25, 0.5, 0.75):
             conditions = Conditions(profile=profile, gpu_experts=share, prompt=4)
             found = simulate(trace, PlannerSettings(eviction=eviction), conditions)

@@ -52,7 +52,7 @@ def test_own_policy_is_simulated_and_runs_live(model: Path, tmp_path: Path) -> N
     trace = REPOSITORY / "data" / "traces" / "gpt-oss-20b.npz"
     words = ("--tokens", 60, "--model", model, "--gpu-memory", "400kB")
     *simulated, live = example("own_policy.py", trace, *words, cache=tmp_path)
-    assert [line.split(":")[0] for line in simulated] == ["lru", "second-miss", "successor"]
+    assert [line.split(":")[0] for line in simulated] == ["lru", "second-miss", "next-use"]
     assert json.loads(live.removeprefix("live: "))
 
 
@@ -62,5 +62,5 @@ def test_a_trace_is_recorded_and_simulated(model: Path, tmp_path: Path) -> None:
     words = ("--trace", tmp_path / "t.npz", "--max-new-tokens", 6)
     lines = example("trace_and_simulate.py", model, prompts, *words, cache=tmp_path)
     assert [line.split()[:2] for line in lines[-6:]] == [
-        [name, share] for name in ("lru", "successor") for share in ("25%", "50%", "75%")
+        [name, share] for name in ("lru", "next-use") for share in ("25%", "50%", "75%")
     ]

@@ -13,10 +13,11 @@ UNKNOWN = re.compile(
     r"|\bit was not wanted\b|\bdecode process\b"
     # Names that are gone.
     r"|\blone[a-z]\w*|(?<![a-z])lone_\w+|\b_questions\b|\b(class|struct) places\b"
-    r"|\bidle rows?\b|\baskew\b|successortable|\bknobody\b"
+    r"|\bidle rows?\b|\baskew\b|\bknobody\b"
     r"|graph_rows|\b(predicting|asking|fetching)_rows|\bsteps? of ([a-z\d]+ )?rows"
-    # The old name of `--prediction regression` stands in quotes, where it is still accepted.
-    r"|(?<![`\"'])foresight",
+    # Former names of `--prediction regression` and `--eviction next-use` stand in quotes, where
+    # they are still accepted.
+    r"|(?<![`\"'])(foresight|successor)",
 )
 HISTORY = "docs/history/"  # as it was written
 FOLDERS = {

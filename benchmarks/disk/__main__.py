@@ -74,7 +74,7 @@ def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=96, help="steps")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--cold-prompt", type=int, default=256)
-    parser.add_argument("--eviction", default="successor")
+    parser.add_argument("--eviction", default="next-use")
     parser.add_argument("--threads", type=int, default=detect_cpu().num_threads)
     parser.add_argument("--fit-layers", type=int, default=6)
     parser.add_argument("--gguf", type=Path, help="for other programs")

@@ -42,7 +42,7 @@ INDEXED = System(
     ),
     "empty",
 )
-POLICIES = {"fifo": "its default", "copy-on-miss": "its LRU", "successor": "Tandem's"}
+POLICIES = {"fifo": "its default", "copy-on-miss": "its LRU", "next-use": "Tandem's"}
 
 
 def best_two(trace: RoutingTrace) -> RoutingTrace:

@@ -264,8 +264,8 @@ ABLATIONS: list[tuple[str, str, Ablation]] = [
         _cached("dali", "dali-window", "hybrimoe-released"),
     ),
     (
-        "speed of Tandem's `successor` over HybriMoE's cache, both `balanced`", NONE,
-        _cached("balanced", "successor", "hybrimoe"),
+        "speed of Tandem's `next-use` over HybriMoE's cache, both `balanced`", NONE,
+        _cached("balanced", "next-use", "hybrimoe"),
     ),
     (
         "figure 19: greedy over all on the CPU, a quarter resident", "4.1",

@@ -39,7 +39,7 @@ from tandem.sim.typical_routing import typical_routing
 from tandem.trace import RoutingTrace, read_trace
 
 SHAPE = "qwen3-30b-a3b"
-EVICTION = "successor"
+EVICTION = "next-use"
 LEAST_GB, MOST_GB = 8.0, 20.0
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 GAP_SHARE = 0.5

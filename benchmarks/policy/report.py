@@ -80,7 +80,7 @@ def eviction_rows(traces: dict[str, RoutingTrace], found: Found) -> Rows:
             )
         gap = bound - rates["lru"]
         if (batch, fraction) == (1, 0.25):
-            found["gap closed"].append((rates["successor"] - rates["lru"]) / gap)
+            found["gap closed"].append((rates["next-use"] - rates["lru"]) / gap)
             found["gap closed by DALI"].append((rates["dali-window"] - rates["lru"]) / gap)
         cell = {p: f"{r:.3f} ({(r - rates['lru']) / gap:+.0%})" for p, r in rates.items()}
         columns.append({**cell, "Belady": f"{bound:.3f}"})

@@ -9,10 +9,10 @@ TRACE --json`.
 
 Traces: DeepSeek-V2-Lite (26 MoE layers, top-6 of 64) and gpt-oss-20b (24 layers, top-4 of 32), see
 data/traces/README.md. All numbers here are of the odd sequences, from a cold start; tables are
-learned online. How clean that split is: the constants of `successor` and `regression` were fitted
+learned online. How clean that split is: the constants of `next-use` and `regression` were fitted
 on the even sequences, but their variants were compared on both halves. The planner's rules (one
 copy on an idle link, the price of link time, token-weighted counts, no staging) were chosen while
-looking at runs over whole traces; how a prompt counts in `successor` and the weight of its counts,
+looking at runs over whole traces; how a prompt counts in `next-use` and the weight of its counts,
 at these odd sequences. So speeds and the prefetch row are not held out in the strict sense; traces
 of other models are the test.
 Machines are simulated as CPU, GPU and link with the profiles in src/tandem/hardware/profiles, whose
@@ -77,7 +77,7 @@ Every token is a decode step, sequences side by side, the link free, no prefetch
 (ours keeps one for fetches). Belady may bypass: it bounds every policy with admission.
 DALI's window loses to LRU at batch 1, where counts of a window of four tokens say little. It wins
 at batch 8 on both traces, at batch 32 on DeepSeek-V2-Lite only.
-`successor` starts with LRU and follows in each layer its own prediction, LRU or a decayed count,
+`next-use` starts with LRU and follows in each layer its own prediction, LRU or a decayed count,
 whichever has more hits in a cache that is only counted (docs/decisions/0014-eviction-rules.md).
 Whether that is ever below LRU: `python -m benchmarks.policy.never_below_lru`, real and synthetic
 routing of 32 to 512 experts. Its margins were chosen on the speeds below and on that matrix.

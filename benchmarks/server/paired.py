@@ -49,8 +49,8 @@ def generator_gaps(generator: Generator, tokens: int) -> list[float]:
     return [b - a for a, b in itertools.pairwise(times)]
 
 
-def step_bytes(model: Any, num_rows: int) -> float:
-    """Return the bytes of weights that a step of so many rows touches under uniform routing.
+def step_bytes(model: Any, num_tokens: int) -> float:
+    """Return the bytes of weights that a step of so many tokens touches under uniform routing.
 
     n tokens touch experts * (1 - (1 - top_k / experts) ** n) of a layer.
     """
@@ -63,7 +63,7 @@ def step_bytes(model: Any, num_rows: int) -> float:
             touched += module.weight.nbytes
     for layer in require_runtime(model).store:
         count = layer.arrivals.num_experts
-        touched += layer.num_bytes * (1 - (1 - top_k / count) ** num_rows)
+        touched += layer.num_bytes * (1 - (1 - top_k / count) ** num_tokens)
     return touched
 
 
@@ -80,7 +80,7 @@ def load(
         if not generators:  # by now the server has packed what it packs
             generators.append(Generator(model, tokenizer))
         gaps = generator_gaps(generators[0], tokens)
-        touched = {num_rows: step_bytes(model, num_rows) for num_rows in (1, 4)}
+        touched = {num_tokens: step_bytes(model, num_tokens) for num_tokens in (1, 4)}
         with open(results, "a", encoding="utf-8") as file:
             file.write(json.dumps({"gaps": gaps, "step_bytes": touched}) + "\n")
 

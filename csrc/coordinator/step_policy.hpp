@@ -1,7 +1,7 @@
 // Knows the slots and the link while captured steps run, and asks the decider (csrc/decider) about each
 // layer: which misses are fetched for it, which get a slot for later, and who leaves for them; which
 // experts of layers to come are copied ahead. Decides what tandem.policy.planner decides for a step in
-// one graph, with the eviction `successor` and one set of slots per layer, to the last bit; see there
+// one graph, with the eviction `next-use` and one set of slots per layer, to the last bit; see there
 // for the reasons.
 #pragma once
 

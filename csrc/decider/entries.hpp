@@ -1,6 +1,6 @@
 // Who gets a slot of a cache, and who leaves for it: in a GPU's memory, in planned steps and in
 // captured ones, and in memory over a disk. The same as tandem.policy.decider decides with the
-// eviction `successor` on one set of slots per layer, to the last bit; see there for the reasons.
+// eviction `next-use` on one set of slots per layer, to the last bit; see there for the reasons.
 #pragma once
 
 #include <cstdint>

@@ -66,7 +66,7 @@ def test_a_negative_size_is_named(capsys: pytest.CaptureFixture[str], flag: str)
     [
         (command, words)
         for command in ("run", "chat", "serve", "plan")
-        for words in (["--gpu-memory", "8GiB"], ["--eviction", "successor"])
+        for words in (["--gpu-memory", "8GiB"], ["--eviction", "next-use"])
     ] + [("run", ["--profile", "laptop-8gb"])],
 )  # fmt: skip
 def test_options_of_a_device_without_one_are_one_sentence(

@@ -49,7 +49,7 @@ def with_share(packed: Path, share: float, **options: Any) -> Any:
 
 
 def put_on_disk(
-    store: HostStore, file: Path, share: float, *, eviction: str = "successor", top_k: int = 3
+    store: HostStore, file: Path, share: float, *, eviction: str = "next-use", top_k: int = 3
 ) -> HostSlots:
     """Write a store's experts to a file, from where they come into slots for a share of them.
 

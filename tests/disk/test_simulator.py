@@ -57,7 +57,7 @@ def run_live(model: Any, trace: RoutingTrace, eviction: str) -> list[Step]:
     return routing.steps
 
 
-@pytest.mark.parametrize("eviction", ["successor", "lru"])
+@pytest.mark.parametrize("eviction", ["next-use", "lru"])
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_live_and_simulated_slots_miss_the_same(packed: Path, share: float, eviction: str) -> None:
     trace = typical_routing(GEOMETRY, num_sequences=1, num_tokens=2 * (PROMPT + STEPS))

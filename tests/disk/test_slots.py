@@ -41,7 +41,7 @@ PROMPTS = {"one token": 1, "a step": 7, "a prompt": 60}
 
 
 @pytest.mark.parametrize("count", PROMPTS.values(), ids=PROMPTS)
-@pytest.mark.parametrize("eviction", ["successor", "lru"])
+@pytest.mark.parametrize("eviction", ["next-use", "lru"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_a_forward_pass_has_the_bits_of_memory(
     packed: Path, in_memory: Any, share: float, eviction: str, count: int
@@ -132,7 +132,7 @@ def test_too_little_memory_says_the_least(packed: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3])
-@pytest.mark.parametrize("eviction", ["successor", "lru"])
+@pytest.mark.parametrize("eviction", ["next-use", "lru"])
 def test_a_device_over_memory_over_a_disk_has_the_bits_of_memory(
     packed: Path, profile: str, share: float, eviction: str
 ) -> None:
@@ -166,7 +166,7 @@ def test_an_eviction_that_slots_cannot_follow_is_refused_where_a_model_does_not_
         monkeypatch.setattr(f"tandem.hf.{module}.available_bytes", lambda: 800_000)
     monkeypatch.setattr("tandem.hf.disk_tier._RESERVED_BYTES", 0)
     more = {**options, "profile": profile} if options else {}
-    with pytest.raises(ConfigError, match=r"eviction is 'fifo'.*one of successor, lru; choose"):
+    with pytest.raises(ConfigError, match=r"eviction is 'fifo'.*one of next-use, lru; choose"):
         tandem.load(packed, eviction="fifo", **more)
 
 
@@ -176,7 +176,7 @@ def test_an_assignment_that_fetches_within_a_step_is_refused(packed: Path, profi
         tandem.load(packed, expert_memory="1MB", assignment="balanced-in-graph", **more)
 
 
-@pytest.mark.parametrize("eviction", ["successor", "lru"])
+@pytest.mark.parametrize("eviction", ["next-use", "lru"])
 def test_layers_of_different_numbers_of_experts_keep_the_eviction(
     eviction: str, tmp_path: Path
 ) -> None:

@@ -86,7 +86,7 @@ def test_bits_equal_those_of_the_cpu_for_every_policy(
 def test_bits_equal_those_of_the_cpu_for_plain_experts(
     plain_store: HostStore, assignment: str
 ) -> None:
-    settings = settings_of(assignment, "successor", "regression")
+    settings = settings_of(assignment, "next-use", "regression")
     shift = POLICIES.assignments.names().index(assignment)
     for turn, num_slots in enumerate(SLOTS):
         check_equal(plain_store, settings, num_slots, BATCHES[(turn + shift) % len(BATCHES)])

@@ -39,7 +39,7 @@ DECISIONS: list[tuple[list[str], str | None]] = [
         if not name.startswith("exact")  # the simulator's
     ),
     *(
-        (["--eviction", name], None if name == "successor" else f"eviction {name}")
+        (["--eviction", name], None if name == "next-use" else f"eviction {name}")
         for name in EVICTIONS
     ),
     (["--prediction", "none"], None),
@@ -117,7 +117,7 @@ def test_experts_on_a_disk_are_kept_by_an_eviction_or_it_is_refused(device: str,
     if name in IN_HOST_SLOTS:
         assert parsed(device, words).eviction == name
     else:
-        with pytest.raises(ConfigError, match=rf"^eviction is '{name}'.*one of successor, lru; ch"):
+        with pytest.raises(ConfigError, match=rf"^eviction is '{name}'.*one of next-use, lru; ch"):
             parsed(device, words)
 
 
@@ -175,7 +175,7 @@ def assert_followed(words: Sequence[str], settings: PlannerSettings, *, in_graph
         assert max(num_ahead) == 0
     else:
         assert 1 <= max(num_ahead) <= most
-    eviction = EVICTIONS.factory(asked.get("--eviction", "successor"))(GEOMETRY)
+    eviction = EVICTIONS.factory(asked.get("--eviction", "next-use"))(GEOMETRY)
     assert type(planner.eviction) is type(eviction)
     assert planner.residency.num_sets == (1 if asked.get("--pool") == "shared" else 3)
 

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from tandem.cli.parser import parse
+from tandem.devices.options import OffloadOptions
 from tandem.policy.plan import Geometry, Hint, LayerLoad
 from tandem.policy.prediction import Prediction
 from tandem.policy.prediction.policy import Forecast
@@ -142,6 +143,12 @@ def test_chances_are_probabilities(name: str) -> None:
         if forecast is not None:
             assert all(0.0 <= forecast.chance(s) <= 1.0 for s in forecast.scores)
         policy.observe(LayerLoad(layer, route(1, layer), (1, 1), (), (route(1, layer),)))
+
+
+def test_next_use_keeps_its_former_name() -> None:
+    assert PlannerSettings(eviction="successor") == PlannerSettings(eviction="next-use")
+    assert parse(["run", "--eviction", "successor"]).eviction == "next-use"
+    assert OffloadOptions(eviction="successor", expert_memory="1GB").eviction == "next-use"
 
 
 def test_regression_keeps_its_former_name() -> None:

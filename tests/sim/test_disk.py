@@ -110,7 +110,7 @@ def test_a_share_is_a_fraction(share: float) -> None:
         DiskConditions(costs=costs(), bytes_per_second=1.0, share=share)
 
 
-@pytest.mark.parametrize("name", ["lru", "successor"])
+@pytest.mark.parametrize("name", ["lru", "next-use"])
 def test_more_memory_is_not_slower(name: str) -> None:
     trace = read_trace(REPOSITORY / "data" / "traces" / "gpt-oss-20b.npz")
     times = []
@@ -157,6 +157,6 @@ def test_looking_further_ahead_hits_more_where_most_experts_are_in_memory() -> N
     geometry, sizes = trace.meta.geometry, [45] * 3  # of 64
     loads = list(demand_loads(trace, 1, 3000))
     near = NextUse(geometry, tables=NATIVE_TABLES)
-    far = host_slot_eviction("successor")(geometry, sizes[0])
+    far = host_slot_eviction("next-use")(geometry, sizes[0])
     rates = [hit_rate(iter(loads), geometry, sizes, eviction) for eviction in (near, far)]
     assert rates[1] > rates[0] + 0.002

@@ -44,7 +44,7 @@ class SimulateOptions:
     assignment: str | None = option(
         None, help="who computes (default: balanced; with --host-path graph as a trial says)"
     )
-    eviction: str = option("successor", help="what stays")
+    eviction: str = option("next-use", help="what stays")
     prediction: str | None = option(
         None, help="what comes next, for --prefetch (default: regression)"
     )
@@ -208,7 +208,7 @@ def _simulate_all(
 
         def simulated(trace: "RoutingTrace", progress: "Progress") -> "Report":
             if disk.disk is not None:
-                return simulate_disk(trace, conditions, options.eviction, disk, progress)
+                return simulate_disk(trace, conditions, settings.eviction, disk, progress)
             return simulate(trace, settings, conditions, dump_to=dump_to, progress=progress)
 
         for path, trace in traces.items():

@@ -89,9 +89,10 @@ class OffloadOptions:
         choices=ASSIGNMENTS.names(),
     )
     eviction: str = option(
-        "successor",
-        help="what stays in the expert cache, and in memory of experts on a disk (successor, lru)",
+        "next-use",
+        help="what stays in the expert cache, and in memory of experts on a disk (next-use, lru)",
         choices=EVICTIONS.names(),
+        former=EVICTIONS.former,
     )
     prediction: str | None = option(
         None,
@@ -135,6 +136,7 @@ class OffloadOptions:
         require_range("emulated_speed", self.emulated_speed, 0.01, 1e6, what="a factor")
         if self.link_bandwidth is not None:
             parse_bandwidth(self.link_bandwidth, name="link_bandwidth")
+        object.__setattr__(self, "eviction", EVICTIONS.today(self.eviction))
         STARTS.factory(self.start_content)
         parse_gpu_memory(self.gpu_memory)
         self.planner_settings()

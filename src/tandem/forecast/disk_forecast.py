@@ -15,7 +15,7 @@ from tandem.policy.cost import DiskCosts, ShapeCosts, whole_pages
 from tandem.sim.disk import DiskConditions, replay_over_disk
 from tandem.sim.typical_routing import typical_routing
 
-_EVICTION = "successor"
+_EVICTION = "next-use"
 _SEQUENCES, _PROMPT_TOKENS, _DECODE_STEPS = 3, 256, 64
 
 

@@ -64,7 +64,7 @@ class PlannerSettings:
     policies: ClassVar[Policies] = Policies()
     """What is chosen among; a subclass can have more."""
     assignment: str | None = None  # of all steps; None: the best that a step can follow
-    eviction: str = "successor"
+    eviction: str = "next-use"
     prediction: str = "none"
     prefetch: str = "pays"
     prefetch_count: int = 0  # experts copied ahead per layer, at most
@@ -83,6 +83,7 @@ class PlannerSettings:
     def __post_init__(self) -> None:
         """Check the names; `ConfigError` names the nearest ones."""
         self.policies.assignments.factory(self.rule())
+        object.__setattr__(self, "eviction", self.policies.evictions.today(self.eviction))
         self.policies.evictions.factory(self.eviction)
         object.__setattr__(self, "prediction", self.policies.predictions.today(self.prediction))
         self.policies.predictions.factory(self.prediction)
@@ -119,7 +120,7 @@ class PlannerSettings:
         if self.assignment_options or self.assignment not in (None, *IN_GRAPH):
             options = [f"{name} {value}" for name, value in self.assignment_options]
             return " ".join([f"assignment {self.rule()}", *options])
-        if self.eviction_options or self.eviction != "successor":
+        if self.eviction_options or self.eviction != "next-use":
             options = [f"{name} {value}" for name, value in self.eviction_options]
             return " ".join([f"eviction {self.eviction}", *options])
         if self.pool != "by-layer":

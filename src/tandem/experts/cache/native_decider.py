@@ -30,7 +30,7 @@ def native_costs(costs: CostTable, *, is_planned: bool = False) -> _native.Costs
 
 
 class NativeDecider:
-    """Makes decisions with the eviction `successor` on one set of slots per layer."""
+    """Makes decisions with the eviction `next-use` on one set of slots per layer."""
 
     def __init__(self, plain: PlainDecider, eviction: next_use.NextUse) -> None:
         """Take the state of the plain decider, which decides assignments without a native form."""

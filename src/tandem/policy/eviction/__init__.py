@@ -7,11 +7,11 @@ from tandem.policy.eviction.policy import Eviction
 
 __all__ = ["EVICTIONS", "IN_HOST_SLOTS", "Eviction"]
 
-IN_HOST_SLOTS = ("successor", "lru")
+IN_HOST_SLOTS = ("next-use", "lru")
 """Those by which experts of a disk are kept in memory: native code decides that by itself."""
 
 EVICTIONS: Registry[Eviction] = Registry("eviction")
-EVICTIONS.register("successor")(NextUse)
+EVICTIONS.register("next-use", formerly="successor")(NextUse)
 EVICTIONS.register("lru")(baselines.Lru)
 EVICTIONS.register("fifo")(baselines.Fifo)
 EVICTIONS.register("lfu")(baselines.Lfu)

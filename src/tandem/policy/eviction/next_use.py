@@ -1,4 +1,4 @@
-"""Eviction by predicted next use, or by a simpler rule where that has more hits (`successor`).
+"""Eviction by predicted next use, or by a simpler rule where that has more hits (`next-use`).
 
 Predicted next use is an online regression of Belady's criterion. The score of expert e:
 DISCOUNT**(d - 1) if e is used next in d steps, 0 beyond HORIZON steps.
