@@ -112,7 +112,7 @@ class Engine:
         self._draw, self._outcome = draw, outcome
         self._store = draw.choice(stores)
         self._alone = CpuExecutor(self._store, CpuThreads(num_threads=1))
-        self._num_rows = draw.choice((1, 1, 2, 4, 8))
+        self._capture_size = draw.choice((1, 1, 2, 4, 8))
         self._dtype = draw.choice((torch.float32, torch.bfloat16))
         num_slots = draw.randrange(NUM_EXPERTS + 3)
         costs = CostTable(make_machine(cpu=2e-5, gpu=1e-5, link=draw.choice((0.0, 2e-5))).shape)
@@ -124,7 +124,7 @@ class Engine:
         self._is_between.set()
         self._machine = TwinMachine(
             self._store,
-            self._num_rows,
+            self._capture_size,
             num_slots=num_slots,
             dtype=self._dtype,
             num_threads=draw.choice((1, 2)),
@@ -141,7 +141,7 @@ class Engine:
         generator = torch.Generator().manual_seed(self._draw.randrange(1 << 30))
         try:
             for _ in range(STEPS_PER_ENGINE):
-                tokens = self._draw.randint(0, self._num_rows)
+                tokens = self._draw.randint(0, self._capture_size)
                 padding = self._draw.choice((0.0, 0.2))
                 self._step(random_step(tokens, generator, GEOMETRY, self._dtype, padding))
             self._check_slots()

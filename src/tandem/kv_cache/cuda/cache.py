@@ -117,18 +117,18 @@ class StaticKvCache(SlotCache):
         self.windows.rings.note_written(segment.slot, end)
         self.states.begin_prompt(segment)
 
-    def places(self, num_rows: int) -> StepPlaces:
+    def places(self, num_tokens: int) -> StepPlaces:
         """Return where the tokens of steps of this size stand: always the same tensors."""
-        if num_rows not in self._places:
-            self._places[num_rows] = StepPlaces(num_rows, self._device)
-        return self._places[num_rows]
+        if num_tokens not in self._places:
+            self._places[num_tokens] = StepPlaces(num_tokens, self._device)
+        return self._places[num_tokens]
 
     @property
     def form(self) -> tuple[int, bool, bool]:
         """What a captured step depends on besides its size; constant with kernels."""
         return self.attended_length, self._is_aligned, self.states.have_log
 
-    def begin_decode(self, counts: Mapping[int, int], num_rows: int) -> None:
+    def begin_decode(self, counts: Mapping[int, int], num_tokens: int) -> None:
         """Announce the next tokens of some slots, by slot how many, and queue what the step reads.
 
         A step has one of few sizes; padding tokens fill it up. They write behind the tokens of the
@@ -137,21 +137,21 @@ class StaticKvCache(SlotCache):
         """
         segments = [Segment(slot, self.lengths[slot], n) for slot, n in counts.items()]
         self._announce(segments, is_decoding=True)
-        rows = [(s.slot, s.first_position + i) for s in segments for i in range(s.num_tokens)]
+        tokens = [(s.slot, s.first_position + i) for s in segments for i in range(s.num_tokens)]
         ends = [length + counts.get(slot, 0) for slot, length in enumerate(self.lengths)]
         end, idle = min((end, slot) for slot, end in enumerate(ends))
-        longest = max(position for _, position in rows)
+        longest = max(position for _, position in tokens)
         self.reserve(max(longest, end) + 1)
-        slots, positions = zip(*rows, *[(idle, end)] * (num_rows - len(rows)), strict=True)
+        slots, positions = zip(*tokens, *[(idle, end)] * (num_tokens - len(tokens)), strict=True)
         self.slots = torch.tensor(slots, device="cpu")
-        self._step = self.places(num_rows)
+        self._step = self.places(num_tokens)
         for slot, position in zip(slots, positions, strict=True):
             self.windows.rings.note_written(slot, position + 1)
         runs = self.states.begin_decode(segments, self._step)
         self._step.bring(slots, positions, runs, [self.prompt_lengths[slot] for slot in slots])
         if self._kernels is not None:
             return
-        self._is_aligned = slots == tuple(range(num_rows))
+        self._is_aligned = slots == tuple(range(num_tokens))
         self.attended_length = min(max(_SHORTEST_LENGTH, 1 << longest.bit_length()), self.capacity)
 
     def _copy_layers(self, source: int, target: int, length: int) -> None:

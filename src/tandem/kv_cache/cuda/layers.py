@@ -119,21 +119,21 @@ def stored_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
 class StepPlaces:
     """The slots and positions of a decode step's tokens, at fixed addresses for each size."""
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        """Hold `num_rows` tokens, which `bring` sets."""
+    def __init__(self, num_tokens: int, device: torch.device) -> None:
+        """Hold `num_tokens` tokens, which `bring` sets."""
         self._device, self._masks = device, dict[tuple[int, int, bool], Tensor]()
-        self._width = max(2, num_rows)  # kernels are compiled for addresses of whole 16 bytes
+        self._width = max(2, num_tokens)  # kernels are compiled for addresses of whole 16 bytes
         fields = len(Run._fields)
         with torch.inference_mode(False):
             self._memory = torch.zeros(
-                self._width * 3 + num_rows * fields, dtype=torch.int64, device=device
+                self._width * 3 + num_tokens * fields, dtype=torch.int64, device=device
             )
         self._twin = HostTwin(self._memory)
-        self.slots = self._memory[:num_rows]
-        self.positions = self._memory[self._width : self._width + num_rows]
-        self.prompt_lengths = self._memory[2 * self._width : 2 * self._width + num_rows]
-        """Of each row's slot; see `SlotCache.prompt_lengths`."""
-        self.runs = self._memory[3 * self._width :].view(num_rows, fields)
+        self.slots = self._memory[:num_tokens]
+        self.positions = self._memory[self._width : self._width + num_tokens]
+        self.prompt_lengths = self._memory[2 * self._width : 2 * self._width + num_tokens]
+        """Of each token's slot; see `SlotCache.prompt_lengths`."""
+        self.runs = self._memory[3 * self._width :].view(num_tokens, fields)
         """As of `device_states.Run`."""
 
     def bring(
