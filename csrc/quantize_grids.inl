@@ -199,8 +199,6 @@ void choose_lines(const GridWeights<kFormat>& weights, GridFit<kFormat>& fit) {
   fit.factor = to_half(fit.along * inverse(fit.square));
 }
 
-constexpr float kMostStretch = 1.25f;
-
 // The factor of least error makes values too small by the error's share, all alike, and what layers
 // make too small adds up. So the factor is the one that makes their products with the weights right.
 template <Format kFormat>

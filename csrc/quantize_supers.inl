@@ -2,6 +2,8 @@
 // tandem/kernels/formats/super_blocks.py defines; included in quantize_kernel.inl.
 
 constexpr int kMostGroups = 16;  // of a super-block
+constexpr float kMostStretch = 1.25f;  // of a factor that makes products with the weights right
+constexpr float kLargestHalf = 65504.0f;
 
 // Bytes of groups as whole floats, and the factor that they are multiplied with.
 struct TwoLevels {
@@ -119,6 +121,34 @@ inline void choose(Integers is_better, TwoLevels& best, const TwoLevels& next, i
   for (int g = 0; g < count; ++g) best.steps[g] = is_better ? next.steps[g] : best.steps[g];
 }
 
+// What a factor is multiplied with, rounded to fp16; unchanged if it would leave the range.
+inline void stretch(TwoLevels& levels, Vector by) {
+  const Vector stretched = to_half(levels.factor * by);
+  const Vector size = stretched < 0.0f ? -stretched : stretched;
+  levels.factor = size <= kLargestHalf ? stretched : levels.factor;
+}
+
+// Scales of least error make values too small, all alike: their products with the weights become
+// right (as of grids). The codes stay.
+template <Format kFormat>
+void stretch_super(const Group& whole_super, SuperFit& fit) {
+  constexpr Encoding e = encoding(kFormat);
+  Vector along{}, energy{};
+  for (int g = 0; g < kGroups<kFormat>; ++g) {
+    const Vector scale = fit.scales.of(g), to_code = inverse(scale);
+    const Vector minimum = e.has_minima ? fit.minima.of(g) : Vector{};
+    for (std::int64_t c = g * e.group; c < (g + 1) * e.group; ++c) {
+      const Vector x = whole_super.tile[c];
+      const Vector value = nearest<kFormat>((x - minimum) * to_code).value * scale + minimum;
+      along += whole_super.weighed(x * value, c);
+      energy += whole_super.weighed(x * x, c);
+    }
+  }
+  const Vector by = larger(smaller(energy * inverse(along), broadcast(kMostStretch)), broadcast(1.0f));
+  stretch(fit.scales, by);
+  if constexpr (e.has_minima) stretch(fit.minima, by);
+}
+
 // The better of the plain scales and of those that were searched, by super-block.
 template <Format kFormat>
 bool write_super(const QuantizeCall& call, const Group& whole_super, const Place& place) {
@@ -140,6 +170,7 @@ bool write_super(const QuantizeCall& call, const Group& whole_super, const Place
     const Vector minimum = e.has_minima ? best.minima.of(g) : Vector{};
     return nearest<kFormat>((whole_super.tile[c] - minimum) * to_code[g]).code;
   });
+  if (call.has_search) stretch_super<kFormat>(whole_super, best);
   const std::int64_t super_bytes = scale_bytes(kFormat, kSuperCols, e.group);
   write_levels<kFormat>(best, place.scales + place.number * super_bytes, place.part);
   return all_finite(best.scales.factor) && all_finite(best.minima.factor);

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from tandem.kernels.formats.blocks import CodedMatrix
 from tandem.kernels.formats.grid_words import lines_of, spread
+from tandem.kernels.formats.super_blocks import MOST_STRETCH
 from tandem.kernels.formats.weight_format import WeightFormat
 
 # A group's largest magnitude goes to these shares of the grid's.
 GRID_SHARES = (0.7, 0.8, 0.9, 1.0, 1.12, 1.25, 1.4, 1.6)
 _STEPS = 16  # of a group's scale: the step s is the multiple 2 s + 1
-_MOST_STRETCH = 1.25
 _SUPER_COLS = 256
 
 
@@ -154,7 +154,7 @@ class _GridWeights:
 
     def stretched(self, fit: _Fit) -> _Fit:
         """Return a fit with the factor that makes products with the weights right."""
-        most = fit.along * _inverse(fit.square) * _MOST_STRETCH
+        most = fit.along * _inverse(fit.square) * MOST_STRETCH
         factor = torch.minimum(self._energy * _inverse(fit.along), most)
         return replace(fit, factor=factor.half().float())
 

@@ -86,13 +86,14 @@ def _fit(
         case "integer" if fmt.encoding.super_cols:
             searches = (False, True) if has_search else (False,)
             fits = [_fit_integers(x, low, high, peak, fmt, importance, s)[1:] for s in searches]
-            return round_to_supers(x, fits, importance, fmt)
+            return round_to_supers(x, fits, importance, fmt, is_stretched=has_search)
         case "table":
             codes, scales = fit_table(x, peak, importance, fmt, has_search=has_search)
             if not fmt.encoding.super_cols:
                 return CodedMatrix(codes.flatten(1), scales)
             _, plain = fit_table(x, peak, importance, fmt, has_search=False)
-            return round_to_supers(x, [(plain, None), (scales, None)], importance, fmt)
+            fits = [(plain, None), (scales, None)]
+            return round_to_supers(x, fits, importance, fmt, is_stretched=has_search)
         case "integer":
             fit = _fit_integers(x, low, high, peak, fmt, importance, has_search)
             return CodedMatrix(_stored(fit[0]), *fit[1:])

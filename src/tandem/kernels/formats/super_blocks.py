@@ -1,5 +1,7 @@
 """Round groups to formats with super-blocks: scales and minima are bytes of a super-scale."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,8 @@ from tandem.kernels.formats.blocks import CodedMatrix
 from tandem.kernels.formats.codes import decode, nearest_codes, of_groups
 from tandem.kernels.formats.weight_format import WeightFormat
 
+MOST_STRETCH = 1.25
+"""How much larger than that of least error a factor is at most."""
 _LARGEST: dict[str, int] = {"int8": 127, "nibble": 15}  # of the bytes
 
 
@@ -15,12 +19,14 @@ def round_to_supers(
     fits: list[tuple[Tensor, Tensor | None]],
     importance: Tensor | None,
     fmt: WeightFormat,
+    *,
+    is_stretched: bool,
 ) -> CodedMatrix:
     """Return the codes of (rows, groups, group_size) weights for the best of some fits.
 
     A fit is a scale for each group, (rows, groups), and perhaps a minimum. Both are rounded to
     bytes times a super-scale, and the weights are rounded with the result. Each super-block takes
-    the fit with the least error.
+    the fit with the least error; `is_stretched`: whose products with the weights are then right.
     """
     best, least = None, torch.empty(0, device="cpu")
     for scales, minima in fits:
@@ -32,7 +38,32 @@ def round_to_supers(
         best = _chosen(error < least, rounded, best)
         least = torch.minimum(error, least)
     assert best is not None, "some fit is given"
-    return best
+    return _stretched(x, best, importance, fmt) if is_stretched else best
+
+
+def _stretched(
+    x: Tensor, coded: CodedMatrix, importance: Tensor | None, fmt: WeightFormat
+) -> CodedMatrix:
+    """Return the codes with super-scales that make products with the weights right.
+
+    Scales of least error make values too small, all alike (as of grids).
+    """
+    weighed = x if importance is None else x * importance
+    values = decode(coded, fmt).view(x.shape)
+    along, energy = (_by_super((weighed * other).sum(-1), fmt) for other in (values, x))
+    by = (energy / along).nan_to_num(1, MOST_STRETCH, 1).clamp_(1, MOST_STRETCH)
+
+    def stretch(factors: Tensor | None) -> Tensor | None:
+        if factors is None:
+            return None
+        found = (factors.float() * by).half()
+        return torch.where(found.isfinite(), found, factors)
+
+    return replace(
+        coded,
+        super_scales=stretch(coded.super_scales),
+        super_minima=stretch(coded.super_minima),
+    )
 
 
 def _round(x: Tensor, scales: Tensor, minima: Tensor | None, fmt: WeightFormat) -> CodedMatrix:
@@ -66,11 +97,16 @@ def _two_levels(values: Tensor, fmt: WeightFormat) -> tuple[Tensor, Tensor]:
 
 def _error(x: Tensor, coded: CodedMatrix, importance: Tensor | None, fmt: WeightFormat) -> Tensor:
     """Return the squared error of each super-block: (rows, supers)."""
-    assert fmt.group_size is not None
     loss = decode(coded, fmt).view(x.shape).sub_(x).square_()
     if importance is not None:
         loss *= importance
-    supers: Tensor = loss.sum(-1).unflatten(1, (-1, fmt.encoding.super_cols // fmt.group_size))
+    return _by_super(loss.sum(-1), fmt)
+
+
+def _by_super(sums: Tensor, fmt: WeightFormat) -> Tensor:
+    """Return groups' sums (rows, groups) by super-block: (rows, supers)."""
+    assert fmt.group_size is not None
+    supers: Tensor = sums.unflatten(1, (-1, fmt.encoding.super_cols // fmt.group_size))
     return supers.sum(-1)
 
 
