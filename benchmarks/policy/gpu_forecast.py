@@ -48,19 +48,20 @@ INTRODUCTION = """\
 
 Written by `make docs-forecast` (`python -m benchmarks.policy.gpu_forecast`); do not edit by hand.
 
-No number here was measured on a GPU: device `cuda` has been written without one. Each is what
-`tandem plan --shape SHAPE --expert-dtype FORMAT --device cuda --profile PROFILE --host-path PATH`
-says: Tandem's own planner on the virtual clock, at batch 1, with the slots that the card's memory
-leaves, a prompt of {prompt} tokens, a context of 4,096, and routing as models have it on average.
-Times are a profile's: bandwidths and peaks of data sheets and papers, in proportion to bytes where
-a model is not in the profile. Ratios mean more than absolutes.
+No number here was measured on a GPU. Each is the output of
+`tandem plan --shape SHAPE --expert-dtype FORMAT --device cuda --profile PROFILE --host-path PATH`:
+Tandem's own planner on the virtual clock, at batch 1, with the slots that the card's memory leaves,
+a prompt of {prompt} tokens, a context of 4,096, and routing as models have it on average. Times
+come from a profile of bandwidths and peaks in data sheets and papers, scaled by bytes for a model
+that the profile lacks. Ratios mean more than absolutes.
 
-What the host itself does is in the times. "Graph" is how device `cuda` decodes where driver and
-card let it: a whole step as one graph ([runtime.md](runtime.md)); the host's part in it is measured
-on a CPU twin, the card's assumed. "Segments" is the way elsewhere: graph segments with Python
-between them at every layer. Each decides as it runs: a graph's decode steps leave every miss to the
-CPU (`ready-on-gpu`) or fetch some (`balanced-in-graph`), as a trial says; planned ones fetch some
-(`balanced`) and copy ahead. "Hits" are the active experts that run from the card's memory.
+The times include the host's own work. "Graph" is how device `cuda` decodes where driver and card
+allow it: a whole step is one graph ([runtime.md](runtime.md)). The host's part of it was measured
+on a CPU twin; the card's part is assumed. "Segments" is the other way: graph segments with Python
+between them at every layer. Each decides as it does in real runs. A graph's decode steps leave
+every miss to the CPU (`ready-on-gpu`) or fetch some (`balanced-in-graph`), as a trial decides;
+planned steps fetch some (`balanced`) and prefetch. "Hits" are the active experts that run from the
+card's memory.
 """
 
 
