@@ -151,11 +151,14 @@ def test_regenerate_answers_the_last_message_once_more(
     once = talk("one", "two")
     again = talk("one", "two", "/regenerate", "/regenerate")
     assert again.messages == once.messages  # the best tokens are the same
-    assert "[the same answer comes: the best token is always taken" in capsys.readouterr().err
+    assert (
+        "[the answer will be the same: the most likely token is always chosen"
+        in capsys.readouterr().err
+    )
     other = talk("one", "/set temperature 5", "/set seed 1", "/regenerate")
     assert said_to(other) == ["one"]
     assert other.messages[1] != once.messages[1]
-    assert "[the same answer comes: the seed is set" in capsys.readouterr().err
+    assert "[the answer will be the same: the seed is fixed" in capsys.readouterr().err
 
 
 def test_a_turn_says_what_its_rate_counts_and_how_full_the_context_is(

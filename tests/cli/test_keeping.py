@@ -90,7 +90,7 @@ def test_a_copy_with_a_damaged_header_is_made_again(
     assert f"tandem models rm {name}" in doctor.stdout
     again = tandem("run", model, *RUN, "--keep", env=env)
     assert again.stdout == first.stdout
-    assert "the packed copy is damaged and made again" in again.stderr
+    assert "the packed copy is damaged and is written again" in again.stderr
     assert copies(env) == [name]
 
 

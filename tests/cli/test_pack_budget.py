@@ -64,7 +64,10 @@ def test_a_recipe_is_kept_repeated_and_runs(
     [
         (["--size", "1KB"], "no recipe takes 1000 B: this model takes from"),
         (["--size", "9GB"], "no recipe takes 8.38 GiB: this model takes from"),
-        (["--size", "1GB", "--bits", "4"], "--size and --bits say the same; give one of them"),
+        (
+            ["--size", "1GB", "--bits", "4"],
+            "--size and --bits set the same thing; give one of them",
+        ),
         (["--bits", "99"], "bits"),
         (["--size", "big"], "expected a size such as 8GiB"),
         (["--bits", "4", "--expert-dtype", "int4"], "leave --expert-dtype and --dense-dtype out"),

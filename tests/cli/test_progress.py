@@ -75,7 +75,7 @@ def test_standard_error_is_its_own_again_afterwards(capsys: pytest.CaptureFixtur
     [
         (["doctor", "--threads", "1"], "importing torch and Transformers", TORCH_IMPORTS),
         (["plan", "{}", "--no-measure"], "planning, with some layers measured", IMPORTS),
-        (["profile", "{}", "--refresh"], "measuring what experts cost", IMPORTS),
+        (["profile", "{}", "--refresh"], "measuring the costs of experts", IMPORTS),
     ],
 )
 def test_a_wait_is_shown_on_a_terminal_and_over_before_the_next_line(

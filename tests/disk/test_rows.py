@@ -319,7 +319,7 @@ def test_a_plan_says_that_tables_stay_on_the_disk(
 ) -> None:
     folder = folders["qwen4_exp"] / form
     words = [str(folder), "--no-measure", "--expert-dtype", "int8", "--dense-dtype", "none"]
-    line = "tables of rows, which stay on the disk"
+    line = "tables of rows, left on the disk"
     out, before = plan(capsys, *words)
     assert line not in out
     with memory_of(room_for_half_of_the_tables(folder)):

@@ -259,7 +259,7 @@ def test_a_plan_has_the_model_that_drafts_and_the_tower_of_images(
     small = sizes_of(checkpoint, dense_dtype="none", threads=1)
     assert drafted["draft_bytes"] == small.total_bytes + 3 * small.kv.bytes_of(64)
     assert drafted["host_bytes"] - alone["host_bytes"] == drafted["draft_bytes"]
-    assert "model that drafts, and its KV cache" in out
+    assert "draft model and its KV cache" in out
     vision = AutoConfig.for_model("qwen3_5_moe").vision_config
     assert tower_bytes(vision, 1024) == 1024 * 4 * 2 * (16 * 1152 + 3 * 4304)
     assert tower_bytes(None, 1024) == tower_bytes(vision, 0) == 0

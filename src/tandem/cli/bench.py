@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tandem bench`."""
     parser.add_argument(
         "what", nargs="?", metavar="kernels|MODEL",
-        help="kernels: experts alone; a model's directory or name; nothing: --shape",
+        help="kernels (experts alone), or a model's directory or name (default: --shape)",
     )  # fmt: skip
     add_flags(parser, ModelChoice)
     add_flags(parser, KernelBenchOptions)

@@ -22,9 +22,11 @@ class KernelBenchOptions:
 
     shape: str = option("qwen3-30b-a3b", help="expert shape", metavar="NAME")
     format: str = option("bf16,int8,int4,mxfp4", help="weight formats", metavar="A,B,...")
-    tokens: str = option("1,4,128,512", help="tokens of each expert", metavar="N,M,...")
-    threads: int | None = option(None, help="threads; default: one for each fast core", metavar="N")
-    json: bool = option(False, help="last line of standard output: one JSON object")
+    tokens: str = option("1,4,128,512", help="numbers of tokens per expert", metavar="N,M,...")
+    threads: int | None = option(
+        None, help="CPU threads (default: one for each fast core)", metavar="N"
+    )
+    json: bool = option(False, help="print one JSON object on the last line of standard output")
 
     def __post_init__(self) -> None:
         """Check the ranges."""

@@ -28,8 +28,10 @@ class ModelBenchOptions:
     shape: str | None = option(
         None, help="shape of a released model, with random weights", metavar="NAME"
     )
-    layers: int | None = option(None, help="layers of the shape (default: all)", metavar="N")
-    vocabulary: int | None = option(None, help="token ids of the shape", metavar="N")
+    layers: int | None = option(
+        None, help="number of layers of the shape (default: all)", metavar="N"
+    )
+    vocabulary: int | None = option(None, help="vocabulary size of the shape", metavar="N")
     expert_dtype: str | None = option(
         None,
         help="format of the experts (default: int4 of a shape, whose linear layers have it if it "
@@ -39,17 +41,19 @@ class ModelBenchOptions:
     dense_dtype: str = option("auto", help="format of linear layers: none, auto, bf16, int8, int4")
     kv_dtype: str = option("auto", help="keys and values of earlier tokens: auto, bf16, int8")
     device: str = option("cpu", help=" or ".join(_DEVICES), choices=_DEVICES)
-    prompt: int = option(512, help="tokens of the prompt", metavar="N")
+    prompt: int = option(512, help="number of tokens of the prompt", metavar="N")
     gen: int = option(64, help="decode steps", metavar="N")
-    batch: int = option(1, help="sequences that are generated together", metavar="N")
+    batch: int = option(1, help="number of sequences in the batch", metavar="N")
     depth: int = option(0, help="tokens in the KV cache before the prompt", metavar="N")
-    replay: str | None = option(
-        None, help="force the routing of this trace upon the model", metavar="TRACE"
+    replay: str | None = option(None, help="route tokens as this trace does", metavar="TRACE")
+    threads: int | None = option(
+        None, help="CPU threads (default: one for each fast core)", metavar="N"
     )
-    threads: int | None = option(None, help="threads; default: one for each fast core", metavar="N")
     compile: bool = option(True, help="record decode steps and replay them")
-    verbose: bool = option(False, help="also what limits the speed, and where a step's time goes")
-    json: bool = option(False, help="last line of standard output: one JSON object")
+    verbose: bool = option(
+        False, help="also print what limits the speed, and where a step's time goes"
+    )
+    json: bool = option(False, help="print one JSON object on the last line of standard output")
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -98,7 +102,7 @@ def run_model(options: ModelBenchOptions, choice: "ModelChoice | None") -> int:
     print(f"{cpu.model_name}, {num_threads} threads, {bench.engine.isa}")
     _print(ceiling, measured)
     if generator.why_slower is not None:
-        print(f"slower than it could be: {generator.why_slower}")
+        print(f"slower than possible: {generator.why_slower}")
     step = decode_step(generator)
     if options.verbose:
         _print_details(machine, measured)

@@ -28,13 +28,15 @@ class CalibrateOptions:
         None, help="text to learn from (default: a small sample that comes with Tandem)",
         metavar="FILE",
     )  # fmt: skip
-    tokens: int = option(8192, help="tokens of it to read, at most", metavar="N")
+    tokens: int = option(8192, help="maximum number of its tokens to read", metavar="N")
     output: str | None = option(
-        None, help="where to write the vectors (default: where this model finds them)",
+        None, help="where to write the vectors (default: where Tandem looks for this model's)",
         metavar="FILE",
     )  # fmt: skip
-    top: int = option(0, help="experts that count as predicted (default: top-k)", metavar="K")
-    json: bool = option(False, help="last line of standard output: one JSON object")
+    top: int = option(
+        0, help="number of experts that count as predicted (default: top-k)", metavar="K"
+    )
+    json: bool = option(False, help="print one JSON object on the last line of standard output")
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -45,7 +47,9 @@ class CalibrateOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tandem calibrate`."""
     add_model(parser, loads=True)
-    parser.add_argument("--expert-dtype", default="auto", metavar="DTYPE", help="as in tandem run")
+    parser.add_argument(
+        "--expert-dtype", default="auto", metavar="DTYPE", help="see tandem run --help-all"
+    )
     add_flags(parser, CalibrateOptions)
 
 

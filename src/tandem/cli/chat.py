@@ -17,18 +17,18 @@ from tandem.core.registry import nearest_names
 
 COMMANDS = {
     "/set": "/set NAME VALUE changes an option; NAME default takes it back; alone: shows them",
-    "/regenerate": "answers the last message once more",
+    "/regenerate": "answers the last message again",
     "/clear": "forgets the conversation",
     "/save": "/save FILE writes the conversation to a file",
-    "/load": "/load FILE goes on with one that was written, in place of this one",
+    "/load": "/load FILE replaces the conversation by a saved one",
     "/help": "shows this",
     "/exit": "leaves, as /quit and Ctrl-D do",
 }
 _OTHER_NAMES = {"/quit": "/exit"}
 _WITH_WORDS = ("/set", "/save", "/load")
 _KEYS = (
-    "Ctrl-C stops an answer; Alt-Enter begins a new line of a message, pasted lines are one "
-    'message; """ begins and ends a message of several lines'
+    "Ctrl-C stops an answer; Alt-Enter adds a line to a message, pasted lines are one message; "
+    '""" begins and ends a message of several lines'
 )
 _HELP = "/exit or Ctrl-D leaves, /help shows all commands, Ctrl-C stops an answer"
 

@@ -40,18 +40,22 @@ class CompareOptions:
     peer: str = "llama.cpp"
     """What Tandem is compared with; its flag is --with."""
     threads: int | None = option(
-        None, help="threads of both; default: one for each fast core", metavar="N"
+        None, help="CPU threads of both (default: one for each fast core)", metavar="N"
     )
-    prompt: int = option(512, help="tokens of the prompt that is timed", metavar="N")
+    prompt: int = option(512, help="tokens of the timed prompt", metavar="N")
     gen: int = option(32, help="tokens generated after it", metavar="N")
     depth: int = option(0, help="tokens in the KV cache before the prompt", metavar="N")
-    rounds: int = option(3, help="rounds in turns, of which the medians count", metavar="N")
-    tokens: int = option(
-        256, help="tokens of text after which first choices are compared; 0: of none", metavar="N"
+    rounds: int = option(
+        3, help="rounds of alternating measurements; the medians count", metavar="N"
     )
-    repacking: bool = option(True, help="let llama.cpp keep weights in layouts of its own")
-    json: bool = option(False, help="last line of standard output: one JSON object")
-    quiet: bool = option(False, help="only the result, warnings and errors", short="-q")
+    tokens: int = option(
+        256,
+        help="tokens of text over which most likely next tokens are compared (0: skip this)",
+        metavar="N",
+    )
+    repacking: bool = option(True, help="let llama.cpp repack weights into its own layouts")
+    json: bool = option(False, help="print one JSON object on the last line of standard output")
+    quiet: bool = option(False, help="print only the result, warnings and errors", short="-q")
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -177,7 +181,7 @@ def _is_narrow(setting: "Setting", *, quiet: bool) -> bool:
     if needed <= available_bytes():
         return False
     if not quiet:
-        _say(f"one after the other: both together take some {format_bytes(needed)}")
+        _say(f"one after the other: both together need about {format_bytes(needed)}")
     return True
 
 

@@ -18,14 +18,14 @@ _FILE = "datapoint.json"
 class DatapointOptions:
     """Options of `tandem datapoint`."""
 
-    json: bool = option(False, help="last line of standard output: one JSON object")
+    json: bool = option(False, help="print one JSON object on the last line of standard output")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tandem datapoint`."""
     parser.add_argument(
         "file", nargs="?", default=_FILE, metavar="FILE.json",
-        help=f"where it is written (default: {_FILE})",
+        help=f"file to write (default: {_FILE})",
     )  # fmt: skip
     add_flags(parser, DatapointOptions)
 

@@ -39,20 +39,24 @@ _OUTCOME_MARKS = {"ok": "ok  ", "not here": "none", "failed": "FAIL"}
 class DoctorOptions:
     """Options of `tandem doctor`."""
 
-    expert_dtype: str = option("auto", help="format in which MODEL is checked", metavar="DTYPE")
-    threads: int | None = option(None, help="as in tandem run", metavar="N")
+    expert_dtype: str = option(
+        "auto", help="expert format in which to check MODEL", metavar="DTYPE"
+    )
+    threads: int | None = option(None, help="see tandem run --help-all", metavar="N")
     report: str | None = option(
         None,
         help="also try what Tandem needs, compare forecasts with measurements, and write all of it "
         "to FILE, without private data, for an issue; takes some minutes",
         metavar="FILE",
     )
-    json: bool = option(False, help="last line of standard output: one JSON object")
+    json: bool = option(False, help="print one JSON object on the last line of standard output")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tandem doctor`."""
-    add_model(parser, default=None, help="also check a model: its files, and the kernels")
+    add_model(
+        parser, default=None, help="also check this model: its files, and the kernels on them"
+    )
     add_flags(parser, DoctorOptions)
 
 
@@ -97,7 +101,7 @@ def _report(path: Path, findings: list[Finding]) -> "list[Outcome]":
     speeds = tried(GPU_SPEED_STAGES if gpu else CPU_SPEED_STAGES)
     record = Record(versions=version_lines(), findings=findings, speeds=speeds, smoke=smoke)
     write_report(path, record)
-    print(f"wrote {path}: attach it to an issue, after you have read it")
+    print(f"wrote {path}: read it, then attach it to an issue")
     return [*smoke, *speeds]
 
 
@@ -194,5 +198,5 @@ def _check_copies(source: str) -> Iterator[Finding]:
             finding = check_model_files(open_model(copy.directory), has_progress=shows_progress())
             yield replace(finding, what="packed copy", found=f"{copy.name}: {finding.found}")
         except TandemError as error:
-            remedy = f"tandem models rm {copy.name}; the next start makes it again"
+            remedy = f"tandem models rm {copy.name}; the next start writes it again"
             yield Finding("packed copy", "broken", str(error), remedy)

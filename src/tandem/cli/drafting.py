@@ -30,8 +30,8 @@ class DraftChoice:
         found = find_model(ModelChoice(model=self.draft), quiet=self.quiet)
         if load_tokenizer(found).get_vocab() != tokenizer.get_vocab():
             warnings.warn(
-                f"{self.draft} has another vocabulary than {self.choice.model}; nothing is drafted "
-                "by it",
+                f"{self.draft} has another vocabulary than {self.choice.model}, so it drafts "
+                "nothing",
                 TandemWarning,
                 stacklevel=2,
             )

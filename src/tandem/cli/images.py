@@ -23,8 +23,7 @@ def add_images(parser: argparse.ArgumentParser) -> None:
     """Add the flag `--image`."""
     parser.add_argument(
         "--image", action="append", metavar="FILE",
-        help="a picture before the first message: PNG, JPEG, WebP, GIF or BMP; may be given "
-        "several times",
+        help="an image before the first message: PNG, JPEG, WebP, GIF or BMP; repeatable",
     )  # fmt: skip
 
 

@@ -29,21 +29,25 @@ class ImportanceOptions:
     """Options of `tandem importance`."""
 
     output: str | None = option(
-        None, help="where to write it (default: where --importance auto finds it)", metavar="FILE"
+        None, help="file to write (default: where --importance auto looks for it)", metavar="FILE"
     )
-    tokens: int = option(16384, help="tokens to read, as many of each text", metavar="N")
+    tokens: int = option(
+        16384, help="number of tokens to read, the same from each text", metavar="N"
+    )
     probe_tokens: int = option(
         704, help="tokens to find on how much each part of the model matters, which tandem pack "
         "--size asks; 0 leaves it out", metavar="N",
     )  # fmt: skip
     threads: int | None = option(None, help="CPU threads (default: one for each fast core)")
     expert_memory: str = option(
-        "auto", help="host memory for experts of a packed model, as in tandem run", metavar="SIZE"
+        "auto",
+        help="host memory for experts of a packed model (see tandem run --help)",
+        metavar="SIZE",
     )
     pack_to_disk: bool | None = option(
         None, help="write a packed copy of a model that does not fit into memory, and run that"
     )
-    json: bool = option(False, help="last line of standard output: one JSON object")
+    json: bool = option(False, help="print one JSON object on the last line of standard output")
     quiet: bool = option(False, help="no progress", short="-q")
 
     def __post_init__(self) -> None:
@@ -57,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, loads=True)
     parser.add_argument(
         "--text", action="append", metavar="FILE",
-        help="text to read; may be given several times (default: text in seven languages and "
+        help="text to read; repeatable (default: text in seven languages and "
         "code, which comes with Tandem)",
     )  # fmt: skip
     parser.add_argument("-o", dest="output", metavar="FILE", help="short for --output")

@@ -46,7 +46,9 @@ class KeepOptions:
         "disk (default: asked on a terminal)",
     )
     keep_limit: str = option(
-        "100GiB", help="all packed copies take at most this; the longest unused go", metavar="SIZE"
+        "100GiB",
+        help="all packed copies take at most this; the least recently used go first",
+        metavar="SIZE",
     )
 
     def __post_init__(self) -> None:
@@ -101,7 +103,9 @@ class Keeper:
             open_model(directory)  # reads the headers
         except TandemError as error:
             if not self._quiet:
-                print(f"[the packed copy is damaged and made again: {error}]", file=sys.stderr)
+                print(
+                    f"[the packed copy is damaged and is written again: {error}]", file=sys.stderr
+                )
             with contextlib.suppress(TandemError):  # a cache that cannot be written
                 copies.remove(origin.name)
             return None

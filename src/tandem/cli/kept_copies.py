@@ -108,7 +108,7 @@ class KeptCopies:
             pass
         except OSError as error:
             raise ModelError(
-                f"cannot remove {directory}: {error.strerror}; delete it by hand"
+                f"cannot remove {directory}: {error.strerror}; delete it yourself"
             ) from error
 
     def write(self, origin: Origin, num_bytes: int, save: Callable[[Path], object]) -> Path | None:

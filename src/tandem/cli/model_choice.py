@@ -289,7 +289,7 @@ def _no_tokenizer(source: str, why: str) -> ModelError:
     if directory.is_dir() and not any(any(directory.glob(name)) for name in _TOKENIZER_FILES):
         return ModelError(
             f"{source} has no tokenizer: expected tokenizer.json, or one of "
-            f"{', '.join(_TOKENIZER_FILES[1:])}; copy it from where the model comes from"
+            f"{', '.join(_TOKENIZER_FILES[1:])}; copy it from the model's source"
         )
     return ModelError(f"{source} has no tokenizer that loads ({why}); download its files again")
 

@@ -22,7 +22,7 @@ _DAY_SECONDS = 86400
 class ModelsOptions:
     """Options of `tandem models`."""
 
-    json: bool = option(False, help="one JSON object instead of the table")
+    json: bool = option(False, help="print one JSON object instead of the table")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class StoredModel:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `tandem models`."""
     parser.add_argument("action", nargs="?", default="list", choices=("list", "rm"))
-    parser.add_argument("names", nargs="*", metavar="NAME", help="with rm: what is removed")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="with rm: the model to remove")
     add_flags(parser, ModelsOptions)
 
 
@@ -162,7 +162,7 @@ def _print_table(stored: list[StoredModel]) -> None:
     for row in table:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         print("  ".join([*cells, row[4]]))
-    print(f"\n{format_bytes(sum(model.num_bytes for model in stored))} in all")
+    print(f"\n{format_bytes(sum(model.num_bytes for model in stored))} in total")
 
 
 def _ago(moment: float) -> str:

@@ -21,7 +21,7 @@ def add_session_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, SamplingOptions)
     parser.add_argument(
         "--stop", action="append", metavar="TEXT",
-        help="end the answer before this text; may be given several times",
+        help="end the answer before this text; repeatable",
     )  # fmt: skip
     add_flags(parser, OffloadOptions)
     add_flags(parser, SessionOptions)

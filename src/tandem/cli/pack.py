@@ -32,7 +32,7 @@ class PackOptions:
     """Options of `tandem pack`."""
 
     output: str | None = option(
-        None, help="new directory (default: beside the model)", metavar="DIR"
+        None, help="directory to create (default: beside the model)", metavar="DIR"
     )
     expert_dtype: str = option(
         "auto", help="format of the experts: auto (as they are), int4, int8, bf16, ...",
@@ -43,17 +43,18 @@ class PackOptions:
     )
     importance: str | None = option(None, help=helps(OffloadOptions)["importance"], metavar="FILE")
     size: str | None = option(
-        None, help="choose a format for each part, so that the packed model takes so many bytes "
-        "(16GB) and loses least; --importance is auto then", metavar="SIZE",
+        None, help="choose a format for each part so that the packed model has this size (16GB) "
+        "and loses least; --importance is then auto", metavar="SIZE",
     )  # fmt: skip
     bits: float | None = option(
-        None, help="the same by bits a weight, all weights of the model together", metavar="N"
+        None, help="like --size, in mean bits per weight of the whole model", metavar="N"
     )
     for_hub: bool = option(
-        False, help="also a model card and the sums of all files; of a packed MODEL these alone"
+        False,
+        help="also write a model card and checksums of all files; for a packed MODEL, only these",
     )
-    quiet: bool = option(False, help="no progress", short="-q")
-    json: bool = option(False, help="last line of standard output: one JSON object")
+    quiet: bool = option(False, help="show no progress", short="-q")
+    json: bool = option(False, help="print one JSON object on the last line of standard output")
 
     def __post_init__(self) -> None:
         """Raise for options that exclude each other."""
@@ -62,7 +63,7 @@ class PackOptions:
         if self.size is not None:
             parse_bytes(self.size)
         if self.size is not None and self.bits is not None:
-            raise ConfigError("--size and --bits say the same; give one of them")
+            raise ConfigError("--size and --bits set the same thing; give one of them")
         if self.has_budget and (self.expert_dtype, self.dense_dtype) != ("auto", "none"):
             raise ConfigError(
                 "--size and --bits choose the formats; leave --expert-dtype and --dense-dtype out"
@@ -82,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measured", action="append", metavar="FILE",
         help="losses or speed for the card of --for-hub: what tandem quality --json or tandem "
-        "bench --json printed; may be given several times",
+        "bench --json printed; repeatable",
     )  # fmt: skip
 
 
@@ -136,7 +137,7 @@ def run(flags: argparse.Namespace) -> int:
         write_sums(target)
         _say_what_lacks(origin)
     seconds = time.perf_counter() - begin
-    resumed = f", {packed.resumed_layers} layers were there" if packed.resumed_layers else ""
+    resumed = f", {packed.resumed_layers} layers reused" if packed.resumed_layers else ""
     print(
         f"packed {format_bytes(packed.num_bytes)} into {target} in {seconds:.1f} s{resumed}; "
         f"now: tandem run {target}"

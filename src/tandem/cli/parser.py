@@ -91,7 +91,8 @@ def build_parser(
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     parser.add_argument(
         "-v", "--verbose", action="store_true",
-        help="with --version: also of torch and Transformers, and the kernels' instruction set",
+        help="with --version: also print those of torch and Transformers, and the kernels' "
+        "instruction set",
     )  # fmt: skip
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     by_command: dict[str, argparse.ArgumentParser] = {}

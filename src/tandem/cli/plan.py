@@ -29,38 +29,40 @@ _OTHER_FORMATS = ("int8", "int4")
 class PlanOptions:
     """Options of `tandem plan`, apart from those of offloading."""
 
-    dense_dtype: str = option("auto", help="as in tandem run", metavar="DTYPE")
+    dense_dtype: str = option("auto", help="see tandem run --help-all", metavar="DTYPE")
     context: int | None = option(
-        None, help="tokens of a conversation (default: 4096, or the model's context)", metavar="N"
+        None,
+        help="number of tokens of a conversation (default: 4096, or the model's context)",
+        metavar="N",
     )
-    sequences: int = option(1, help="conversations at once, each of --context", metavar="N")
-    draft: str | None = option(
-        None, help="small model that drafts, as in tandem run", metavar="MODEL"
+    sequences: int = option(
+        1, help="number of simultaneous conversations, each of --context tokens", metavar="N"
     )
+    draft: str | None = option(None, help="small draft model, as in tandem run", metavar="MODEL")
     image_tokens: int = option(
-        0, help="tokens of the images of one prompt, whose tower takes memory too", metavar="N"
+        0, help="image tokens of one prompt; the vision tower needs memory for them", metavar="N"
     )
     measure: bool = option(
         True, help="forecast the speed, measured once on a few layers with random weights"
     )
-    refresh: bool = option(False, help="measure again, also where a forecast is kept")
+    refresh: bool = option(False, help="measure again even if there is a stored forecast")
     shape: str | None = option(
         None,
         help="plan for a released model without its files: "
         + ", ".join(MODEL_SHAPES | DENSE_SHAPES),
     )
     memory: str | None = option(
-        None, help="host memory of the machine that is meant (default: what is free here)",
+        None, help="host memory of the target machine (default: what is free here)",
         metavar="SIZE",
     )  # fmt: skip
     tokens_per_second: float | None = option(
-        None, help="propose the largest size to pack the model in that is forecast to run so fast",
+        None, help="propose the largest packed size with at least this forecast speed",
         metavar="N",
     )  # fmt: skip
     host_path: str | None = option(
         None, help="whose host costs of --profile count: segments, graph or none", metavar="NAME"
     )
-    json: bool = option(False, help="last line of standard output: one JSON object")
+    json: bool = option(False, help="print one JSON object on the last line of standard output")
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -174,12 +176,12 @@ def _table(plan: "Plan") -> str:
         formats = ", ".join(sizes.expert_formats)
         rows.insert(0, (f"experts ({sizes.num_experts} in {formats})", plan.experts_bytes))
     if sizes.disk_table_bytes:
-        rows.append(("tables of rows, which stay on the disk", sizes.disk_table_bytes))
+        rows.append(("tables of rows, left on the disk", sizes.disk_table_bytes))
     rows += [
         (f"KV cache, {_tokens_at_once(plan)}", plan.kv_cache_bytes),
         *_state_rows(plan),
         *[("latents of a prompt, expanded", plan.expanded_bytes)] * bool(plan.expanded_bytes),
-        *[("model that drafts, and its KV cache", plan.draft_bytes)] * bool(plan.draft_bytes),
+        *[("draft model and its KV cache", plan.draft_bytes)] * bool(plan.draft_bytes),
         ("activations of a prompt, at most", plan.workspace_bytes),
         ("the program itself", plan.process_bytes + FORWARD_BYTES),
     ]
@@ -205,7 +207,7 @@ def _disk_line(slots: "SlotsOverDisk", found: "DiskForecast | None") -> str:
     fit = f"from the disk: {slots.share:.0%} of the experts fit"
     if found is None:
         return (
-            f"{fit} into {slots.num_slots} slots, the others are read when they are wanted; the "
+            f"{fit} into {slots.num_slots} slots, the others are read when needed; the "
             "disk's rate was not measured"
         )
     return (

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 class ProfileOptions:
     """Options of `tandem profile`."""
 
-    expert_dtype: str = option("auto", help="as in tandem run", metavar="DTYPE")
-    dense_dtype: str = option("auto", help="as in tandem run", metavar="DTYPE")
-    threads: int | None = option(None, help="as in tandem run", metavar="N")
-    refresh: bool = option(False, help="measure again, also where a profile is kept")
-    picture: str | None = option(None, help="draw the curves into this file", metavar="FILE.svg")
-    json: bool = option(False, help="last line of standard output: one JSON object, the profile")
+    expert_dtype: str = option("auto", help="see tandem run --help-all", metavar="DTYPE")
+    dense_dtype: str = option("auto", help="see tandem run --help-all", metavar="DTYPE")
+    threads: int | None = option(None, help="see tandem run --help-all", metavar="N")
+    refresh: bool = option(False, help="measure again even if there is a stored profile")
+    picture: str | None = option(None, help="draw the curves to this file", metavar="FILE.svg")
+    json: bool = option(False, help="print the profile as one JSON object on the last line")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def run(flags: argparse.Namespace) -> int:
     model = load_model(choice, offload, quiet=False, dense_dtype=options.dense_dtype)
 
     begin = time.perf_counter()
-    with waiting("measuring what experts cost"):
+    with waiting("measuring the costs of experts"):
         from tandem.experts.measuring.profiler import with_timed_steps
         from tandem.forecast.speed_forecast import PROMPT_TOKENS, time_model
         from tandem.hf.assembly import keep_profile_of, profile_of

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tandem.quality.texts import Window
 
 _TOKENS = 4096
-_OTHER_WORDS = "read the text as other tokens; compare models of one vocabulary"
+_OTHER_WORDS = "tokenize the text differently; compare models with the same vocabulary"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class QualityOptions:
     """Options of `tandem quality`."""
 
     against: str | None = option(
-        None, help="the reference: a model, such as the 16-bit checkpoint, or a file of --keep",
+        None, help="reference: a model, such as the 16-bit checkpoint, or a file written by --keep",
         metavar="REFERENCE",
     )  # fmt: skip
     keep: str | None = option(
@@ -52,14 +52,16 @@ class QualityOptions:
         metavar="FILE",
     )  # fmt: skip
     tokens: int | None = option(
-        None, help=f"tokens to read, as many of each domain (default: {_TOKENS})", metavar="N"
+        None,
+        help=f"number of tokens to read, the same from each domain (default: {_TOKENS})",
+        metavar="N",
     )
     dense_dtype: str = option("auto", help=DENSE_DTYPE_HELP, metavar="DTYPE")
     kv_dtype: str = option("auto", help="keys and values of MODEL: auto, bf16, int8")
     pack_to_disk: bool | None = option(
         None, help="write a packed copy of a model that does not fit into memory, and run that"
     )
-    json: bool = option(False, help="last line of standard output: one JSON object")
+    json: bool = option(False, help="print one JSON object on the last line of standard output")
     quiet: bool = option(False, help="no progress", short="-q")
 
     def __post_init__(self) -> None:
@@ -73,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, loads=True)
     parser.add_argument(
         "--text", action="append", metavar="FILE",
-        help="text to read; may be given several times, each file is a domain (default: text in "
+        help="text to read; repeatable, each file is a domain (default: text in "
         "seven languages and code, which comes with Tandem)",
     )  # fmt: skip
     add_flags(parser, QualityOptions)

@@ -13,7 +13,7 @@ from tandem.core.errors import ConfigError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tandem run`."""
     parser.add_argument(
-        "-p", "--prompt", help="answer this and exit; text from a pipe is put before it"
+        "-p", "--prompt", help="answer this prompt and exit; piped text is put before it"
     )
     add_images(parser)
     add_session_arguments(parser)

@@ -41,8 +41,8 @@ class ServeOptions:
     compile: bool = option(
         True, help="record decode steps and replay them without the model's Python code"
     )
-    json: bool = option(False, help="when ready: one JSON object with the address")
-    quiet: bool = option(False, help="only warnings and errors", short="-q")
+    json: bool = option(False, help="print one JSON object with the address when ready")
+    quiet: bool = option(False, help="print only warnings and errors", short="-q")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

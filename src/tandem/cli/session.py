@@ -61,25 +61,25 @@ class SessionOptions:
     )
     speculate: str = option(
         "auto",
-        help="draft tokens and verify them together where that pays: auto, lookup (what followed "
-        "the same words before), mtp (the model's own layer for that too), none; answers are the "
-        "same",
+        help="draft tokens and verify them in one step where that pays; answers stay the same: "
+        "auto, lookup (what followed the same words before), mtp (also the model's MTP layers), "
+        "none",
         choices=SPECULATE,
     )
     draft: str | None = option(
-        None, help="small model with the same tokens that writes ahead", metavar="MODEL"
+        None, help="small model with the same vocabulary that drafts tokens", metavar="MODEL"
     )
-    json: bool = option(False, help="last line of standard output: one JSON object")
-    explain: bool = option(
-        False, help="say why it was as fast as it was, and what one change would bring"
-    )
+    json: bool = option(False, help="print one JSON object on the last line of standard output")
+    explain: bool = option(False, help="explain the speed, and what single changes would gain")
     live: bool = option(
-        False, help="draw below the answer which experts it uses, from which memory, how fast"
+        False, help="draw below the answer which experts it uses, where they are, and the speed"
     )
     quiet: bool = option(
-        False, help="only the answer: no progress, no statistics, no warnings", short="-q"
+        False, help="print only the answer: no progress, statistics or warnings", short="-q"
     )
-    history: bool = option(True, help="keep what is typed in a chat, for the next one's up arrow")
+    history: bool = option(
+        True, help="keep what you type in a chat for the up arrow of the next chat"
+    )
 
     def __post_init__(self) -> None:
         """Check that the system message is text, and that one thing drafts."""
@@ -295,20 +295,20 @@ class Session:
     def _say_if_nothing_is_random(self) -> None:
         model_samples = bool(self._model.generation_config.do_sample)
         if self.sampling.seed is not None:
-            why = "the seed is set; /set seed N takes another one"
+            why = "the seed is fixed; /set seed N changes it"
         elif not self.sampling.is_sampled(model_samples):
-            why = "the best token is always taken; /set temperature 0.8 draws them"
+            why = "the most likely token is always chosen; /set temperature 0.8 samples"
         else:
             return
         if not self.options.quiet:
-            print(f"[the same answer comes: {why}]", file=sys.stderr)
+            print(f"[the answer will be the same: {why}]", file=sys.stderr)
 
     def _say_why_slower(self) -> None:
         """Say once in a session that steps run the model's own code, and why."""
         why = self._generator.why_slower if self._generator is not None else None
         if why is not None and not self._has_said_why_slower:
             self._has_said_why_slower = True
-            print(f"[slower than it could be: {why}]", file=sys.stderr)
+            print(f"[slower than possible: {why}]", file=sys.stderr)
 
 
 def _length(prompt: "tuple[int, ...] | ImagePrompt") -> int:

@@ -25,11 +25,11 @@ _OF_DISKS = ("hardware", "shape", "eviction", "batch", "prompt", "limit", "hold_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions:
-    """Options of `tandem simulate`; the name `list` prints the names that there are."""
+    """Options of `tandem simulate`; the value `list` prints the known names."""
 
     hardware: str = option(
-        "desktop-12gb", help="machine: a built-in profile or a profile's path; `list` names them",
-        metavar="NAME|FILE",
+        "desktop-12gb", metavar="NAME|FILE",
+        help="machine: a built-in profile or the path of one; `list` shows their names",
     )  # fmt: skip
     shape: str | None = option(
         None, help="model shape whose costs hold (default: by the trace's model)"
@@ -42,29 +42,31 @@ class SimulateOptions:
         0.5, help="fraction of all experts that the GPU has room for", metavar="FRACTION"
     )
     assignment: str | None = option(
-        None, help="who computes (default: balanced; with --host-path graph as a trial says)"
+        None,
+        help="who computes each active expert (default: balanced; with --host-path graph, what a "
+        "trial chooses)",
     )
-    eviction: str = option("next-use", help="what stays")
+    eviction: str = option("next-use", help="what stays in the expert cache")
     prediction: str | None = option(
-        None, help="what comes next, for --prefetch (default: regression)"
+        None, help="predictor of the next experts, for --prefetch (default: regression)"
     )
     prefetch_choice: str | None = option(
-        None, help="what is copied ahead, for --prefetch (default: pays)"
+        None, help="which predicted experts are copied ahead, for --prefetch (default: pays)"
     )
-    start: str = option("empty", help="the cache's first content")
+    start: str = option("empty", help="initial content of the cache")
     pool: str = option("by-layer", help="slots by-layer or shared by all layers")
-    prefetch: int = option(0, help="copies ahead per layer", metavar="K")
+    prefetch: int = option(0, help="number of copies ahead per layer", metavar="K")
     costs: str = option(
         "pipeline", choices=("pipeline", "equations"),
         help="what `balanced` minimises: overlapped copies, or DALI's equations 3-9",
     )  # fmt: skip
-    batch: int = option(1, help="sequences side by side")
-    prompt: int = option(16, help="tokens of each sequence run at once")
-    limit: int | None = option(None, help="stop after so many tokens", metavar="TOKENS")
+    batch: int = option(1, help="number of sequences in the batch")
+    prompt: int = option(16, help="first tokens of each sequence, which run as its prompt")
+    limit: int | None = option(None, help="stop after this many tokens", metavar="TOKENS")
     speculate: str | None = option(
         None, metavar="DRAFTER",
         help="verify drafted tokens: n-gram (look-up in the trace), mtp=ACCEPTANCE, or "
-        "sure-mtp=ACCEPTANCE (it tells how likely each token is)",
+        "sure-mtp=ACCEPTANCE (which reports each token's chance)",
     )  # fmt: skip
     length: str = option(
         "auto", help="how many drafted tokens: by cost, or always K", metavar="auto|K"
@@ -72,9 +74,11 @@ class SimulateOptions:
     hold_out: int = option(0, help="leave the last N sequences out", metavar="N")
     dump: str | None = option(None, help="write every plan as JSON lines", metavar="FILE")
     compare: bool = option(False, help="run the systems of the papers at equal GPU memory")
-    picture: str | None = option(None, help="chart of --compare (compare.svg)", metavar="FILE")
-    verbose: bool = option(False, help="also what authors of policies look at")
-    json: bool = option(False, help="last line of output: one JSON object")
+    picture: str | None = option(
+        None, help="draw the chart of --compare into this file (compare.svg)", metavar="FILE"
+    )
+    verbose: bool = option(False, help="also print figures for authors of policies")
+    json: bool = option(False, help="print one JSON object on the last line of output")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -30,7 +30,7 @@ class DiskOptions:
         help="with --disk: fraction of all experts that memory has slots for (default: 0.5)",
     )  # fmt: skip
     expert_memory: str | None = option(
-        None, help="with --disk, in place of --host-experts: memory for slots", metavar="SIZE"
+        None, help="with --disk, instead of --host-experts: memory for slots", metavar="SIZE"
     )
 
     def __post_init__(self) -> None:
@@ -42,7 +42,9 @@ class DiskOptions:
         if self.host_experts is not None and not 0 <= self.host_experts <= 1:
             raise ConfigError(f"--host-experts is {self.host_experts}; expected 0 to 1")
         if len(given) > 1:
-            raise ConfigError("--host-experts and --expert-memory say the same; leave one out")
+            raise ConfigError(
+                "--host-experts and --expert-memory set the same thing; leave one out"
+            )
 
     def rate(self, profile: "HardwareProfile") -> float:
         """Return the disk's speed in bytes per second."""

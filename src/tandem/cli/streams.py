@@ -67,7 +67,9 @@ def read_input() -> str | None:
         return None
     with contextlib.suppress(OSError, ValueError):  # not every stream can be waited for
         if not select.select([sys.stdin], [], [], _PATIENCE_SECONDS)[0]:
-            print("[reading standard input to its end; < /dev/null skips it]", file=sys.stderr)
+            print(
+                "[reading standard input to its end; use < /dev/null to skip it]", file=sys.stderr
+            )
     return require_text(sys.stdin.read(), "standard input").removeprefix("\N{BYTE ORDER MARK}")
 
 

@@ -16,10 +16,10 @@ from tandem.devices.options import OffloadOptions, offload_options
 class TraceOptions:
     """Options of a recording, apart from how the model runs."""
 
-    limit: int = option(1 << 30, help="prompts of the file to run, at most", metavar="N")
+    limit: int = option(1 << 30, help="maximum number of prompts to run from the file", metavar="N")
     max_new_tokens: int = option(64, help="tokens to generate for each prompt", metavar="N")
     seed: int = option(0, help="seed of the sampling", metavar="N")
-    json: bool = option(False, help="last line of standard output: one JSON object")
+    json: bool = option(False, help="print one JSON object on the last line of standard output")
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tandem trace`."""
     parser.add_argument("action", choices=("record",), metavar="record", help="write a new trace")
     add_model(parser, loads=True)
-    parser.add_argument("--prompts", required=True, metavar="FILE", help="prompts: text or JSON")
+    parser.add_argument(
+        "--prompts", required=True, metavar="FILE", help="file of prompts: text or JSON"
+    )
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="trace (.npz)")
     add_flags(parser, OffloadOptions)
     add_flags(parser, TraceOptions)
