@@ -99,7 +99,7 @@ def limit_torch(isa: str) -> None:
 
 
 def named(system: str, setting: ShapeSetting) -> str:
-    """Return what stands for a system in the table: of llama.cpp, with what it computes by."""
+    """Return a system's name in the table; llama.cpp's with its instruction set and layout."""
     if system != "llama.cpp":
         return system
     layout = "its layouts" if setting.may_repack else "the file's blocks"

@@ -74,7 +74,7 @@ def fitting(
 
 
 def of_shape(shape: ModelShape, layers: int, setting: ShapeSetting) -> PackedTandem:
-    """Put a shape into memory; called in a process of its own."""
+    """Load a shape into memory; runs in its own process."""
     sampled = shape.sample(layers)
     return PackedTandem(setting, sampled)
 

@@ -283,7 +283,7 @@ def _ratio(
 
 
 def read_options(arguments: list[str] | None) -> argparse.Namespace:
-    """Return what the command line asks for; ends with a sentence if something is missing."""
+    """Parse the command line; exits with a message if something is missing."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

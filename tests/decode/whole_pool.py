@@ -29,12 +29,12 @@ class WholePool:
 
     @property
     def num_segments(self) -> int:
-        """Graph segments of a captured step; 0: none are replayed."""
+        """Number of graph segments of a captured step; 0 if the step is not captured."""
         recording: Any = self.step.recording
         return 0 if recording is None else recording.num_segments
 
     def continue_with(self, prompts: list[list[int]]) -> None:
-        """Take other prompts; what a slot shares with what it holds stays."""
+        """Set new prompts; each slot keeps the prefix that it already holds."""
         self._prompts = prompts
         for slot, prompt in enumerate(prompts):
             shared = self.pool.usable(slot, num_shared(self.pool.held(slot), prompt))

@@ -1,6 +1,6 @@
 """A model whose table of n-grams is a sparse file of 50 GB answers; prints its peak memory.
 
-python -m tests.disk.large_table FOLDER: the model is made there, and left.
+`python -m tests.disk.large_table FOLDER` writes the model to FOLDER and leaves it there.
 """
 
 import json

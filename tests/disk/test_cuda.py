@@ -40,7 +40,7 @@ SHARES = [0.0, 0.4]
 
 
 def run(executor: HybridExecutor, streams: LazyStreams, in_memory: HostStore) -> bool:
-    """Run a prompt and steps; tell whether all results have the bits of the CPU's."""
+    """Run a prompt and steps; tell whether all results equal the CPU's, bit for bit."""
     alone = CpuExecutor(in_memory, CpuThreads(num_threads=1))
     generator, pairs = torch.Generator().manual_seed(7), []
     for step in range(12):

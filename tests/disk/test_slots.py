@@ -219,7 +219,7 @@ def test_memory_for_experts_of_a_model_that_is_not_packed_is_refused(
 
 
 def in_the_hubs_cache(packed: Path, folder: Path) -> Path:
-    """Return a snapshot as huggingface_hub keeps one: links to files that are called by a hash."""
+    """Return a snapshot in the layout of huggingface_hub: links to files named by their hash."""
     snapshot, blobs = folder / "snapshots" / "1234", folder / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()

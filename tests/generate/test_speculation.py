@@ -46,7 +46,7 @@ RULES: list[dict[str, Any]] = [
 
 
 class Scripted(Speculation):
-    """Drafts what the answers are known to be, spoilt at random, of any length."""
+    """Drafts the known answers, with random errors and lengths."""
 
     def __init__(self, answers: Mapping[int, Sequence[int]]) -> None:
         """Take the whole sequences of the requests, by slot."""

@@ -122,7 +122,7 @@ def decode_step(name: str) -> str:
 
 
 def steps_on_gpu(name: str, model: Any) -> str:
-    """Say how its decode steps run on a GPU; `tests/generate` asks which have slots there."""
+    """Describe how a model's decode steps run on a GPU; `tests/generate` checks which use slots."""
     if name in NOT_TOKEN_BY_TOKEN:
         return "none"
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers

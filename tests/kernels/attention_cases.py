@@ -1,4 +1,4 @@
-"""Decode attention by the Triton kernels and by torch: interpreted, or on a GPU."""
+"""Cases that compare decode attention of the Triton kernels with torch, interpreted or on a GPU."""
 
 from typing import Any
 

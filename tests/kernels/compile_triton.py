@@ -211,7 +211,7 @@ CASES: tuple[tuple[str, int, NativeActivation | None, torch.dtype], ...] = (
 
 
 def results(capabilities: list[int], num_cases: int) -> Iterator[dict[str, Any]]:
-    """Compile the cases, each for one of the processors by turns; yield what came of it."""
+    """Compile each case for the next of the GPU generations in turn; yield the outcomes."""
     for number, (name, num_tokens, activation, dtype) in enumerate(CASES[:num_cases]):
         capability = capabilities[number % len(capabilities)]
         is_new = capability >= 80

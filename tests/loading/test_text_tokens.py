@@ -30,7 +30,7 @@ class Untouched:
 
 
 class Panicking(Untouched):
-    """A tokenizer whose Rust code has failed: PyO3 raises what is no Exception."""
+    """A tokenizer whose Rust code panics: PyO3 raises an error that is not an Exception."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise PANIC("index out of bounds")

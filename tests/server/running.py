@@ -183,7 +183,7 @@ class RunningServer:
         wait_until(lambda: self.ask("GET", "/ready").status == 200, lambda: self.log)
 
     def wait_for_log(self, text: str) -> None:
-        """Return when the log has a text: it may be read later than an answer comes."""
+        """Wait until the log has a text, which may appear after the answer."""
         wait_until(lambda: text in self.log, lambda: self.log)
 
     def end(self, number: int = signal.SIGTERM) -> None:
@@ -201,7 +201,7 @@ def running_server(
     module: str | None = None,
     **environment: str,
 ) -> Iterator[RunningServer]:
-    """Start `tandem serve`, or a module that is called alike, wait until it answers, and end it."""
+    """Start `tandem serve`, or a module with the same flags, wait until it answers, and stop it."""
     if module is None:
         command = ["tandem.cli.main", "serve", str(model), "--port", "0", "--json"]
         flags = ("--threads", "2", *flags)

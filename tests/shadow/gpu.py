@@ -159,7 +159,7 @@ class ShadowGpu:
     # Pinned memory.
 
     def pin(self, address: int, num_bytes: int, owner: Any = None) -> bool:
-        """Pin bytes; False if some of them are."""
+        """Pin a range; return False if it overlaps a pinned one."""
         if self.is_capturing:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
         if any(a < address + num_bytes and address < a + m.num_bytes for a, m, _ in self._pinned):

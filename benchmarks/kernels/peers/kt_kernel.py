@@ -1,7 +1,7 @@
 """kt-kernel (KTransformers): its mixture-of-experts classes, called as its own wrappers call them.
 
-Of the classes for a format the one that its wrappers choose on a processor with AVX-512 is taken,
-else the AVX2 one. Called with groups of 128 instead of 32, release 0.7.2 gives no result.
+For each format it takes the class that the wrappers choose on a processor with AVX-512, or else the
+AVX2 class. With groups of 128 instead of 32, release 0.7.2 gives no result.
 """
 
 import importlib

@@ -85,7 +85,7 @@ def _parsed_schema(schema: Mapping[str, object] | str | None) -> Mapping[str, ob
 
 
 def _schema(form: ResponseFormat | None) -> Mapping[str, object] | None:
-    """Return the schema that an answer must follow; None: none."""
+    """Return the schema that an answer must follow, or None."""
     if form is None or form.type == "text":
         return None
     if form.json_schema is None:

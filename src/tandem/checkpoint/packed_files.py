@@ -111,7 +111,7 @@ def require_as_written(file: Path, copied: FileSums) -> None:
 
 
 def _first_other(sums: Sequence[int], known: Sequence[object]) -> int | None:
-    """Return the first expert that has another sum than the one that is known, if any is."""
+    """Return the first expert whose sum differs from the known one, or None."""
     pairs = enumerate(zip(sums, known, strict=False))
     return next((expert for expert, (crc, expected) in pairs if crc != expected), None)
 

@@ -282,7 +282,7 @@ class Explanation:
         return text, {**step.json(), **self._drafting.json()}
 
     def _cache_tables(self) -> list[str]:
-        """Return what the expert cache did, and what changes would bring; nothing without one."""
+        """Return lines about the expert cache and possible gains; empty without a cache."""
         if self._recorder is None or self._expert_cache is None:
             return []
         self._runtime.use(self._executor)

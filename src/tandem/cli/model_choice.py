@@ -212,7 +212,7 @@ def _sizes(checkpoint: "AnyCheckpoint", offload: OffloadOptions, dense_dtype: st
 
 
 def source_label(model: str, path: Path) -> str:
-    """Return the name that a packed copy gives its source: `model`, found at `path`."""
+    """Return the name by which a packed copy records its source, `model` at `path`."""
     return model if model in DEMO_MODELS else str(path.resolve())
 
 

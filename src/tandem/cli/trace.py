@@ -14,7 +14,7 @@ from tandem.devices.options import OffloadOptions, offload_options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
-    """Options of a recording, apart from how the model runs."""
+    """Options of a recording, except those of loading and running the model."""
 
     limit: int = option(1 << 30, help="maximum number of prompts to run from the file", metavar="N")
     max_new_tokens: int = option(64, help="tokens to generate for each prompt", metavar="N")

@@ -18,7 +18,7 @@ _LEAST_SHARE = 0.25
 
 
 class Pace:
-    """Limits prefill chunks while streams run."""
+    """Limits the size of prefill chunks while other requests decode."""
 
     def __init__(self, max_gap_seconds: float, *, stream_share: float = 0.65) -> None:
         """Let streams wait at most `max_gap_seconds`; give them `stream_share` of the time."""

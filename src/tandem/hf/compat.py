@@ -178,7 +178,7 @@ def compresses_windows(layer: object) -> bool:
 def selects_by_head(layer: object) -> bool:
     """Tell whether each KV head of a cache's layer selects its own positions by index keys.
 
-    MiniMax-M3's, whose classes are in its own file (not in 5.17).
+    True for MiniMax-M3's layers, whose classes are in the model's own file (not in 5.17).
     """
     return hasattr(layer, "update_index") and hasattr(layer, "idx_keys")
 

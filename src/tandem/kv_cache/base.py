@@ -66,7 +66,7 @@ class SlotCache(ABC):
         self._segments: list[Segment] = []  # that are announced
 
     def _announce(self, segments: Sequence[Segment], *, is_decoding: bool) -> None:
-        """Note the tokens of the next forward, of which nothing has been asked for yet."""
+        """Record the tokens of the next forward; clears what the last one had computed."""
         self._segments, self.is_decoding = list(segments), is_decoding
         self._awaited = self.states_asked_for = self._compressed = None
 

@@ -105,7 +105,7 @@ class Recurrence:
         """How full the bucket is."""
 
     def layer_passed(self) -> None:
-        """Leak one layer's worth."""
+        """Lower the level by one: a layer has passed."""
         if self.level:
             self.level -= 1
 

@@ -60,7 +60,7 @@ class BufferPlan:
         constants: dict[int, Tensor],
         result: Ref,
     ) -> None:
-        """Give a buffer to whatever native operations read or write, in the shapes of `tensors`."""
+        """Assign a buffer to each tensor that native operations read or write."""
         self.tensors: dict[int, Tensor] = dict(constants)
         self.views: set[int] = set()
         """Indices of operations that need not run: their results are views of buffers."""

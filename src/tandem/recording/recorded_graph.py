@@ -55,8 +55,8 @@ class RecordedGraph:
     ) -> None:
         """Compile a recording whose `inputs` change between runs; `result` is what it returns.
 
-        With `threads`, operations that the kernels support are native; `fusing` replaces groups
-        instead.
+        With `threads`, native kernels replace the groups of operations that they support; without
+        them, `fusing` (if given) replaces groups.
         """
         self._operations = _live(recording.operations, recording.ref(result))
         numbers = {id(tensor): number for number, tensor in enumerate(recording.tensors)}

@@ -1,4 +1,4 @@
-"""The rows of each expert, in one buffer that one copy takes to the device."""
+"""Routed tokens grouped by expert, in one buffer that one copy moves to the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -138,7 +138,7 @@ def test_other_dtypes_are_left_to_the_reference() -> None:
 
 
 def test_matrices_together_are_as_each_alone(tmp_path: Path) -> None:
-    """Some of several formats, in memory and in a mapped file, with and without importance."""
+    """Matrices of several formats, in memory and in a mapped file, with and without importance."""
     file = tmp_path / "weights"
     kept = draw_weights(700, 300).bfloat16()
     kept.view(torch.uint8).numpy().tofile(file)

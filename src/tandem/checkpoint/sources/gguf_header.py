@@ -125,7 +125,7 @@ class GgufHeader:
 
 
 def _why_not(key: str, value: Value) -> str:
-    """Return what a key's value should be instead; nothing if it is of its key's kind."""
+    """Return what a key's value should be instead; empty if the value is valid for the key."""
     if _TEXTS.fullmatch(key):
         return "" if isinstance(value, str) else "a text"
     several = value if isinstance(value, list) else [value]

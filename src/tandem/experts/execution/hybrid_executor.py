@@ -3,11 +3,11 @@
     routing -> load -> plan -> { the CPU's share | hits on the device | copies on the link }
             -> routed tokens added in the router's order -> learn, report
 
-`execute` reads from top to bottom as it happens. The CPU's threads begin first, as they are the
-last to end; this thread starts the device and the link and then computes beside them. What the
-layer's result does not need (`_learn_of_last_layer`) can wait until the caller has queued the next.
-Whatever the plan, the result has the same bits as `CpuExecutor`'s where the device's arithmetic is
-the CPU's; a GPU's is not (docs/runtime.md).
+`execute` reads from top to bottom in the order of events. The CPU's threads begin first because
+they end last; this thread starts the device and the link and then computes with them. Work that the
+layer's result does not need (`_learn_of_last_layer`) can wait until the caller has queued the next
+layer. Under every plan the result has the same bits as `CpuExecutor`'s if the device has the CPU's
+arithmetic; a GPU has not (docs/runtime.md).
 """
 
 import contextlib

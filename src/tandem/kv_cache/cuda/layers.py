@@ -221,7 +221,7 @@ class LayerMemory:
             self._tensors[number][slots, :, at] = new.to(self.dtype)
 
     def as_kept(self, key: Tensor) -> Tensor:
-        """Return keys as they would be read after storing."""
+        """Return keys with the rounding that storing them causes."""
         if self.dtype == torch.int8:
             codes, scale = _codes(key)
             return (codes * scale[..., None]).to(key.dtype)

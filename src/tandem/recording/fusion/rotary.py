@@ -89,7 +89,7 @@ def _match_pairs(graph: Graph, real: Operation, threads: CpuThreads) -> Found | 
 
 
 def _pairs_heads(graph: Graph, source: Ref, turns_ref: object, result: Ref | None) -> int | None:
-    """Return which dimension has the heads; turns are (rows, 1, 1, pairs)."""
+    """Return the dimension of the heads, or None; complex frequencies: (tokens, 1, 1, pairs)."""
     if not isinstance(turns_ref, Ref) or result is None:
         return None
     x, turns, out = graph.tensor(source), graph.tensor(turns_ref), graph.tensor(result)
