@@ -17,8 +17,8 @@ the weight of its counts, on these odd sequences. So speeds and the prefetch row
 the strict sense; traces of other models are the test.
 Machines are simulated as CPU, GPU and link with the profiles in src/tandem/hardware/profiles, which
 name their sources. These are literature, not measurements: ratios mean more than absolutes. The
-figures leave out the host's own work (`--host-path none`); `python -m
-benchmarks.policy.host_costs` has it.
+figures leave out the host's own work (`--host-path none`), which
+`python -m benchmarks.policy.host_costs` has.
 """
 
 SPECULATION = """
