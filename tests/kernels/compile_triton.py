@@ -1,6 +1,7 @@
 """Compiles the Triton kernels for GPUs that are not here; prints what the compiler says, as JSON.
 
     python -m tests.kernels.compile_triton 80 90 11    # capabilities, then how many cases
+    python -m tests.kernels.compile_triton --unlike 80 90    # which kernels become other LLVM code
 
 A program of its own: in a test's process the kernels are interpreted.
 """
@@ -233,6 +234,19 @@ def result_of(case: str, launch: Launch, capability: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def unlike(capabilities: list[int]) -> Iterator[dict[str, Any]]:
+    """Yield for each kernel of few and of many tokens whether its LLVM code is not one for all."""
+    for num_tokens in (1, 129):
+        for launch in launches_of("int4", num_tokens, SWIGLU, torch.bfloat16):
+            binaries = [compiled(launch, capability) for capability in capabilities]
+            # Not the lines at the end, which name the kernel's file.
+            codes = {binary.asm["llir"].partition("\n!")[0] for binary in binaries}
+            yield {"kernel": launch.kernel.__name__, "is_unlike": len(codes) > 1}
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "--unlike":
+        print(json.dumps(list(unlike([int(argument) for argument in sys.argv[2:]]))))
+        sys.exit()
     *capabilities, num_cases = [int(argument) for argument in sys.argv[1:]]
     print(json.dumps(list(results(capabilities, num_cases))))

@@ -16,9 +16,10 @@ import torch
 from tandem.devices.cuda import handing
 from tandem.experts.execution.asked_routers import SCORINGS, AskedRouter
 from tandem.kernels.attention import AttentionForm, DistanceBias
-from tandem.kernels.dense import pack_dense
+from tandem.kernels.dense import DenseWeight
 from tandem.kernels.device_compression import ring_shape
 from tandem.kernels.device_states import Run, SlotTokens, StateMemory, logged_values
+from tandem.kernels.formats.packed import PackedMatrix
 from tandem.kernels.formats.weight_format import find_format
 from tandem.kernels.hyper_connections import HyperConnection
 from tandem.kernels.recurrent import (
@@ -299,8 +300,9 @@ def dense_launches(format_name: str, num_rows: int) -> list[Launch]:
 
 def multiply(format_name: str, num_rows: int) -> None:
     """Launch packed linear layers of so many rows, alone and together."""
-    matrix = pack_dense(torch.zeros(512, 2048), torch.zeros(512), find_format(format_name))
-    weight = dense.bring(matrix, torch.device("cpu"))
+    # Whatever it holds: no weight can be rounded to some formats.
+    matrix = PackedMatrix.empty(512, 2048, find_format(format_name))
+    weight = dense.bring(DenseWeight(matrix, torch.zeros(512)), torch.device("cpu"))
     rows = torch.zeros(num_rows, 2048, dtype=torch.bfloat16)
     dense.multiply(rows, weight)
     if dense.can_join(num_rows, weight):

@@ -24,15 +24,20 @@ from triton.runtime.jit import JITFunction
 
 from tandem import triton_kernels
 from tandem.kernels.formats import FORMATS, ExpertLayout, find_format
+from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.kernels.native import ActivationKind, NativeActivation
 from tandem.triton_kernels import variants
 from tandem.triton_kernels.experts import TritonExperts
+from tandem.triton_kernels.rows import VECTOR_TOKENS
 from tests.kernels import compile_triton_steps as steps
 
 CPU = torch.device("cpu")
 HIDDEN, INTERMEDIATE, TOP_K = 2048, 768, 8
 SWIGLU = NativeActivation(ActivationKind.SWIGLU)
 _FEWEST_MATRIX = 80
+# For these what asks no matrix units becomes the same LLVM code (`test_triton.py`): each format is
+# compiled for one of them.
+_BY_TURNS = 89, 90, 120
 _LAYERS = 0, 1, 15  # whose numbers, 1 more, Triton would tell apart: 1, a multiple of 16, others
 launched = collections.Counter[str]()
 compiled = collections.Counter[str]()
@@ -103,7 +108,8 @@ def cases(capability: int, *, is_short: bool) -> Iterator[tuple[str, Callable[[]
     """Return what decode steps and prompts launch, by name; `is_short` for one case of a kind."""
     dtype = torch.bfloat16 if capability >= _FEWEST_MATRIX else torch.float16
     most = 1 if is_short else None
-    for fmt in (find_format("int4"),) if is_short else FORMATS:
+    formats = _formats(capability, is_short=is_short)
+    for fmt, is_whole in formats:
         layout = ExpertLayout(
             fmt, HIDDEN, INTERMEDIATE, is_gated=True, has_bias=fmt.name == "mxfp4"
         )
@@ -111,14 +117,16 @@ def cases(capability: int, *, is_short: bool) -> Iterator[tuple[str, Callable[[]
         works = variants.variants(
             experts, layout, SWIGLU, lambda x: x, dtype=dtype, top_k=TOP_K, device=CPU
         )
-        for number, work in enumerate(works):
+        first = 0 if is_whole else len(VECTOR_TOKENS)
+        for number, work in enumerate(works[first:], first):
             yield f"experts in {fmt.name}, {number}", work
     for rows in (1, 2, 4, 8):  # of several sequences, or of one's drafts
         for wait_seconds in (0.0, 1.0):
             yield f"a hand-over of {rows}", partial(_hand, rows, dtype, wait_seconds)
-    for name in ("int8",) if is_short else [fmt.name for fmt in FORMATS]:
-        for rows in (1, 8, 40):
-            yield f"{rows} rows by a linear layer in {name}", partial(steps.multiply, name, rows)
+    for fmt, is_whole in formats:
+        for rows in (1, 8, 40) if is_whole else (40,):
+            name = f"{rows} rows by a linear layer in {fmt.name}"
+            yield name, partial(steps.multiply, fmt.name, rows)
     for small in steps.SMALL[:most]:
         yield f"small operations {small}", partial(steps.do_small, *small)
     yield "chains", partial(steps.do_chains, 8)
@@ -131,6 +139,14 @@ def cases(capability: int, *, is_short: bool) -> Iterator[tuple[str, Callable[[]
         )
     for form in steps.STATES[:most]:
         yield f"states {form}", partial(steps.advance, form)
+
+
+def _formats(capability: int, *, is_short: bool) -> list[tuple[WeightFormat, bool]]:
+    """Return formats, and whether those of a format's kernels that take turns have theirs."""
+    if is_short:
+        return [(find_format("int4"), True)]
+    turn = _BY_TURNS.index(capability) if capability in _BY_TURNS else None
+    return [(fmt, turn in (None, place % len(_BY_TURNS))) for place, fmt in enumerate(FORMATS)]
 
 
 def never_launched() -> set[str]:

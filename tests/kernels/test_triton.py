@@ -114,6 +114,15 @@ def test_the_compiler_takes_the_kernels_for_every_supported_gpu() -> None:
             assert result["wide_loads"] > 0, result
 
 
+@pytest.mark.slow
+def test_without_matrix_units_gpus_from_80_on_run_the_same_llvm_code() -> None:
+    """So `launch_triton.py` compiles these kernels of each format for one of them."""
+    results = compiler_says("tests.kernels.compile_triton", "--unlike", "89", "90", "120")
+    unlike = {result["kernel"] for result in results if result["is_unlike"]}
+    assert "matrix_up" in unlike
+    assert unlike <= {"matrix_up", "matrix_down"}
+
+
 def test_all_kernels_of_a_model_are_compiled_when_it_is_loaded_and_are_few() -> None:
     """Twenty prompts with steps after them: no kernel is compiled for their lengths or tables."""
     experts, one, two = compiler_says("tests.kernels.count_variants")
