@@ -144,7 +144,8 @@ void stretch_super(const Group& whole_super, SuperFit& fit) {
       energy += whole_super.weighed(x * x, c);
     }
   }
-  const Vector by = larger(smaller(energy * inverse(along), broadcast(kMostStretch)), broadcast(1.0f));
+  const Vector by =
+      larger(smaller(energy * inverse(along), broadcast(kMostStretch)), broadcast(1.0f));
   stretch(fit.scales, by);
   if constexpr (e.has_minima) stretch(fit.minima, by);
 }
