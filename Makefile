@@ -25,7 +25,8 @@ ISA ?=
 # What a test frees stays with its process for the next one: half of the page faults, a tenth of the
 # processor's time.
 MALLOC := MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=536870912 MALLOC_TOP_PAD_=16777216
-PYTEST := $(MALLOC) $(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder $(if $(ISA),--isa $(ISA))
+SHARED_OUT := -n 3 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(MALLOC) $(BIN)/pytest $(SHARED_OUT) $(if $(ISA),--isa $(ISA))
 
 # Which Pythons to build and check wheels with: 3.11 gives one for 3.11, one from 3.12 on gives one for all
 # that follow.
@@ -157,7 +158,7 @@ demo-cut: setup  ## A cut of the demo model in build/demo-cut, under 40 MB: for 
 	$(BIN)/python -m tests.gpu.demo_cut
 
 dry-gpu: setup  ## The GPU's tests and benchmark on their CPU twins, all architectures on the shadow device
-	TANDEM_DRY_GPU=1 $(BIN)/pytest tests/gpu --deselect tests/gpu/test_kernels.py
+	TANDEM_DRY_GPU=1 $(MALLOC) $(BIN)/pytest tests/gpu --deselect tests/gpu/test_kernels.py
 	TANDEM_DRY_GPU=1 $(PYTEST) tests/shadow $(wildcard tests/kernels/test_triton*.py) tests/decode/test_cuda_compressed.py tests/disk/test_rows.py
 	$(BIN)/python -m benchmarks.gpu --device emulated --layers 2 --vocabulary 512 --formats int4 \
 		--shares 0.5 1.0 --batches 1 --prompt-tokens 8 --new-tokens 3
@@ -170,7 +171,7 @@ GPU_TESTS := tests/shadow $(wildcard tests/*/test_cuda*.py tests/kernels/test_tr
 	tests/experts/test_handed_layers.py tests/hf/test_dense_place.py tests/forecast/test_gpu_check.py
 gpu-coverage: setup  ## Which lines and branches of device cuda's host code its tests without a GPU run
 	rm -rf build/coverage
-	$(BIN)/coverage run -m pytest $(GPU_TESTS)
+	$(MALLOC) $(BIN)/coverage run -m pytest $(SHARED_OUT) $(GPU_TESTS)
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
 

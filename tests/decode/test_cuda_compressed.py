@@ -132,6 +132,14 @@ def test_keys_in_fewer_bits(kv_dtype: str, most: float) -> None:
     close(pool.decode({0: LONG[150]}), expected[150:151], most)
 
 
+@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8"])
+def test_steps_behind_invented_tokens(kv_dtype: str) -> None:
+    pool = pool_of("small", 2, kv_dtype=kv_dtype)
+    pool.prefill({0: LONG[:3]})
+    pool.pretend(300, room=4)
+    assert pool.decode({0: 60, 1: 61}).isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_model_is_tried_in_slots(dtype: torch.dtype) -> None:
     model = copy.deepcopy(model_of("small")).to(dtype)

@@ -1,5 +1,6 @@
 """Captured steps by themselves, with the twin of CUDA's graphs."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,6 +23,19 @@ def test_a_step_that_cannot_be_captured_stays_the_models_and_says_why() -> None:
         results = [graphed().tolist() for _ in range(5)]
     assert results == [[1.0] * 4] * 5
     assert not graphed.is_replaying
+
+
+def test_a_step_whose_kernels_no_compiler_takes_is_captured_as_the_model_does_it() -> None:
+    x = torch.zeros(4)
+
+    def refused() -> Callable[[], torch.Tensor]:
+        raise RuntimeError("too many registers\nand what a compiler says beside")
+
+    graphed = new_graphed_step(lambda: x + 1, 1e-2, TwinCapture, record_first=refused)
+    with pytest.warns(UserWarning, match="more kernels than need be: too many registers$"):
+        results = [graphed().tolist() for _ in range(5)]
+    assert results == [[1.0] * 4] * 5
+    assert graphed.is_replaying
 
 
 def test_a_capture_that_breaks_is_undone() -> None:

@@ -5,14 +5,15 @@ The stream is this thread; the coordinator's thread answers what publish has wri
 
 import threading
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tandem.devices.cuda import hand_over_trial
+from tandem.core.errors import TandemWarning
+from tandem.devices.cuda import hand_over_trial, handed_steps
 from tandem.devices.cuda.hand_over_trial import Trial, TrialLimits, find_signals
 from tandem.devices.cuda.signals import KernelSignals, Signals
 from tandem.experts.execution.executor import CpuExecutor
@@ -262,6 +263,18 @@ class NothingPinned(ThreadStreams):
 def test_without_mapped_memory_nothing_is_handed_over(handed: ModuleType) -> None:
     streams: Any = NothingPinned()
     assert find_signals(streams) is None
+
+
+def test_a_machine_without_signals_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handed_steps, "find_signals", lambda streams: None)
+    device: Any = SimpleNamespace(
+        grouped_experts="some", streams=SimpleNamespace(device=torch.device("cpu"))
+    )
+    cache: Any = None
+    threads: Any = None
+    with pytest.warns(TandemWarning, match=r"at the experts of each layer.*cannot signal each"):
+        steps = handed_steps.handed_steps(cache, [], threads, torch.float32, device, None)
+    assert steps is None
 
 
 class NeverRings(HostSignals):
