@@ -40,8 +40,9 @@ def test_import_is_free_of(modules: str, heavy: set[str]) -> None:
     "imports",
     [
         "import tandem, transformers",
-        pytest.param(
-        ),
+        "import transformers.quantizers.auto, tandem",
+        "import tandem\nfrom transformers import AutoModelForCausalLM",
+        "from tandem import OffloadConfig, load",
     ],
 )
 def test_registers_in_any_order(imports: str) -> None:
