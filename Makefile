@@ -61,7 +61,7 @@ floors: setup
 # Three processes for two cores, as tests of servers wait; which tests must share one is said in
 # tests/conftest.py. One process collects first, and so compiles for all what they import.
 unit: setup
-	@$(PYTEST) -n 0 --collect-only -qq >build/collected 2>&1 || { cat build/collected; exit 2; }
+	@mkdir -p build; $(PYTEST) -n 0 --collect-only -qq >build/collected 2>&1 || { cat build/collected; exit 2; }
 	$(PYTEST) -m "not slow"
 
 test-slow: setup  ## What unit leaves out for its time: architectures that are like others, benchmarks run whole, the demo's quality, more traces, all GPUs' compilers
