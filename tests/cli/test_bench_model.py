@@ -16,7 +16,10 @@ JSON_KEYS = {
 }
 
 
-@pytest.mark.parametrize("more", [["--batch", "2", "--depth", "20"], ["--no-compile"]])
+@pytest.mark.parametrize(
+    "more",
+    [["--batch", "2", "--depth", "20"], pytest.param(["--no-compile"], marks=pytest.mark.slow)],
+)
 def test_prints_the_ceiling_first_and_json_last(
     more: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,7 +59,10 @@ def leftovers(models: Path) -> list[Path]:
     return list(models.glob(".building-*"))
 
 
-@pytest.mark.parametrize("stage", ["calibrate", "write"])  # nothing is written yet, some is
+@pytest.mark.parametrize(
+    "stage",
+    [pytest.param("calibrate", marks=pytest.mark.slow), "write"],  # nothing is written yet, some is
+)
 def test_killed_build_leaves_nothing_that_looks_ready(tmp_path: Path, stage: str) -> None:
     with start_build(tmp_path, "--stop-at", stage) as process:
         assert process.stdout is not None

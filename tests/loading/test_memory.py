@@ -74,7 +74,10 @@ def save_fused(directory: Path, hidden_size: int, num_layers: int) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("save", "place"), [(save_random, "cpu"), (save_fused, "cuda")])
+@pytest.mark.parametrize(
+    ("save", "place"),
+    [(save_random, "cpu"), pytest.param(save_fused, "cuda", marks=pytest.mark.slow)],
+)
 def test_peak_of_quantising_while_loading(
     save: Callable[[Path, int, int], None], place: str, tmp_path: Path
 ) -> None:

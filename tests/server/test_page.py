@@ -366,7 +366,10 @@ def test_pictures_can_be_taken(page: Page, tmp_path: Path) -> None:
     assert len(picture) > 10_000
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light")])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [(1280, "light"), (390, "dark"), pytest.param(390, "light", marks=pytest.mark.slow)],
+)
 def test_axe_finds_nothing_serious(page: Page, width: int, scheme: str) -> None:
     axe = (resources.files("axe_core_python") / "axe.min.js").read_text(encoding="utf-8")
     page.resize(width, 800)
