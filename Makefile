@@ -25,7 +25,7 @@ ISA ?=
 # What a test frees stays with its process for the next one: half of the page faults, a tenth of the
 # processor's time.
 MALLOC := MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=536870912 MALLOC_TOP_PAD_=16777216
-SHARED_OUT := -n 4 --dist loadgroup --no-loadscope-reorder
+SHARED_OUT := -n 3 --dist loadgroup --no-loadscope-reorder
 PYTEST := $(MALLOC) $(BIN)/pytest $(SHARED_OUT) $(if $(ISA),--isa $(ISA))
 
 # Which Pythons to build and check wheels with: 3.11 gives one for 3.11, one from 3.12 on gives one for all
@@ -58,7 +58,7 @@ types: setup
 floors: setup
 	$(BIN)/lint-imports
 
-# Four processes for two cores, as tests of servers wait; which tests must share one is said in
+# Three processes for two cores, as tests of servers wait; which tests must share one is said in
 # tests/conftest.py. One process collects first, and so compiles for all what they import.
 unit: setup
 	@mkdir -p build; $(PYTEST) -n 0 --collect-only -qq >build/collected 2>&1 || { cat build/collected; exit 2; }
