@@ -50,6 +50,7 @@ class PrefillChunks:
         self._is_alike_however_cut = pool.can_prefill_in_chunks and not any(
             isinstance(module, nn.Linear) for module in model.modules()
         )
+        self._is_shared_alike = pool.prefills_together and self._is_alike_however_cut
 
     def next(
         self, prompts: Sequence[Running], counts: BatchCounts, *, num_streams: int
@@ -80,18 +81,14 @@ class PrefillChunks:
         return chunk
 
     def may_join(self, running: Running) -> bool:
-        """Whether streams' tokens may be computed in one forward with a prompt's."""
-        return self._may_share(running) and self._pool.may_join_prefill()
-
-    def _may_share(self, running: Running) -> bool:
-        """Whether a chunk may hold other requests' tokens beside this one's, to the same bits."""
-        is_bound = running.is_alone or running.prompt_logprobs is not None
-        return not is_bound and self._pool.prefills_together and self._is_alike_however_cut
+        """Whether a prompt's forward may compute streams' tokens, to the same bits."""
+        return self._may_merge(running) and self._is_shared_alike and self._pool.may_join_prefill()
 
     def _may_merge(self, running: Running) -> bool:
         """Whether a chunk may hold other prompts' tokens beside this one's."""
-        is_bound = running.is_alone or running.prompt_logprobs is not None
-        return self._may_share(running) or (self._merges_prompts and not is_bound)
+        if running.is_alone or running.prompt_logprobs is not None:
+            return False
+        return self._merges_prompts or self._is_shared_alike
 
     def _may_prefill(self, num_streams: int) -> bool:
         """Whether a prompt's turn has come."""

@@ -183,11 +183,10 @@ class Scheduler:
         except Exception as error:
             for one in prompts:
                 one.num_done, one.is_alone = self._go_back(one.slot, one.num_done), True
-            wanted = [len(one.history) - 1 for one in joining]
             lost = [
                 one.request.request_id
-                for one, length in zip(joining, wanted, strict=True)
-                if self._go_back(one.slot, length) < length
+                for one in joining
+                if self._go_back(one.slot, len(one.history) - 1) < len(one.history) - 1
             ]
             for number in lost:
                 self.cancel(number)
