@@ -377,7 +377,10 @@ def test_what_a_lost_step_has_decided_is_copied_all_the_same(store: HostStore) -
 
 def test_a_short_stress() -> None:
     """For half an hour: python -m benchmarks.runtime.coordinator_stress."""
-    outcome = stress(seconds=1.0, seed=1)
+    for seconds in (1.0, 5.0, 25.0):  # a busy machine does few steps in one
+        outcome = stress(seconds=seconds, seed=1)
+        if min(outcome.steps - 40, outcome.experts_fetched, outcome.experts_ahead) > 0:
+            break
     assert outcome.steps > 40
     assert outcome.hits > 0
     assert outcome.experts_fetched > 0
