@@ -1,8 +1,9 @@
 """What the server costs, beside the same model in a program: python -m benchmarks.server.overhead
 
-Three figures, each between measurements of what it is compared with, in one run: tokens per second
+Four figures, each between measurements of what it is compared with, in one run: tokens per second
 of one stream against `Generator` in the same process; of four streams against one, with what the
-bytes allow; and how long after a client has left the next request begins.
+bytes allow; which share of the time of eight streams no recorded step runs; and how long after a
+client has left the next request begins.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from benchmarks.server.paired import PROMPT
 from tests.server.running import RunningServer, running_server
 
 _STREAMS = 4
+_STREAMS_OUTSIDE = 8
 
 
 def stream_gaps(server: RunningServer, tokens: int, text: str = PROMPT) -> list[float]:
@@ -58,13 +60,22 @@ class Turns:
         self._decode_process = server.decode_process
         self.step_bytes: dict[str, float] = {}
 
-    def of_generator(self) -> list[float]:
-        """Let the engine process answer by itself; return the seconds between tokens."""
+    def _written(self, number: signal.Signals) -> Any:
+        """Send a signal to the engine process; return what it writes for it."""
         num_before = len(self._lines())
-        os.kill(self._decode_process, signal.SIGUSR1)
+        os.kill(self._decode_process, number)
         while len(lines := self._lines()) == num_before:
             time.sleep(0.05)
-        last = json.loads(lines[-1])
+        return json.loads(lines[-1])
+
+    def steps(self) -> list[list[float]]:
+        """Return when each recorded step since the last call began and ended, in seconds."""
+        found: list[list[float]] = self._written(signal.SIGUSR2)["steps"]
+        return found
+
+    def of_generator(self) -> list[float]:
+        """Let the engine process answer by itself; return the seconds between tokens."""
+        last = self._written(signal.SIGUSR1)
         self.step_bytes = last["step_bytes"]
         gaps: list[float] = last["gaps"]
         return gaps
@@ -135,6 +146,31 @@ def concurrency(
     }
 
 
+def outside(turns: Turns, server: RunningServer, rounds: int, tokens: int) -> Any:
+    """Return which share of the time of eight streams passes between recorded steps.
+
+    Sampling, bookkeeping, messages and the client's and HTTP process's use of the cores are in it.
+    """
+    shares, between = [], []
+    for turn in range(rounds + 1):
+        texts = [f"{PROMPT} ({turn}, {n})" for n in range(_STREAMS_OUTSIDE)]
+        turns.steps()
+        with ThreadPoolExecutor(_STREAMS_OUTSIDE) as pool:
+            list(pool.map(lambda text: stream_gaps(server, tokens, text), texts))
+        steps = turns.steps()
+        steps = steps[len(steps) // 3 : -len(steps) // 6]  # all streams run
+        seconds = steps[-1][0] - steps[0][0]
+        inside = sum(end - start for start, end in steps[:-1])
+        if turn:  # the first one records steps
+            shares.append(1 - inside / seconds)
+            between.append((seconds - inside) / (len(steps) - 1))
+    return {
+        "share_outside_steps": round(statistics.median(shares), 4),
+        "share_outside_of_each_turn": [round(share, 4) for share in sorted(shares)],
+        "seconds_between_steps": round(statistics.median(between), 6),
+    }
+
+
 def release(model: str, flags: list[str], rounds: int) -> Any:
     """Return how long after a client has left the next one's work begins, in decode steps."""
     with running_server(model, "--max-running", "1", *flags) as server:
@@ -183,7 +219,7 @@ def main() -> int:
     parser.add_argument("--dense-dtype", default="auto")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--only", choices=("overhead", "streams", "release"))
+    parser.add_argument("--only", choices=("overhead", "streams", "outside", "release"))
     options = parser.parse_args()
     if options.rounds < 2:
         parser.error("--rounds is at least 2: the spread needs two rounds")
@@ -199,10 +235,12 @@ def main() -> int:
         ) as server:
             turns = Turns(server)
             turns.of_generator()
-            if options.only != "streams":
+            if options.only in (None, "overhead"):
                 found |= overhead(turns, options.rounds, options.tokens)
-            if options.only != "overhead":
+            if options.only in (None, "streams"):
                 found |= concurrency(server, turns.step_bytes, options.rounds, options.tokens)
+            if options.only in (None, "outside"):
+                found |= outside(turns, server, options.rounds, options.tokens)
     if options.only in (None, "release"):
         found |= release(options.model, flags, options.rounds)
     for name, value in found.items():

@@ -3,8 +3,8 @@
 On SIGUSR1 the engine process lets `Generator` write one answer with the very model, memory and
 threads that serve, and writes the seconds between its tokens to a file, as a line of JSON with the
 bytes that a step touches. So two turns differ by nothing but the server: experts are counted in
-both, as `tandem bench` counts them. Prints what `tandem serve
---json` prints, and the file's name.
+both, as `tandem bench` counts them. On SIGUSR2 it writes when each recorded step has begun and
+ended since the last time. Prints what `tandem serve --json` prints, and the file's name.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import time
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from tandem.cli.model_choice import (
     ModelChoice,
@@ -32,6 +32,7 @@ from tandem.engine.messages import EngineSettings
 from tandem.generate.generator import Generator
 from tandem.hf.packed_layers import PackedLinear
 from tandem.hf.runtime import require_runtime
+from tandem.recording.recorded_graph import RecordedGraph
 from tandem.server.options import ServerOptions
 from tandem.server.serving import Source, serve
 
@@ -67,6 +68,26 @@ def step_bytes(model: Any, num_tokens: int) -> float:
     return touched
 
 
+def note_steps(results: str) -> None:
+    """Note when recorded steps begin and end, in seconds; SIGUSR2 writes them to `results`."""
+    noted: list[tuple[float, float]] = []
+    run = RecordedGraph.run
+
+    def run_and_note(graph: RecordedGraph) -> Tensor:
+        start = time.perf_counter()
+        result = run(graph)
+        noted.append((start, time.perf_counter()))
+        return result
+
+    def write(number: int, frame: Any) -> None:
+        with open(results, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"steps": noted}) + "\n")
+        noted.clear()
+
+    setattr(RecordedGraph, "run", run_and_note)  # noqa: B010  a method, for the type checker
+    signal.signal(signal.SIGUSR2, write)
+
+
 def load(
     choice: ModelChoice, offload: OffloadOptions, dense_dtype: str, tokens: int, results: str
 ) -> tuple[Any, Any]:
@@ -85,6 +106,7 @@ def load(
             file.write(json.dumps({"gaps": gaps, "step_bytes": touched}) + "\n")
 
     signal.signal(signal.SIGUSR1, answer)
+    note_steps(results)
     return model, tokenizer
 
 
@@ -112,7 +134,7 @@ def main() -> None:
 
     try:
         serve(
-            source, ServerOptions(port=0), EngineSettings(max_running=4, part_tokens=256),
+            source, ServerOptions(port=0), EngineSettings(max_running=8, part_tokens=256),
             on_ready=announce,
         )  # fmt: skip
     finally:
