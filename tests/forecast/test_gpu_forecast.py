@@ -113,7 +113,7 @@ def test_a_plan_for_a_gpu_that_is_elsewhere(
     assert main(["plan", str(checkpoint), *words, "--json"]) == 0
     out = capsys.readouterr().out
     assert "on desktop-12gb and typical routing" in out
-    assert "have not been compared with a GPU" in out.replace("\n", " ")
+    assert "times too fast" in out
     report = json.loads(out.splitlines()[-1])
     assert report["expert_slots"] == report["experts"]  # tiny: all of them
     config = OffloadConfig(device="cuda", expert_dtype="int4", dense_dtype="auto")

