@@ -19,7 +19,7 @@ from benchmarks.disk.routing import forced_trace
 import tandem
 from tandem.hardware.page_cache import how_reads_go
 from tandem.hf.dense_files import packed_formats
-from tests.architectures import TOP_K
+from tests.architecture_sizes import TOP_K
 from tests.bench.test_random_model import tiny
 from tests.conftest import REPOSITORY
 from tests.disk.loading import slots_of, with_share

@@ -19,7 +19,7 @@ from tandem.generate.generator import Generator
 from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import packed_layers
 from tandem.hf.packed_layers import PackedLinear
-from tests.architectures import SIZES
+from tests.architecture_sizes import SIZES
 from tests.inside import runtime_in
 
 VOCABULARY = 512  # large enough that the head is packed

@@ -21,7 +21,7 @@ from tandem.dialects.grammar import (
 )
 from tandem.dialects.native_grammar import NativeForm, native_grammar
 from tandem.engine.constraint import GrammarConstraint, Grammars
-from tests.architectures import VOCABULARY
+from tests.architecture_sizes import VOCABULARY
 from tests.hf.tiny import byte_tokenizer
 
 END_ID = 2

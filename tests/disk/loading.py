@@ -13,7 +13,7 @@ from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.kernels import _native
 from tandem.kernels.formats.weight_format import FILE_ALIGNMENT_BYTES, aligned
-from tests.architectures import VOCABULARY
+from tests.architecture_sizes import VOCABULARY
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
 

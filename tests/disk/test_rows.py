@@ -24,7 +24,8 @@ from tandem.hf.config import OffloadConfig
 from tandem.hf.packed_writer import FileSink
 from tandem.hf.row_tables import DiskEmbedding, tables_on_disk
 from tandem.kernels import _native
-from tests.architectures import VOCABULARY, build_tiny_model
+from tests.architecture_sizes import VOCABULARY
+from tests.architectures import build_tiny_model
 from tests.decode.twin_capture import TwinCapture
 from tests.decode.whole_pool import cuda_pool, gpu_pool, logits_of
 from tests.disk.loading import slots_of, with_share
@@ -43,8 +44,7 @@ from tests.shadow.models import (
     said,
 )
 
-# N-grams in the layers 1 and 3, in a file of four parts; one table for all layers.
-NAMES = ("qwen4_exp", "gemma4")
+NAMES = ("qwen4_exp", "gemma4")  # n-grams in layers 1 and 3, in four parts; one table for all
 CUT = -1  # of a read, as csrc/disk/reader_pool.hpp numbers them
 FILE = "tandem-rows-00000.safetensors"
 
@@ -74,14 +74,13 @@ def packed(folders: dict[str, Path], request: pytest.FixtureRequest) -> Path:
 
 def sizes_of(folder: Path) -> ModelSizes:
     checkpoint = open_checkpoint(folder)
-    is_plain = checkpoint.quantization is None
-    return model_sizes(checkpoint, OffloadConfig(expert_dtype="int8" if is_plain else "auto"))
+    expert_dtype = "int8" if checkpoint.quantization is None else "auto"
+    return model_sizes(checkpoint, OffloadConfig(expert_dtype=expert_dtype))
 
 
 def room_for_half_of_the_tables(folder: Path) -> int:
     sizes = sizes_of(folder)
-    tables = sizes.dense_bytes["tables of rows"]
-    return sizes.experts_bytes + sizes.total_dense_bytes - tables // 2
+    return sizes.experts_bytes + sizes.total_dense_bytes - sizes.dense_bytes["tables of rows"] // 2
 
 
 @contextmanager

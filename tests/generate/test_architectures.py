@@ -13,14 +13,8 @@ from tandem.decode.cuda.slots import why_no_cuda_slots
 from tandem.decode.padded import PaddedBatch
 from tandem.generate.generator import Generator
 from tandem.hf.compat import cache_argument
-from tests.architectures import (
-    FIRST_PLAIN_TOKEN,
-    IS_OLDER,
-    VOCABULARY,
-    architectures,
-    build_tiny_model,
-    by_kind,
-)
+from tests.architecture_sizes import FIRST_PLAIN_TOKEN, VOCABULARY
+from tests.architectures import IS_OLDER, architectures, build_tiny_model, by_kind
 from tests.conftest import two_threads
 from tests.hf.tiny import as_generated
 

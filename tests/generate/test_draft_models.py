@@ -17,7 +17,8 @@ from tandem.policy.speculation.drafter import SureDraft
 from tandem.policy.speculation.paid_drafts import PaidDrafts
 from tandem.policy.speculation.plans import NextStep
 from tandem.policy.speculation.step_costs import StepCosts
-from tests.architectures import VOCABULARY, build_tiny_model
+from tests.architecture_sizes import VOCABULARY
+from tests.architectures import build_tiny_model
 from tests.conftest import two_threads
 from tests.generate.test_speculation import PROMPTS, texts
 from tests.hf.tiny import loaded

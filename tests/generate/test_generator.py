@@ -8,7 +8,8 @@ import torch
 import tandem
 from tandem.core.errors import ConfigError
 from tandem.generate.sampling import SamplingOptions
-from tests.architectures import VOCABULARY, build_tiny_model
+from tests.architecture_sizes import VOCABULARY
+from tests.architectures import build_tiny_model
 from tests.hf.tiny import byte_tokenizer
 
 CONTEXT = 256

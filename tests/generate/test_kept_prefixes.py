@@ -13,7 +13,8 @@ from tandem.generate.scheduler import Scheduler
 from tandem.generate.token_output import TokenOutput
 from tandem.kv_cache import prefix_files
 from tandem.kv_cache.prefix_files import SEGMENT_TOKENS, SEGMENTS_BETWEEN_STATES, PrefixFiles
-from tests.architectures import VOCABULARY, build_tiny_model
+from tests.architecture_sizes import VOCABULARY
+from tests.architectures import build_tiny_model
 from tests.generate.test_scheduler import finish, request_of, tokens
 from tests.hf.tiny import save_tiny_checkpoint
 

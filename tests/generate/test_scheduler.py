@@ -14,7 +14,8 @@ from tandem.generate.request import Request
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.scheduler import Scheduler
 from tandem.generate.token_output import StepFailedError, TokenOutput
-from tests.architectures import VOCABULARY, build_tiny_model
+from tests.architecture_sizes import VOCABULARY
+from tests.architectures import build_tiny_model
 from tests.hf.tiny import byte_tokenizer
 
 PART = 16

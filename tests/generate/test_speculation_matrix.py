@@ -37,7 +37,8 @@ from tandem.hf.runtime import require_runtime
 from tandem.policy.speculation.drafter import PaidDrafter, SureDraft
 from tandem.policy.speculation.plans import Drafts, NextStep, Plan
 from tandem.policy.speculation.prompt_lookup import EarlierAnswers, PromptLookup
-from tests.architectures import VOCABULARY, architectures
+from tests.architecture_sizes import VOCABULARY
+from tests.architectures import architectures
 from tests.decode.test_mtp import MODELS, WithMtp
 from tests.decode.twin_capture import TwinCapture
 from tests.generate.test_architectures import NOT_GENERATING_UPSTREAM, NOT_TOKEN_BY_TOKEN

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.generate.thinking import BoundedThinking, ThinkingLimit
-from tests.architectures import VOCABULARY
+from tests.architecture_sizes import VOCABULARY
 from tests.hf.tiny import byte_tokenizer
 
 END = "</think>"

@@ -12,7 +12,8 @@ from tandem.core.errors import ModelError
 from tandem.forecast.sizes import model_sizes
 from tandem.hf.checkpoint import open_model
 from tandem.hf.config import OffloadConfig
-from tests.architectures import TOP_K, build_tiny_model
+from tests.architecture_sizes import TOP_K
+from tests.architectures import build_tiny_model
 
 NAME = "transformer.blocks.1.ffn.experts.mlp.w2"
 

@@ -9,7 +9,8 @@ import torch
 import tandem
 from tandem.bench.routing_recording import recording
 from tandem.core.errors import UnsupportedModelError
-from tests.architectures import EXPERTS, build_tiny_model, experts_modules
+from tests.architecture_sizes import EXPERTS
+from tests.architectures import build_tiny_model, experts_modules
 from tests.inside import logits_of, relative_error, runtime_in
 from tests.loading.checkpoints import (
     FORMATS,

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 import tandem
 from tandem.kernels.native import ActivationKind
-from tests.architectures import EXPERTS, build_tiny_model, experts_blocks, experts_modules
+from tests.architecture_sizes import EXPERTS
+from tests.architectures import build_tiny_model, experts_blocks, experts_modules
 from tests.inside import logits_of, relative_error
 
 

@@ -8,12 +8,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import tandem
-from tests.architectures import (
-    VOCABULARY,
-    build_tiny_dense_model,
-    build_tiny_model,
-    experts_modules,
-)
+from tests.architecture_sizes import VOCABULARY
+from tests.architectures import build_tiny_dense_model, build_tiny_model, experts_modules
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
