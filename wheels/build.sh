@@ -22,8 +22,10 @@ for python in "$@"; do
 
   rm -rf "$tools/raw"
   # A build directory of its own: make setup's holds another compiler's objects.
+  # Debian 12's pip knows no -C.
   CXX=$compiler CXXFLAGS= LDFLAGS= "$tools/bin/pip" wheel --disable-pip-version-check -q --no-deps \
-    --wheel-dir "$tools/raw" -C build-dir="$tools/build" -C cmake.define.TANDEM_WARNINGS_ARE_ERRORS=ON .
+    --wheel-dir "$tools/raw" --config-settings build-dir="$tools/build" \
+    --config-settings cmake.define.TANDEM_WARNINGS_ARE_ERRORS=ON .
   PATH=$PWD/$tools/bin:$PATH "$tools/bin/auditwheel" repair --plat "$PLATFORM" --only-plat \
     --wheel-dir "$OUT" "$tools"/raw/*.whl
 done

@@ -73,7 +73,7 @@ def main(extra: str, torch: str, *defines: str) -> None:
                 os.killpg(native.pid, signal.SIGTERM)
         if code:
             sys.exit(Path(folder, "output").read_text(encoding="utf-8", errors="replace"))
-    options = [word for setting in settings for word in ("-C", setting)]
+    options = [word for setting in settings for word in ("--config-settings", setting)]
     pip("--no-build-isolation", "--no-deps", "-e", ".", *options)
 
 
