@@ -37,6 +37,17 @@ def test_a_python_that_does_not_run_is_named_with_those_that_do(
     assert "python3.12" not in offered[1].split()
 
 
+def test_a_python_without_headers_is_told_before_anything_is_built(tmp_path: Path) -> None:
+    # As Debian's without python3-dev.
+    pretended = tmp_path / "python3"
+    code = f"case $2 in *sysconfig*) echo {tmp_path}/include;; *) exec {sys.executable} \"$@\";; esac"
+    pretended.write_text(f"#!/bin/sh\n{code}\n")
+    pretended.chmod(0o755)
+    refused = said(str(ROOT / "wheels/build.sh"), str(tmp_path), str(pretended))
+    assert f"has no {tmp_path}/include/Python.h" in refused
+    assert "python3-dev" in refused
+
+
 def test_a_package_that_cannot_be_had_is_one_sentence(tmp_path: Path) -> None:
     # With an index of nothing, as on a machine without network.
     (tmp_path / "pip.conf").write_text("[global]\nno-index = true\n")

@@ -13,7 +13,7 @@ readonly PLATFORM=manylinux_2_28_x86_64 TARGET=x86_64-linux-gnu.2.28 LIMIT_BYTES
 readonly OUT=$1 WORK=build/wheel-tools
 shift
 
-wheels/pythons.sh "$@"
+wheels/pythons.sh --with-headers "$@"
 mkdir -p "$OUT"
 for python in "$@"; do
   tools=$WORK/$("$python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')

@@ -16,7 +16,7 @@ for suite in "$@"; do
   system=$PWD/build/debian/$suite
   if [ ! -e "$system/made" ]; then
     rm -rf "$system"
-    debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates,git,make \
+    debootstrap --variant=minbase --include=python3,python3-venv,python3-dev,ca-certificates,git,make \
       "$suite" "$system" http://deb.debian.org/debian >"$system.log"
     touch "$system/made"
   fi
