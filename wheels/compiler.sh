@@ -11,6 +11,11 @@ dir=$(cd "$3" && pwd)
 [ -x "$dir/bin/pip" ] || "$python" -m venv "$dir"
 "$(dirname "$0")/install.sh" "$dir" "ziglang==0.17.*"
 zig=$("$dir/bin/python" -c 'import pathlib, ziglang; print(pathlib.Path(ziglang.__file__).parent / "zig")')
-printf '#!/bin/sh\nexec "%s" c++ -target %s "$@"\n' "$zig" "$target" >"$dir/c++-$target"
+# Debian's Python.h includes its pyconfig.h by a path below /usr/include, where this compiler does not look.
+include=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+debian=$(dirname "$include")/x86_64-linux-gnu/$(basename "$include")
+mkdir -p "$dir/include/x86_64-linux-gnu"
+[ ! -d "$debian" ] || ln -sfn "$debian" "$dir/include/x86_64-linux-gnu/"
+printf '#!/bin/sh\nexec "%s" c++ -target %s -idirafter "%s" "$@"\n' "$zig" "$target" "$dir/include" >"$dir/c++-$target"
 chmod +x "$dir/c++-$target"
 echo "$dir/c++-$target"
