@@ -1,7 +1,7 @@
 """Tiny random models of every architecture of the installed Transformers with fused experts.
 
-Nothing here lists architectures: they are found in the package and among Tandem's adapters, and one
-table of small sizes is laid over whatever keys a configuration has.
+No architecture is listed here. They are found in Transformers and among Tandem's adapters, and one
+table of small sizes (SIZES) replaces the values in each default configuration.
 """
 
 import functools
@@ -277,7 +277,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def architectures() -> list[str]:
-    """Name every model folder of the installed Transformers with experts that Tandem computes."""
+    """Return the names of the model folders of Transformers whose experts Tandem computes."""
     models = Path(transformers.__file__).parent / "models"
     sources = {
         path.parent.name: path.read_text(encoding="utf-8")
@@ -288,7 +288,7 @@ def architectures() -> list[str]:
 
 
 def adapted() -> set[str]:
-    """Name the model folders whose experts Tandem's adapters put on the interface."""
+    """Return the names of the model folders whose experts use the interface through an adapter."""
     return {name.partition(".")[0] for name in ADAPTERS}
 
 
@@ -299,7 +299,7 @@ def experts_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def experts_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the same modules, or what an adapter replaces of them, or has in its place."""
+    """Return the blocks that compute experts: experts modules, or an adapter's replacements."""
     blocks = [
         module
         for module in model.modules()
@@ -324,9 +324,10 @@ def build_tiny_dense_model(
 def build_tiny_model(
     name: str, seed: int = 0, *, class_name: str = "", values: Mapping[str, Any] | None = None
 ) -> PreTrainedModel:
-    """Build a random model of architecture `name`: fp32, eval mode, experts that are heard.
+    """Build a random fp32 model of architecture `name` whose experts influence the output; eval
+    mode.
 
-    `class_name` is of another class than the usual one; `values` are more of its config's.
+    `class_name` selects another class than the usual one; `values` override config values.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -342,7 +343,7 @@ def build_tiny_model(
 
 
 def takes_cache(model: PreTrainedModel) -> bool:
-    """Tell whether the model decodes from a key/value cache; encoders do not."""
+    """Tell whether the model decodes with a key/value cache; encoders do not."""
     return model.can_generate() or "decoder_input_ids" in _forward_arguments(model)
 
 
@@ -357,7 +358,7 @@ def tiny_inputs(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def next_inputs(model: PreTrainedModel, outputs: ModelOutput) -> dict[str, Any]:
-    """Return the step after the prompt's `outputs`: one token, or one canvas, and the cache."""
+    """Return the inputs of the step after a prompt: one token or one canvas, and the cache."""
     name = cache_argument(model)
     step: dict[str, Any] = {name: outputs[name], "use_cache": True}
     if "decoder_input_ids" in _forward_arguments(model):
@@ -366,7 +367,7 @@ def next_inputs(model: PreTrainedModel, outputs: ModelOutput) -> dict[str, Any]:
 
 
 def result_of(outputs: ModelOutput) -> Tensor:
-    """Return what two runs are compared by: logits, or hidden states of a model without a head."""
+    """Return the tensor that tests compare: logits, or hidden states of a model without a head."""
     result: Tensor = outputs["logits" if "logits" in outputs else "last_hidden_state"]
     return result
 
@@ -390,7 +391,7 @@ def _model_classes(name: str) -> list[type[PreTrainedModel]]:
 
 
 def by_kind(names: Iterable[str]) -> list[ParameterSet]:
-    """Return a test's architectures; those that are like another one are left to `test-slow`."""
+    """Return a test's architectures; those similar to another one are left to `test-slow`."""
     slow = pytest.mark.slow
     return [pytest.param(name, marks=() if name in KINDS else slow) for name in sorted(names)]
 
@@ -417,7 +418,7 @@ def _tiny_config(model_class: type[PreTrainedModel], more: Mapping[str, Any]) ->
 
 
 def _tiny_values(default: PreTrainedConfig) -> dict[str, Any]:
-    """Lay SIZES over the keys of a default configuration and of those nested in it."""
+    """Replace the sizes in a default configuration, and in nested ones, by those of SIZES."""
     values: dict[str, Any] = {}
     stored = vars(default)  # getattr refuses keys that vary by layer
     layers = _layers_to_keep(default)
@@ -441,14 +442,14 @@ def _stored_name(config: PreTrainedConfig, key: str) -> str:
 
 
 def _like(default: object, size: Any, layers: list[int]) -> Any:
-    """Repeat a size where the default gives one number for each layer or each of several parts."""
+    """Repeat a size where the default is a list: one number per layer or per part."""
     if not isinstance(default, list | tuple):
         return size
     return [size] * min(len(default), max(len(layers), 1))
 
 
 def _key_value_heads(stored: dict[str, Any], values: dict[str, Any], prefix: str) -> dict[str, int]:
-    """Give keys and values as many heads as queries have, one, or half, as in the default."""
+    """Return the number of key/value heads: all, half or one of the query heads."""
     queries, keys = f"{prefix}_attention_heads", f"{prefix}_key_value_heads"
     if stored.get(keys) is None or queries not in stored:
         return {}
@@ -463,9 +464,10 @@ def _is_per_layer(config: PreTrainedConfig, value: object) -> bool:
 
 
 def _layers_to_keep(config: PreTrainedConfig) -> list[int]:
-    """Choose up to MAX_LAYERS layers of a default configuration: one of each kind, then the last.
+    """Choose up to MAX_LAYERS layers of a default configuration: one of each kind, then the last
+    ones.
 
-    The last ones, because layers without experts come first.
+    Layers without experts come first, so the last layers have experts.
     """
     n_layers = getattr(config, "num_hidden_layers", None) or 0
     lists = [value for value in vars(config).values() if _is_per_layer(config, value)]
@@ -476,9 +478,9 @@ def _layers_to_keep(config: PreTrainedConfig) -> list[int]:
 
 
 def _draw_weights(model: PreTrainedModel) -> None:
-    """Draw weights with which experts are heard in the output and rounding does not grow.
+    """Draw weights such that experts influence the output and rounding errors do not grow.
 
-    The embedding outweighs what each layer adds to it, as in trained models.
+    The embedding is larger than what each layer adds to it, as in trained models.
     """
     head = model.get_output_embeddings()
     with torch.no_grad():

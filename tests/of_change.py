@@ -1,4 +1,4 @@
-"""Prints which tests belong to what has changed since a commit: `make test-fast` runs them."""
+"""Prints the tests of what has changed since a commit, for `make test-fast`."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ def _git(*words: str) -> list[str]:
 
 
 def tests_of(path: str) -> str | None:
-    """Return the directory of tests of a changed file; None for what the house's tests look at."""
+    """Return the test directory of a changed file; None if tests of the repository cover it."""
     match Path(path).parts:
         case ("src", "tandem", package, _, *_):
             found = f"tests/{_PLACES.get(package, package)}"

@@ -1,4 +1,4 @@
-"""The native kernels take addresses, so a user's `torch.set_default_device` must not reach them."""
+"""Tests that `torch.set_default_device` does not affect native calls, which take addresses."""
 
 import ast
 from collections.abc import Iterator

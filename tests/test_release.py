@@ -1,4 +1,4 @@
-"""`make release` tags what it has checked, uploads nothing, and stops with one sentence."""
+"""Tests of `make release`: it tags what it checked, uploads nothing, stops with a sentence."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def tags(clone: Path) -> str:
 
 
 def release(clone: Path, version: str = "1.2.3") -> str:
-    """Return what a release that is refused says; it leaves no tag of its own."""
+    """Return the error of a refused release; it leaves no tag."""
     before = tags(clone)
     sentence = said(str(clone / "wheels/release.sh"), version)
     assert tags(clone) == before

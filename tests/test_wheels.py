@@ -1,4 +1,4 @@
-"""What stops a wheel is one sentence; the wheels themselves are checked by make check-wheel."""
+"""Tests of errors in building wheels: one sentence; make check-wheel checks the wheels."""
 
 import os
 import re
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def said(*command: str, **environment: str) -> str:
-    """Return what a command says that is refused: one sentence."""
+    """Return the one-sentence error of a refused command."""
     env = os.environ | environment
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
@@ -49,7 +49,7 @@ def test_a_package_that_cannot_be_had_is_one_sentence(tmp_path: Path) -> None:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A repository of one commit, in which building and checking a wheel only say so."""
+    """A repository of one commit, in which building and checking a wheel only print a line."""
     (tmp_path / "wheels").mkdir()
     shutil.copy(ROOT / "wheels/commits.sh", tmp_path / "wheels/commits.sh")
     (tmp_path / "Makefile").write_text("wheel check-wheel:\n\t@echo did $@\n")

@@ -1,4 +1,4 @@
-"""Hosted CI runs commands that exist, with pinned actions, few permissions and no secrets."""
+"""Tests of the hosted CI: existing commands, pinned actions, few permissions, no secrets."""
 
 import re
 from pathlib import Path

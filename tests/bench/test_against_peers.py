@@ -1,4 +1,4 @@
-"""What compares Tandem with its peers: rivals' programs, and ratios."""
+"""Tests of the comparison with peers: the commands of rivals, and ratios."""
 
 import stat
 from argparse import ArgumentTypeError

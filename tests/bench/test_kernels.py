@@ -1,4 +1,4 @@
-"""Tandem's kernels and other systems', timed in turn: that it works, not how fast."""
+"""Tests that Tandem's kernels and other systems' can be timed in turn; speed is not checked."""
 
 import json
 import time

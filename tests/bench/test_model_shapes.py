@@ -1,4 +1,4 @@
-"""Shapes of released models: as large as they are said to be, and cut to a mix of their layers."""
+"""Tests of the shapes of released models: their sizes, and cuts with a mix of their layers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Configurations that a seed draws take what `tandem plan` says of them."""
+"""Tests that randomly drawn configurations take the memory that `tandem plan` forecasts."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""GGUF files of shapes with random weights hold as many weights as Transformers' models."""
+"""Tests that random GGUF files have as many weights as the models of Transformers."""
 
 from pathlib import Path
 

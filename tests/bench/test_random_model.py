@@ -1,4 +1,4 @@
-"""Models with random weights: every shape runs, and what a step touches is counted."""
+"""Tests of models with random weights: every shape runs, and a step's weights are counted."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ WORK = Workload(prompt_tokens=8, new_tokens=2)
 
 
 def tiny(name: str, **more: Any) -> ModelShape:
-    """Return a shape with its kinds of layers and small sizes."""
+    """Return a small version of a shape that keeps its kinds of layers."""
     shape = find_shape(name)
     small = {key: SIZES.get(key, value) for key, value in shape.values.items()}
     heads = min(shape.values["num_key_value_heads"], SIZES["num_attention_heads"])

@@ -1,6 +1,6 @@
-"""Each figure of docs/performance.md: its command runs at tiny size, or a table says why not.
+"""Tests that each figure's command of docs/performance.md runs at tiny size, or has a reason.
 
-`make test` runs those that take no time; `make test-figures` (a part of `make test-slow`) runs all.
+`make test` runs the quick ones; `make test-figures` (a part of `make test-slow`) runs all.
 """
 
 import importlib
@@ -101,7 +101,7 @@ PLACEHOLDERS = {
 
 
 def beginning(command: str, of: dict[str, str]) -> str:
-    """Return the longest key that a command begins with; nothing if there is none."""
+    """Return the longest key that a command begins with, or an empty string."""
     plain = re.sub(r"^TANDEM_ISA=avx2 (?=tandem)", "", command)
     return max((key for key in of if plain.startswith(key)), key=len, default="")
 
@@ -132,7 +132,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def save_bf16_checkpoint(directory: Path) -> Path:
-    """Write a tiny checkpoint in bf16: speeds of fp32 experts are not forecast."""
+    """Write a tiny checkpoint in bf16, because there is no speed forecast for experts in fp32."""
     save_served_checkpoint(directory)
     for file in directory.glob("*.safetensors"):
         tensors = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}

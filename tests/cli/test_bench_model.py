@@ -1,4 +1,4 @@
-"""`tandem bench` of a whole model: ceilings first, JSON last, parts that add up."""
+"""Tests of `tandem bench` for a whole model: ceilings first, JSON last, parts that add up."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`tandem calibrate` as a user starts it, and what it leaves for the next run."""
+"""Tests of `tandem calibrate` as a user starts it, and of the file that the next run reads."""
 
 import json
 from pathlib import Path

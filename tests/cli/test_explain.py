@@ -1,4 +1,4 @@
-"""`tandem run --explain`: tables of what happened, and of what a change would bring."""
+"""Tests of `tandem run --explain`: tables of what happened and of what a change would gain."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Packed copies that commands keep: written once, found again, and nothing half."""
+"""Tests of the packed copies that commands keep: written once, found again, never incomplete."""
 
 import json
 import os

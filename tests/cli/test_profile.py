@@ -1,4 +1,4 @@
-"""`tandem profile`: measured on first use, kept, read again, drawn."""
+"""Tests of `tandem profile`: measured on first use, stored, read again, drawn."""
 
 import json
 import os

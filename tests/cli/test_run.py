@@ -1,4 +1,4 @@
-"""`tandem run` as a user starts it: a process, with pipes or on a pseudo-terminal."""
+"""Tests of `tandem run` as a process, with pipes or on a pseudo-terminal."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""aiperf: a benchmark of a server, on synthetic prompts in the model's own tokens."""
+"""Tries aiperf, a server benchmark, with synthetic prompts in the model's own tokens."""
 
 # /// script
 # dependencies = ["aiperf"]
@@ -32,7 +32,7 @@ def completions(served: Served) -> str:
 
 
 def _benchmark(served: Served, kind: str, *flags: str) -> str:
-    """Run a benchmark; every request must end well, and the server's metrics be read."""
+    """Run a benchmark; every request must succeed, and aiperf must read the server's metrics."""
     with tempfile.TemporaryDirectory() as temporary:
         run_command(
             "aiperf", "profile", "-m", served.name,
@@ -58,7 +58,7 @@ def _read(directory: str, name: str) -> Any:
 
 
 def _variables() -> dict[str, str]:
-    """Return the environment; told to be offline, aiperf opens no tokenizer in a directory."""
+    """Return the environment variables; offline, aiperf opens no tokenizer from a directory."""
     return {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
 
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V4 in slots: windows beside compressed keys give what its own code gives."""
+"""Tests of DeepSeek-V4 in slots: windows and compressed keys agree with Transformers."""
 
 import math
 from functools import cache
@@ -58,7 +58,7 @@ def model_with(kinds: list[str], window: int, sparse: int, heavy: int, **more: f
 
 
 def logits_of(model: Any, tokens: list[int]) -> Tensor:
-    """What the model's own code says after each token, all at once: (n_tokens, vocabulary)."""
+    """Return the logits of Transformers' own code, computed at once: (n_tokens, vocabulary)."""
     with torch.inference_mode():
         logits: Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
     return logits
@@ -106,7 +106,7 @@ def test_slots_of_other_lengths_share_steps(mix: str, threads: CpuThreads) -> No
 
 
 def take_drafts_back(model: Any, pool: Any) -> None:
-    """Draft five tokens in both slots of a pool, of which one to four are kept, again and again."""
+    """Repeatedly draft five tokens in both slots of a pool and keep one to four of them."""
     expected = logits_of(model, LONG)
     pool.prefill({0: LONG[:100]})
     pool.prefill({1: LONG[:3]})
@@ -124,7 +124,7 @@ def take_drafts_back(model: Any, pool: Any) -> None:
 
 
 def go_back_and_take_over(model: Any, pool: Any) -> None:
-    """Let one slot of a pool begin as another one did, and that one go back and on."""
+    """Copy a prefix to another slot and continue it; truncate the first slot and continue that."""
     pool.prefill({0: LONG[:200]})
     pool.decode({0: 60})
     assert [pool.usable(0, n) for n in (201, 200, 191, 71)] == [201, 192, 72, 0]
@@ -140,7 +140,7 @@ def go_back_and_take_over(model: Any, pool: Any) -> None:
 
 
 def go_around(model: Any, pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a slot of a pool go on from where its ring still has the window; from nowhere else."""
+    """Fill a slot past its ring's size; it can be truncated only while the ring has the window."""
     monkeypatch.setattr("tandem.hf.kv_sizes.MARGIN_TOKENS", 80)
     monkeypatch.setattr("tandem.hf.kv_sizes.GRANULE_TOKENS", 64)  # 128 positions are kept
     expected = logits_of(model, LONG)
@@ -222,7 +222,7 @@ def test_what_is_selected_counts_as_read(threads: CpuThreads) -> None:
 
 
 def test_a_model_is_tried_without_padding(threads: CpuThreads) -> None:
-    """Its own code would take what pads a prompt for a part of its first windows."""
+    """Transformers' own code would count padding as part of a prompt's first windows."""
     assert why_no_cpu_slots(model_of("small"), threads) is None
 
 
@@ -248,7 +248,7 @@ def test_sizes_from_a_config_are_those_of_the_memory(mix: str, threads: CpuThrea
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_long_slot_takes_what_the_ratios_say(dtype: torch.dtype, threads: CpuThreads) -> None:
-    """All of a slot of released sizes at 128k tokens; without its windows at any length before."""
+    """The growth with the length is the ratios' keys and states; windows add a constant."""
     sizes = {"head_dim": 512, "index_head_dim": 128, "partial_rotary_factor": 64 / 512}
     model, last = model_with([SPARSE, HEAVY], 128, 4, 128, **sizes).to(dtype), 128 * 1024
     pools = [CpuSlotPool(model, threads, 1, capacity=n) for n in (last, 256)]

@@ -1,4 +1,4 @@
-"""DeepSeek-V4 in slots on a GPU, on the CPU twin: what its own code gives, over all boundaries."""
+"""Tests of DeepSeek-V4 in a GPU's slots on the CPU twin, across all window boundaries."""
 
 import copy
 import os
@@ -45,7 +45,7 @@ def test_a_prompt_whole_and_in_parts(mix: str) -> None:
     "mix", [pytest.param(m, marks=() if m == "no multiples" else pytest.mark.slow) for m in MIXES]
 )
 def test_steps_over_every_boundary(mix: str) -> None:
-    """Of windows and ratios; as released, of the positions that a captured step reads, too."""
+    """Cross the boundaries of windows and ratios, also with the released sizes."""
     pool, end = pool_of(mix, 1), 266 if mix == "as released" else 90
     expected = logits_of(model_of(mix), LONG[:end])
     pool.prefill({0: LONG[:3]})
@@ -85,7 +85,7 @@ def test_a_slot_goes_back_and_another_takes_over(mix: str) -> None:
 @pytest.mark.skipif(not IS_WHOLE, reason="interpreted for long: make dry-gpu runs it")
 @pytest.mark.parametrize("mix", MIXES)
 def test_so_they_are_by_the_kernels(mix: str, find_kernels: Any) -> None:
-    """In steps of one to eight rows."""
+    """The same with the kernels, in steps of one to eight tokens."""
     model = model_with(*MIXES[mix], hc_sinkhorn_iters=2)
     pool = CudaSlotPool(model, 2, make_capture=TwinCapture, find_kernels=find_kernels)
     expected = logits_of(model, LONG)
@@ -112,7 +112,7 @@ def test_a_few_of_them_by_the_kernels(find_kernels: Any) -> None:
 
 
 def test_no_two_tokens_of_a_step_write_one_key() -> None:
-    """On a GPU nothing says which of them would be last; but for the place that is not read."""
+    """Such writes would have no order; only the dummy key, which is not read, may repeat."""
     written = number_of_key(torch.arange(9, 17), 4, 8)
     assert written.tolist() == [7, 7, 2, 7, 7, 7, 3, 7]
 

@@ -1,4 +1,4 @@
-"""Drafted tokens on a GPU: several of a slot in one captured step, on the CPU twin."""
+"""Tests of drafted tokens on a GPU: several of a slot in one captured step, on the CPU twin."""
 
 import random
 from pathlib import Path
@@ -29,7 +29,7 @@ NEW_TOKENS = 16
 
 
 def written(pool: CudaSlotPool, texts: dict[int, list[int]], most: int) -> dict[int, torch.Tensor]:
-    """Let slots write texts in steps of up to `most` tokens, some wrong; return all logits."""
+    """Decode texts in steps of up to `most` tokens per slot, some wrong; return all logits."""
     chance = random.Random(5)
     found = {slot: [pool.prefill({slot: text[:2]})] for slot, text in texts.items()}
     while any(len(found[slot]) < len(text) - 1 for slot, text in texts.items()):
@@ -51,7 +51,7 @@ def written(pool: CudaSlotPool, texts: dict[int, list[int]], most: int) -> dict[
 
 
 def require_alike(model: Any, num_tokens: int) -> None:
-    """Compare steps of several tokens of a slot with those of one, and what comes after them."""
+    """Compare multi-token steps with single-token steps, and the steps after them."""
     lines = {
         0: [40 + i % 7 for i in range(num_tokens)],
         2: [50 + i * 3 % 11 for i in range(num_tokens)],
@@ -96,7 +96,7 @@ def test_so_they_are_by_the_kernels_with_one_graph_for_each_size(find_kernels: A
 def test_answers_are_those_without(
     name: str, rule: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batches of 1 and 4, drafts of random lengths, right and wrong."""
+    """Use batches of 1 and 4, with right and wrong drafts of random lengths."""
     model = tandem.load(save_tiny_checkpoint(tmp_path, name), dtype="float32")
     model.generation_config.eos_token_id = None
 

@@ -1,4 +1,4 @@
-"""Latent attention in slots on a GPU: latents are kept once, for steps and for prompts."""
+"""Tests of latent attention in a GPU's slots: steps and prompts share one copy of the latents."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ PROMPTS = [[40, 41, 42, 43, 44], [50]]
 
 
 def require_latents(model: Any, most: float, **options: Any) -> CudaSlotPool:
-    """Compare prompts and steps with Transformers' own caches."""
+    """Compare prompts and steps with those of Transformers' caches."""
     pool = CudaSlotPool(model, 2, capacity=20, make_capture=TwinCapture, **options)
     require_alike(pool, model, PROMPTS, most=most)
     close(pool.prefill({0: [7, 8]}), prefill_again(model, pool.held(0)), most)
@@ -31,7 +31,7 @@ def prefill_again(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def kept_bytes(model: Any, itemsize: int = 4) -> int:
-    """Return what a token takes: a latent and a rotary key in each layer."""
+    """Return the bytes of a token: a latent and a rotary key in each layer."""
     config = model.config
     return (config.kv_lora_rank + config.qk_rope_head_dim) * itemsize * config.num_hidden_layers
 

@@ -1,4 +1,4 @@
-"""Models with states in slots on a GPU: what Transformers' own caches give, on the CPU twin."""
+"""Tests of models with states in a GPU's slots, against Transformers' caches, on the CPU twin."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def test_prompts_and_steps_are_the_models(name: str) -> None:
 def test_so_they_are_by_the_kernels(
     name: str, find_kernels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Attention stays in torch for all but one: its kernels have tests of their own."""
+    """Most models attend with torch here; the attention kernels have their own tests."""
     if name == "qwen3_5_moe":
         values = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
         model: Any = build_tiny_model(name, values=values)

@@ -1,4 +1,4 @@
-"""Layers whose experts are all on the device are captured whole, with the twin of CUDA's graphs."""
+"""Tests of capturing whole layers whose experts are all resident, with twins of CUDA graphs."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 class WholeLayers:
-    """Layers that are all resident, of operations that the twin captures."""
+    """Resident layers, made of operations that the twin captures."""
 
     def __init__(self, cache: ExpertCache, functions: ExpertFunctions) -> None:
         self._store, self._functions = cache.store, functions
@@ -106,7 +106,7 @@ def test_a_model_that_fits_the_device_is_captured_whole(
 def test_pieces_follow_what_is_resident_and_how_many_slots_there_are(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cut pieces become whole when all experts have arrived; a size that was asked for is taken."""
+    """Segments are merged once all experts are resident; a requested capture size is used."""
     runtime = runtime_in(model)
     device = CudaDevice(LazyStreams(is_eager=True), TorchKernels())
     cache: Any = SimpleNamespace(store=runtime.store, clock=WallClock(), engine=object())

@@ -1,4 +1,4 @@
-"""Captured steps by themselves, with the twin of CUDA's graphs."""
+"""Tests of captured steps alone, with the twin of CUDA's graphs."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -1,4 +1,4 @@
-"""Prompts with images in sequence slots: what Transformers' own `generate` gives."""
+"""Tests of prompts with images in sequence slots, against Transformers' `generate`."""
 
 from typing import Any
 

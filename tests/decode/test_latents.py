@@ -1,4 +1,4 @@
-"""Latent attention in slots keeps latents: what comes out is what Transformers' own caches give."""
+"""Tests of latent attention in slots that store latents, against Transformers' caches."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ LONG = [32 + i * 7 % 96 for i in range(90)]
 
 
 def with_packed_latents(model: Any, fmt: str, threads: CpuThreads, *, in_order: bool = True) -> Any:
-    """Pack what expands latents, perhaps with columns in another order."""
+    """Pack the projections that expand latents, optionally with permuted columns."""
     for module in model.modules():
         if hasattr(module, "expand_kv"):
             weight = module.kv_b_proj.weight

@@ -1,4 +1,4 @@
-"""Decode steps from a recorded graph equal the model's own; others say why they cannot be."""
+"""Tests of recorded decode steps, against the model's own; the others give a reason."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""A shallow copy steps a model's tensors, leaves the model alone and follows what changes in it."""
+"""Tests of shallow copies: they share a model's tensors, follow changes, and change nothing."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Models with states beside keys and values: slots give what Transformers' own caches give."""
+"""Tests of models with states beside keys and values in slots, against Transformers' caches."""
 
 import inspect
 import logging

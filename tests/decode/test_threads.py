@@ -1,4 +1,4 @@
-"""While Tandem steps a model, another thread runs it with Transformers' attention and norms."""
+"""Tests of a second thread that runs a model in Transformers while Tandem steps it."""
 
 import threading
 from collections.abc import Callable
@@ -19,7 +19,7 @@ PATIENCE_SECONDS = 60
 
 
 class Gate:
-    """Stands before Tandem's attention and lets another thread work while a forward is inside."""
+    """Wraps Tandem's attention and lets another thread run during a forward."""
 
     def __init__(self, meanwhile: Callable[[], Any]) -> None:
         self._meanwhile = meanwhile
@@ -36,7 +36,7 @@ class Gate:
 
 
 def plainly(model: Any) -> tuple[list[int], Tensor]:
-    """Return what Transformers itself generates, and the prompt's logits."""
+    """Return Transformers' own generated tokens, and the prompt's logits."""
     ids = torch.tensor([PROMPT])
     with torch.inference_mode():
         written = model.generate(ids, max_new_tokens=NUM_NEW, do_sample=False)

@@ -1,4 +1,4 @@
-"""The cut of the demo model that tests on a GPU carry: here on the emulated device."""
+"""Tests of the demo model's cut for GPU tests, on the emulated device."""
 
 from pathlib import Path
 

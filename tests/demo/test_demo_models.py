@@ -1,4 +1,4 @@
-"""The built demo models say what the dense model says, and route real text by meaning."""
+"""Tests of the built demo models: answers of the dense model, and routing by meaning."""
 
 import re
 from pathlib import Path
@@ -29,7 +29,7 @@ def demo(demo_cache: Path, eager_demo: Any) -> tuple[Any, Any]:
 
 @pytest.mark.slow
 def test_demo_is_near_the_dense_model_and_not_equal(demo_cache: Path) -> None:
-    """Asked of Tandem, which is faster; test_through_tandem.py compares it with Transformers."""
+    """Use Tandem, which is faster; test_through_tandem.py compares it with Transformers."""
     directory = demo_cache / "models" / "demo"
     windows = text_windows(AutoTokenizer.from_pretrained(directory))[:NUM_WINDOWS]
     ours = perplexity(tandem.load(directory, dtype="fp32"), windows)

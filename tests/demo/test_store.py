@@ -1,4 +1,4 @@
-"""A demo model is ready or not there: after kills, races, lost files and full disks."""
+"""Tests that a demo model is complete or absent after kills, races, lost files and full disks."""
 
 import dataclasses
 import resource
@@ -36,7 +36,7 @@ def start_build(models: Path, *options: str) -> "subprocess.Popen[str]":
 
 @contextmanager
 def files_up_to(num_bytes: int) -> Iterator[None]:
-    """Let this process write no longer files: to go on fails, as on a full disk."""
+    """Limit the size of files that this process may write, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))

@@ -1,4 +1,4 @@
-"""The demo models through the whole stack: equal experts as an oracle, differing ones see slots."""
+"""Tests of the demo models through the whole stack: equal experts as an oracle, then others."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A fork of a process with a model over a disk says that it cannot read; the model goes on."""
+"""Tests of a forked process with a model over a disk: it reports an error; the parent goes on."""
 
 import gc
 import os
@@ -22,7 +22,7 @@ SAID = "from which this one was forked; load the model in this process"
 
 
 def said_in_a_fork(work: Callable[[], object]) -> str:
-    """Return how some work ended in a forked process; nothing for one that had to be ended."""
+    """Return the result of a function in a forked process; empty if it had to be killed."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads

@@ -1,4 +1,4 @@
-"""Tables of rows on the disk give the bits of memory; a failed read is a sentence."""
+"""Tests that tables of rows on the disk give the bits of memory; a failed read is an error."""
 
 import errno
 import json
@@ -56,7 +56,7 @@ def _tables_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of each architecture a tiny model, plain and packed."""
+    """A tiny model of each architecture, plain and packed."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tandem.hf.row_tables._LEAST_BYTES", 0)
@@ -86,7 +86,7 @@ def room_for_half_of_the_tables(folder: Path) -> int:
 
 @contextmanager
 def memory_of(room: int) -> Iterator[None]:
-    """Let a load find so much memory."""
+    """Pretend that a load finds this much free memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tandem.experts.store.host_memory.available_bytes", lambda: room)
         yield

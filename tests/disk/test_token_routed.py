@@ -1,4 +1,4 @@
-"""Experts of layers that are routed by token are read before their layers are computed."""
+"""Tests that experts of layers routed by token are read before their layers begin."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ KINDS = ["hash_moe"] * HASHED + ["moe"] * 2
 
 @pytest.fixture(scope="module")
 def hashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny DeepSeek-V4 in packed form."""
+    """A tiny packed DeepSeek-V4."""
     return packed_model(
         tmp_path_factory.mktemp("hashed"), "deepseek_v4", n_routed_experts=EXPERTS,
         num_experts_per_tok=TOP_K, mlp_layer_types=KINDS,
@@ -75,7 +75,7 @@ def test_steps_on_a_gpu_miss_nothing_that_is_known(hashed: Path) -> None:
 
 
 def test_what_was_expected_in_vain_takes_no_room(hashed: Path) -> None:
-    """A step that never came leaves its slots to the next one, more than half of them at once."""
+    """A step that was cancelled leaves more than half of its slots to the next one."""
     model, whole = with_share(hashed, 0.0), tandem.load(hashed)
     ahead = TokenRouted(model)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Every choice of policies, size and batch against the CPU alone: python -m tests.experts.matrix"""
+"""Compares every combination of policies with the CPU alone: python -m tests.experts.matrix"""
 
 import itertools
 import sys

@@ -1,4 +1,4 @@
-"""The driver's batched copy: what it is called with, on a function with the driver's signature."""
+"""Tests of the driver's batched copy: the arguments of a function with the driver's signature."""
 
 import ctypes
 from types import SimpleNamespace
@@ -59,7 +59,7 @@ def test_a_refusal_is_the_drivers_code() -> None:
 
 
 def test_the_version_is_asked_for_whose_signature_is_meant() -> None:
-    """CUDA 13 has another function of this name, and dlsym finds whichever was first."""
+    """CUDA 13 has another function of this name; dlsym returns whichever was first."""
     driver = FakeDriver()
     driver.functions["cuMemcpyBatchAsync", 12080] = DRIVER(lambda *args: 0)
     batch = find_batch_copy(lambda name: driver)

@@ -1,4 +1,4 @@
-"""Writes and waits in a stream's order, and how long kernels wait: what the driver is asked for."""
+"""Tests of stream-ordered writes and waits, and of kernel time limits: the calls of the driver."""
 
 import ctypes
 from typing import Any
@@ -33,7 +33,7 @@ def seen_at(found: Any, host: int, flags: int) -> int:
 
 
 def make_driver(calls: list[Any], code: int = 0) -> FakeDriver:
-    """Return a driver whose first versions are switched off, as real ones are by default."""
+    """Return a driver whose first versions are disabled, as in real drivers by default."""
     driver = FakeDriver()
     for name in ("cuStreamWriteValue32", "cuStreamWaitValue32"):
 
@@ -78,7 +78,7 @@ _HANDLE = 40  # of a device: no index
 
 
 class AskedDriver(FakeDriver):
-    """Says of its second device that kernels on it have a limit."""
+    """A driver whose second device limits the run time of kernels."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__()

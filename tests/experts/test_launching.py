@@ -1,4 +1,4 @@
-"""The order in which a device gets a layer's experts: groups as they land, residents in between."""
+"""Tests of the order in which a device gets a layer's experts: groups as they arrive."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ from tandem.policy.plan import Copy, LayerPlan
 def launched(
     gpu: int, arriving: int, slots: list[int], ring: int
 ) -> tuple[list[tuple[int, int]], list[Any]]:
-    """Return the batches (first, last) and all that was asked for, in order."""
+    """Return the batches (first, last), and all calls in order."""
     asked: list[Any] = []
     fetch = tuple(Copy(0, gpu + arriving + place, slot, None) for place, slot in enumerate(slots))
     experts = range(gpu + arriving)

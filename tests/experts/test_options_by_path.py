@@ -1,4 +1,4 @@
-"""What becomes of each option on each path: it is followed, or steps are planned, or it is refused.
+"""Tests of each option on each path: it is followed, or steps are planned, or it is refused.
 
 The paths: the CPU alone, planned steps on a GPU or on the emulated device, steps in one graph.
 """
@@ -76,7 +76,7 @@ def test_every_option_of_a_device_is_tried() -> None:
 
 
 def test_every_setting_of_a_planner_is_named_or_cannot_matter() -> None:
-    """A new one must be thought of: can a step in one graph follow it?"""
+    """A new setting needs a decision: can a step in one graph follow it?"""
     changed: dict[str, Any] = {
         "assignment": "balanced",
         "eviction": "lru",
@@ -147,7 +147,7 @@ def test_a_device_follows_it_in_one_graph_or_in_planned_steps(
 
 
 def assert_followed(words: Sequence[str], settings: PlannerSettings, *, in_graph: bool) -> None:
-    """Check the decisions of decode steps against the policies that the words name."""
+    """Check the decisions of decode steps against the named policies."""
     asked = dict(pairwise(words))
     name = asked.get("--assignment", "ready-on-gpu" if in_graph else "balanced")
     planner = planner_of(dataclasses.replace(settings, never_worse_than_cpu=False))

@@ -1,4 +1,4 @@
-"""`tandem plan` for a GPU: slots, and a speed from a profile, the planner and typical routing."""
+"""Tests of `tandem plan` for a GPU: slots, and a speed from a profile and typical routing."""
 
 import dataclasses
 import json
@@ -78,7 +78,7 @@ def test_more_slots_make_it_faster() -> None:
 
 
 def test_layers_by_token_are_known_to_a_forecast() -> None:
-    """As to a run: DeepSeek-V4-Flash's first three."""
+    """Both the forecast and a run know the first three layers of DeepSeek-V4-Flash."""
     options = OffloadConfig(device="cuda")
     sizes = sizes_of("deepseek-v4-flash", num_hidden_layers=5)
     assert sizes.by_token == (0, 1, 2)

@@ -1,4 +1,4 @@
-"""`tandem plan`: its sizes are those of the load, its advice fits, its JSON has the keys."""
+"""Tests of `tandem plan`: sizes as loaded, advice that fits, and the keys of its JSON."""
 
 import dataclasses
 import json
@@ -47,7 +47,7 @@ def sizes_of(directory: Path, **options: Any) -> ModelSizes:
 
 
 def loaded_bytes(model: Any) -> tuple[int, int]:
-    """Return the bytes of a loaded model's experts and of everything else."""
+    """Return the bytes of a loaded model's experts and of its other weights."""
     packed = [m.packed for m in model.modules() if isinstance(m, PackedModule)]
     own = {weight.matrix.data.data_ptr(): weight for weight in packed}  # a head may share one
     dense = sum(weight.num_bytes for weight in own.values())
@@ -281,7 +281,7 @@ SPEED = SpeedForecast(256, 2.0, 0.1, 4, 2.0, 1.0)
 def forecast_at(
     sizes: ModelSizes, rate: float, share: float
 ) -> tuple[DiskForecast, SlotsOverDisk, int]:
-    """Return the forecast with slots for a share of the experts, and the room that they take."""
+    """Return the forecast with slots for a share of the experts, and the memory of these slots."""
     disk = DiskCosts(
         reads="direct", piece_bytes=1, depths=(1, 2), bytes_per_second=(rate / 2, rate)
     )

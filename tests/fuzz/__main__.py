@@ -1,4 +1,4 @@
-"""Runs the fuzzer's child process again until it has tried enough; ends with 1 if it found some."""
+"""Restarts the fuzzer's child process until it has tried enough; exits with 1 on a finding."""
 
 import argparse
 import shutil
@@ -22,7 +22,7 @@ _NO_LIMITS = ("-rss_limit_mb=0", "-malloc_limit_mb=0")
 def fuzz(out: Path, kind: str, count: int, *, seed: int = 1, seconds: float = 0) -> Counter[str]:
     """Try `count` damaged files, or as many as `seconds` allow; return the answers by kind.
 
-    Inputs that raise something else than a sentence, or end or stop the process, lie in `out`.
+    Inputs that crash, hang or raise anything but a one-sentence error are written to `out`.
     """
     out.mkdir(parents=True, exist_ok=True)
     answers: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Tandem's loop writes the tokens that `generate` writes, for every architecture."""
+"""Tests that Tandem's loop gives the tokens of `generate`, for every architecture."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
 
 
 class Alone:
-    """Rows of a batch that are computed one by one, with no padding."""
+    """Computes a batch's sequences one by one, without padding."""
 
     def __init__(self, model: Any, prompts: list[list[int]]) -> None:
         self._rows = [PaddedBatch(model, [prompt], 0) for prompt in prompts]
@@ -93,7 +93,7 @@ def test_greedy_tokens_equal_those_of_generate(name: str, tmp_path: Path) -> Non
 def verified(
     pool: CpuSlotPool, padded: PaddedBatch | Alone, steps: list[list[int]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Slots verify four and three tokens, of which one and two are taken back, then one more."""
+    """Verify four and three tokens in slots, take back one and two, then verify one more."""
     expected = [padded.decode(tokens) for tokens in steps]
     first, second = ([tokens[slot] for tokens in steps] for slot in (0, 1))
     for _ in range(3):  # the last ones from the recorded graph
@@ -119,7 +119,7 @@ def verified(
     ),
 )
 def test_logits_in_slots_are_the_models(name: str, tmp_path: Path) -> None:
-    """Prompts, a batch of other lengths, replayed steps, and a beginning that is taken over."""
+    """Prompts, a batch of other lengths, replayed steps, and a shared prefix."""
     model: Any = build_tiny_model(name)
     threads = two_threads()
     prompts = [*prompts_of([7, 3]), prompts_of([80])[0]]
@@ -145,7 +145,7 @@ def test_other_models_are_refused_with_a_reason(name: str) -> None:
 
 
 def test_a_padded_batch_leaves_no_offset_of_positions_on_a_model() -> None:
-    """The model's own forward would add that of the last prompts, were they two, to another's."""
+    """Otherwise the model's next forward would add the last batch's offset to its positions."""
     model: Any = build_tiny_model("qwen3_vl_moe")
     PaddedBatch(model, [[40, 41], [42, 43]], 0).prefill()
     cache = cache_argument(model)

@@ -1,4 +1,4 @@
-"""Conversations are shortened from the front by whole turns."""
+"""Tests that a conversation loses its oldest turns as a whole."""
 
 from collections.abc import Callable
 

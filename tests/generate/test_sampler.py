@@ -1,4 +1,4 @@
-"""The sampler against plain definitions that sort everything."""
+"""Tests of the sampler against plain definitions that sort everything."""
 
 import pytest
 import torch
@@ -17,9 +17,9 @@ def logits_of(seed: int, rows: int = 1, width: int = VOCABULARY) -> torch.Tensor
 
 
 def allowed(scores: torch.Tensor, rule: SamplingRule) -> torch.Tensor:
-    """The probabilities that a rule leaves, by the definition: sort, cut, normalise.
+    """Return the probabilities that a rule allows, by definition: sort, cut, normalise.
 
-    Equal scores stay or go together.
+    Equal scores are kept or dropped together.
     """
     values, tokens = (scores / rule.temperature).sort(descending=True)
     if rule.top_k is not None:

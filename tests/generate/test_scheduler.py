@@ -1,4 +1,4 @@
-"""Continuous batching: whichever requests come and go, each gets what it gets alone."""
+"""Tests of continuous batching: each request gets what it gets alone."""
 
 import random
 from typing import Any
@@ -41,7 +41,7 @@ def tokens(progress: list[TokenOutput]) -> list[int]:
 
 @pytest.fixture
 def packed_generator() -> tandem.Generator:
-    """One whose linear layers are packed: it computes a token alike in any batch."""
+    """A generator with packed linear layers, which are batch-invariant."""
     model: Any = build_tiny_model("mixtral")
     model.generation_config.eos_token_id = None
     return tandem.Generator(model, byte_tokenizer(), dense_dtype="bf16")
@@ -69,7 +69,7 @@ def random_requests(count: int) -> list[Request]:
     [("qwen3_moe", 3), ("gpt_oss", 3), ("gpt_oss", 1), ("deepseek_v2", 3), ("qwen3_next", 3)],
 )
 def test_a_request_gets_the_same_in_any_company(name: str, max_running: int) -> None:
-    """The last architecture keeps states beside keys, so that its requests take turns."""
+    """The last architecture has states beside keys, so its requests take turns."""
     model: Any = build_tiny_model(name)
     generator = tandem.Generator(model)
     requests = random_requests(8)
@@ -141,7 +141,7 @@ def test_a_long_prompt_stops_neither_streams_nor_short_prompts(generator: tandem
 def test_a_long_prompt_lets_streams_through_in_shorter_parts(
     packed_generator: tandem.Generator,
 ) -> None:
-    """How a prompt is cut changes no bit of its answer."""
+    """The chunk lengths of a prompt do not change a bit of its answer."""
     long = request_of(
         2, [50 + i % 9 for i in range(4 * PART + 3)], max_new_tokens=6, num_top_logprobs=3,
         may_speculate=False,  # the answers before would be drafted
@@ -233,7 +233,7 @@ def test_logprobs_are_the_models(generator: tandem.Generator, model: Any) -> Non
 
 
 class Spell:
-    """Lets only given tokens come, one after the other."""
+    """A constraint that allows only given tokens, one after another."""
 
     def __init__(self, ids: str) -> None:
         self.ids = [int(token) for token in ids.split()]
@@ -267,7 +267,7 @@ def test_a_prompt_that_cannot_run_is_refused_at_once(generator: tandem.Generator
 
 
 class Breaks(Spell):
-    """Fails when it is asked for the second time."""
+    """A constraint that fails at its second call."""
 
     def restrict(self, scores: Tensor) -> Tensor:
         if len(self.ids) == 1:
@@ -310,7 +310,7 @@ def test_lower_numbers_go_first(generator: tandem.Generator) -> None:
 
 
 def test_a_paced_prompt_gives_what_it_gives_alone(packed_generator: tandem.Generator) -> None:
-    """Wherever the pace cuts it: chunks are of any length, and other tokens come between."""
+    """Chunks have any length, and other requests' tokens run between them."""
     long = request_of(
         2, [40 + i % 50 for i in range(120)], max_new_tokens=8, num_top_logprobs=3,
         may_speculate=False,

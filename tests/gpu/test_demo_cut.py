@@ -1,4 +1,4 @@
-"""Real weights and real text on a GPU: a cut of the demo model, against the all-CPU run."""
+"""Tests of a cut of the demo model on a GPU, against the all-CPU run."""
 
 import statistics
 from pathlib import Path

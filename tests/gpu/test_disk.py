@@ -1,4 +1,4 @@
-"""Experts on a disk under a real GPU: what the CPU says, copies out of pinned slots, slow reads."""
+"""Tests of experts on a disk with a real GPU: the CPU's answers, pinned slots, slow reads."""
 
 import errno
 from pathlib import Path

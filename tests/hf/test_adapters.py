@@ -1,4 +1,4 @@
-"""Adapters on what Tandem does not replace work on the fast loop; all others are a sentence."""
+"""Tests of PEFT adapters: those on modules that Tandem keeps run fast; others are refused."""
 
 import importlib.util
 from pathlib import Path
@@ -25,7 +25,7 @@ def model(checkpoint: Path) -> Any:
 
 
 def lora(**options: Any) -> Any:
-    """Return a LoRA config whose adapters change what a model says from the start."""
+    """Return a LoRA config whose adapters change the output from the start."""
     from peft import LoraConfig
 
     return LoraConfig(init_lora_weights=False, **options)

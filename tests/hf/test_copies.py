@@ -1,4 +1,4 @@
-"""A model is never written, copied or counted without its experts in silence."""
+"""Tests that a model is never saved, copied or counted without its experts silently."""
 
 import copy
 import io

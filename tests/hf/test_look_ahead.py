@@ -1,4 +1,4 @@
-"""Routers found by watching, asked ahead with and without the residual; calibration."""
+"""Tests of looking ahead: finding routers, predictions with and without residual, calibration."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_a_router_asked_with_its_own_input_repeats_its_choice(name: str, tmp_pat
 def test_routers_that_choose_the_largest_of_a_product_are_found(
     name: str, tmp_path: Path, scoring: str | None
 ) -> None:
-    """DeepSeek-V3's chooses groups first; DeepSeek-V4's adds a bias behind a function."""
+    """DeepSeek-V3 chooses groups first; DeepSeek-V4 adds a bias after a function."""
     model = tiny(name, tmp_path)
     for key, values in (*model.named_parameters(), *model.named_buffers()):
         if key.endswith(("e_score_correction_bias", "router.bias")):
@@ -173,7 +173,7 @@ def test_hints_are_planned_with_and_replay_exactly(
 def test_steps_that_are_replayed_ask_as_the_models_own_code_does(
     checkpoint: Path, profile: str, *, is_gpu: bool
 ) -> None:
-    """A twin of the GPU's steps needs no device of its own for that."""
+    """A twin of the GPU's steps needs no device for that."""
     model = load(checkpoint, profile, look_ahead=True, prediction="regression")
     executor = runtime_in(model).executor
     assert isinstance(executor.look_ahead, LookAhead)

@@ -1,4 +1,4 @@
-"""What Transformers and torch keep private is named in two files, so that an upgrade reads two."""
+"""Tests that private names of Transformers and torch are used in only two files."""
 
 import ast
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def is_private(name: str) -> bool:
 
 
 def own_names(tree: ast.AST) -> Iterator[str]:
-    """Yield what a file gives its own classes and objects: methods, fields, slots of `self`."""
+    """Yield the names that a file defines: methods, fields, slots of `self`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             for part in node.body:
@@ -53,7 +53,7 @@ def own_names(tree: ast.AST) -> Iterator[str]:
 
 
 def private_uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield (line, name) of private attributes, and of private modules and names of others."""
+    """Yield (line, name) of private attributes, modules and names of other packages."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.expr | ast.stmt):
             continue

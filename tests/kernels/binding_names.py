@@ -1,4 +1,4 @@
-"""Native functions that the cases of bindings leave out."""
+"""The native functions that have no binding case."""
 
 # What takes no memory: numbers, or objects that were checked when they were made.
 WITHOUT_MEMORY = {

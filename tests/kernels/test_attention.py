@@ -1,4 +1,4 @@
-"""Attention over a KV cache against the plain definition, over shapes, masks and sinks."""
+"""Tests of attention over a KV cache against the definition: shapes, masks, sinks."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ def plain(
     form: AttentionForm, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int,
     sinks: torch.Tensor | None, row: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """One token's attention, head by head: q (heads, dim), k and v (kv heads, positions, dim)."""
+    """Compute a token's attention by head: q (heads, dim), k and v (kv heads, positions, dim)."""
     places = torch.arange(position + 1)
     seen = places > position - (form.window or position + 1)
     if form.chunk:
@@ -74,7 +74,7 @@ def filled(
     form: AttentionForm, dtype: torch.dtype, sinks: torch.Tensor | None = None, kv_dtype: str = "",
     rows: int = 3,
 ) -> tuple[CachedAttention, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """A full cache, with its keys and values (rows, kv heads, positions, dim)."""
+    """Return a full cache, and its keys and values (slots, kv heads, positions, dim)."""
     keys, values = keys_and_values(form, dtype, rows)
     attention = CachedAttention(form, kv_dtype or dtype, sinks, PROMPT_LENGTHS)
     attention.reserve(rows, CAPACITY)
@@ -93,7 +93,7 @@ def defined(
     form: AttentionForm, dtype: torch.dtype, rows: tuple[int, ...], positions: tuple[int, ...],
     has_sinks: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Queries (heads, tokens, dim) and what attention is by definition: once for all kernels."""
+    """Return queries (heads, tokens, dim) and their attention by definition, shared by tests."""
     (keys, values), sinks = keys_and_values(form, dtype, 3), sinks_of(form, has_sinks)
     query = torch.randn(len(rows), form.num_heads, form.key_dim).to(dtype).transpose(0, 1)
     wanted = [
@@ -107,7 +107,7 @@ def require_definition(
     form: AttentionForm, dtype: torch.dtype, rows: torch.Tensor, positions: torch.Tensor,
     isa: str, has_sinks: bool,
 ) -> None:  # fmt: skip
-    """Attend for tokens at some rows and positions, and compare each with the definition."""
+    """Attend for tokens of some slots and positions; compare each with the definition."""
     attention, *_ = filled(form, dtype, sinks_of(form, has_sinks))
     query, wanted = defined(form, dtype, (*rows.tolist(),), (*positions.tolist(),), has_sinks)
     actual = attention.attend(CpuThreads(num_threads=2, isa=isa), rows, positions, query)
@@ -280,7 +280,7 @@ def test_an_unknown_kv_dtype_gets_one_sentence() -> None:
 @pytest.mark.parametrize("heads", [1, 2, 4, 7, 16, 40])
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (96, 32), (576, 512)])
 def test_tiles_give_what_vectors_give(heads: int, key_dim: int, value_dim: int) -> None:
-    """Where the processor has tiles (AMX)."""
+    """Skipped unless the processor has tiles (AMX)."""
     if "amx" not in available_isas():
         pytest.skip("this processor has no tiles")
     tiles, vectors = (CpuThreads(num_threads=2, isa=isa) for isa in ("amx", "avx512"))

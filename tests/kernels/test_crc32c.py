@@ -1,4 +1,4 @@
-"""CRC32C: by the processor's instruction and from a table, against a bit at a time."""
+"""Tests of CRC32C by instruction and by table, against a loop over bits."""
 
 from collections.abc import Callable
 

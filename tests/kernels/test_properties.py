@@ -1,4 +1,4 @@
-"""Any layer, on every instruction set of this machine, against the references of `layers`."""
+"""Tests of random layers on every instruction set of this machine, against `layers`."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""GGUF files written with the gguf package: answers are those of Transformers' own reading."""
+"""Tests of GGUF files written with the gguf package, against Transformers' own reading."""
 
 from pathlib import Path
 from typing import Any

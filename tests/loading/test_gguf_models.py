@@ -1,6 +1,7 @@
-"""Files that llama.cpp's own converter wrote: answers are what Transformers answered before.
+"""Tests of files by llama.cpp's own converter: Transformers' answers before the conversion.
 
-`make_gguf_files` wrote them; all their weights are exact in Q8_0, DeepSeek-V4's experts in MXFP4.
+`make_gguf_files` wrote them. All their weights are exact in Q8_0, and DeepSeek-V4's experts in
+MXFP4.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ from tests.loading.make_gguf_files import DATA, DENSE_MODELS, EXPECTED, MODELS, 
 
 
 def unpacked(name: str, directory: Path) -> Path:
-    """Return a file of `make_gguf_files`."""
+    """Return the path of an unpacked file of `make_gguf_files`."""
     file = directory / f"{name}.gguf"
     file.write_bytes(lzma.decompress((DATA / f"{name}.gguf.xz").read_bytes()))
     return file

@@ -1,4 +1,4 @@
-"""Threads and memory that run out while a model loads are one sentence, and the exit code is 2."""
+"""Tests of running out of threads and memory during a load: one sentence, exit code 2."""
 
 import errno
 from multiprocessing import Pipe

@@ -1,4 +1,4 @@
-"""What `tandem pack --for-hub` writes, and `tandem run ORG/NAME` of it from a hub that is local."""
+"""Tests of `tandem pack --for-hub`, and of `tandem run ORG/NAME` from a local hub."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ NAME = "owner/tiny-packed"
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """Serves the folder of one model as the hub does."""
+    """Serves one model's directory as the hub does."""
 
     def do_HEAD(self) -> None:
         self._answer(has_body=False)
@@ -58,7 +58,7 @@ class _Hub(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Do nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A hub on this machine with a copy of that model, which a test may damage."""
+    """A local hub with a copy of that model, which tests may damage."""
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
     server.folder, server.cut = tmp_path / "hub", " none"
     server.folder.mkdir()
@@ -154,7 +154,7 @@ def flip(folder: Path) -> None:
 
 
 def lose(folder: Path) -> None:
-    """Upload all but one file."""
+    """Upload all files but one."""
     (folder / "tandem-dense.safetensors").unlink()
 
 
@@ -165,7 +165,7 @@ def cut(folder: Path) -> None:
 
 
 def lead_out(folder: Path) -> None:
-    """Name a file that is not in the folder."""
+    """Name a file outside the directory."""
     with (folder / SUMS_FILE).open("a") as file:
         file.write(f"{'0' * 64}  ../../../secret.json\n")
 

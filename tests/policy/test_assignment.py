@@ -1,4 +1,4 @@
-"""Every assignment policy: sound, deterministic, as good as promised; the papers' examples."""
+"""Tests of every assignment policy: valid, deterministic, bounds, the papers' examples."""
 
 import itertools
 from functools import partial

@@ -1,4 +1,4 @@
-"""Planner properties over every policy: exactly once, capacity, nothing in use leaves."""
+"""Tests of the planner over every policy: exactly once, capacity, experts in use stay."""
 
 import dataclasses
 import itertools
@@ -36,7 +36,7 @@ def planner(num_slots: int = NUM_SLOTS, link: float = 0.5, **choices: Any) -> Pl
 
 
 class Executor:
-    """Runs plans with a link that ends copies in order, some steps late; checks what it is told."""
+    """Runs plans; its link ends copies in order, some steps late. It checks each plan."""
 
     def __init__(self, planner: Planner, lag: int, *, in_graph: bool = False) -> None:
         self.planner = planner
@@ -313,7 +313,7 @@ def test_a_copy_ahead_may_end_late_if_a_router_named_it_and_the_cpu_would_end_la
 
 
 def test_a_step_in_one_graph_copies_ahead_into_clear_slots_before_it_copies_for_later() -> None:
-    """What is used stays with its slot and without another copy; what is not leaves."""
+    """Experts in use keep their slots and are not copied again; others leave."""
     chosen = planner(
         num_slots=24, prediction="gate", prefetch_count=1, predicting_sizes=(1,), asking_sizes=(1,),
         assignment="ready-on-gpu",

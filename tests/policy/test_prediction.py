@@ -1,4 +1,4 @@
-"""Predictors find what they are made for, and chances are frequencies."""
+"""Tests of predictors: each finds its kind of pattern, and probabilities are calibrated."""
 
 import random
 
@@ -81,9 +81,9 @@ def test_hints_of_the_right_source_are_taken(name: str) -> None:
 
 
 def brier_score(accuracy: float | None, sources: tuple[str, ...] = ("residual",)) -> float:
-    """Return the mean squared error of regression's chances, with hints that are so often right.
+    """Return the mean squared error of regression's probabilities, with hints of some accuracy.
 
-    A token's expert is right with probability `accuracy`, else any expert; None: no hints.
+    A token's expert is right with probability `accuracy`, otherwise random; None: no hints.
     """
     geometry = Geometry(num_layers=4, num_experts=16, top_k=2)
     draw = random.Random(0)

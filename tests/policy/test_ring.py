@@ -1,4 +1,4 @@
-"""The ring borrows slots of the cache while experts are fetched, and gives them back."""
+"""Tests of the ring: it borrows slots of the cache during fetches, and returns them."""
 
 from itertools import islice
 
@@ -23,7 +23,7 @@ PROMPT = LayerLoad(0, tuple(range(16)), (9,) * 16)
 
 
 def fetching_planner() -> Planner:
-    """Return a planner of a full cache that fetches what a long prompt misses."""
+    """Return a planner with a full cache that fetches a long prompt's misses."""
     costs = CostTable(shape_costs(cpu=(50.0, 50.0), gpu=(0.1, 0.1), link=0.1))
     resident = [GEOMETRY.key(layer, expert) for layer in range(3) for expert in range(16)]
     sizes = PlannerSettings().set_sizes(GEOMETRY, NUM_SLOTS)

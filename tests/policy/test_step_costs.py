@@ -1,4 +1,4 @@
-"""What steps of several tokens are expected to cost: by what they touch, and as measured."""
+"""Tests of the expected cost of steps with several tokens, by touched experts and measured."""
 
 import pytest
 
@@ -55,7 +55,7 @@ def test_a_disturbed_step_moves_little() -> None:
 
 
 def planning(num_slots: int) -> Planner:
-    """A planner to which a second token of an expert costs little."""
+    """Return a planner for which a second token of an expert costs little."""
     costs = CostTable(shape_costs(cpu=(1.0, 1.1)))
     return make_planner(PlannerSettings(), GEOMETRY, costs, num_slots, copy_price_seconds=0.01)
 

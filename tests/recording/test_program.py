@@ -1,4 +1,4 @@
-"""Programs do what their operations do one by one, in memory that is used again."""
+"""Tests that programs do what their operations do one by one, with reused memory."""
 
 from collections.abc import Callable
 

@@ -1,7 +1,7 @@
-"""Two replicas of a model on a local Ray: python -m tests.server.local_ray [MODEL]
+"""Runs two replicas of a model on a local Ray: python -m tests.server.local_ray [MODEL]
 
-Prints one JSON object: the replicas that ran, the texts that were answered, and how many of them by
-one of the replicas.
+Prints one JSON object: the running replicas, the answered texts, and how many of them one of the
+replicas answered.
 """
 
 import json
@@ -32,7 +32,7 @@ def ask(address: str, number: int) -> str:
 
 
 def num_chats(address: str) -> float:
-    """Return how many chats a replica has had: the one that happens to answer."""
+    """Return how many chats the replica that answers this request has had."""
     with urllib.request.urlopen(f"{address}/metrics", timeout=60) as response:
         text = response.read().decode()
     chats = re.search(r'tandem_requests_total{endpoint="chat",status="200"} (\S+)', text)

@@ -1,4 +1,4 @@
-"""Grammars made to be slow: what they cost is theirs, and no other request's."""
+"""Tests of slow grammars: their cost does not affect other requests."""
 
 import asyncio
 import os
@@ -177,7 +177,7 @@ def test_what_has_passed_is_not_built_again() -> None:
 
 
 def test_an_honest_grammar_passes_slow_ones() -> None:
-    """Sixteen slow ones need five seconds of a core; an honest one waits for moments of each."""
+    """Sixteen slow ones need five seconds of a core; a normal one waits only briefly for each."""
 
     async def test(grammars: Grammars) -> None:
         tasks = [asyncio.ensure_future(grammars.build(slow(n))) for n in range(16)]

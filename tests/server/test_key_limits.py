@@ -1,4 +1,4 @@
-"""Limits of one API key: answers at once, answers that wait, tokens a minute; the log of use."""
+"""Tests of one API key's limits: concurrent and waiting answers, tokens a minute; usage log."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Clients leave, queues fill, processes die, servers end: what each of them costs the others."""
+"""Tests of a server's life: clients leave, queues fill, processes die, servers end."""
 
 import logging
 import os
@@ -40,7 +40,7 @@ ORIGIN = "https://mine.example"
 def small(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    """A server with one place and one that waits, open to other machines, thus with a key."""
+    """A server with one slot and one waiting place, open to other machines, so with a key."""
     flags = ["--host", "0.0.0.0", "--max-running", "1", "--max-waiting", "1"]
     flags += ["--allow-origin", ORIGIN]
     cache = tmp_path_factory.mktemp("cache")
@@ -51,7 +51,7 @@ def small(
 
 
 def settled(server: RunningServer, name: str) -> float:
-    """Return a number of the engine process once it stands still: reports come twice a second."""
+    """Return a metric of the engine process once it is stable; it reports twice a second."""
     value = server.metric(name)
     while True:
         time.sleep(0.8)
@@ -155,7 +155,7 @@ def test_a_model_that_is_gone_when_the_process_starts_anew_is_told(
 
 
 def test_a_request_that_takes_too_long_is_given_up(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """And a server that ends tells those whose answers run, after the time that they had."""
+    """A server that shuts down tells running requests so after their grace period."""
     with running_server(
         tiny_checkpoint, "--request-timeout", "3", "--shutdown-timeout", "0.1",
         "--max-running", "1", cache=tmp_path,
@@ -215,7 +215,7 @@ def test_ctrl_c_while_the_model_is_loaded_ends_both_processes(tiny_checkpoint: P
 
 
 def test_a_taken_port_is_told_at_once(server: RunningServer) -> None:
-    """Before anything is loaded."""
+    """The error comes before anything is loaded."""
     source = Source(name="x", load_model=never_called, load_tokenizer=never_called)
     settings = EngineSettings(max_running=1, part_tokens=16)
     with pytest.raises(ConfigError, match="choose another --port"):
@@ -223,7 +223,7 @@ def test_a_taken_port_is_told_at_once(server: RunningServer) -> None:
 
 
 def test_each_part_of_an_answer_is_sent_at_once(server: RunningServer) -> None:
-    """Else the second part waits 40 ms for the first one's acknowledgement."""
+    """Otherwise the second part would wait 40 ms for the first one's acknowledgement."""
     question = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     seconds = []
     with socket.create_connection(("127.0.0.1", server.port)) as connection:

@@ -1,4 +1,4 @@
-"""Memory grows with the longest request, not with how many there were."""
+"""Tests that memory grows with the longest request, not with the number of requests."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +18,7 @@ def resident_bytes(process_id: int) -> int:
 
 
 def ask_many(server: RunningServer, token_output: int) -> None:
-    """Let several clients ask for answers of the same lengths, streamed and whole."""
+    """Send requests of equal lengths from several clients, streamed and not."""
 
     def ask(client: int) -> None:
         for number in range(EACH):

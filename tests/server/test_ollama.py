@@ -1,4 +1,4 @@
-"""Ollama's API: what a body means, what an answer looks like, and what is refused."""
+"""Tests of Ollama's API: meaning of bodies, form of answers, refusals."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""The page in a real browser."""
+"""Tests of the page in a real browser."""
 
 import json
 from collections.abc import Iterator

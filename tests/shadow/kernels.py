@@ -1,4 +1,4 @@
-"""Triton's kernels on the shadow device: interpreted by its thread, on memory that it can reach."""
+"""Triton's kernels on the shadow device: interpreted by its thread, with checked memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from tests.shadow.twins import compute_experts
 
 @contextmanager
 def launched_kernels(*, has_twins: bool) -> Iterator[None]:
-    """Launch the kernels that are imported inside on the shadow device; experts' by `twins`."""
+    """Launch the kernels that are imported inside on the shadow device; `has_twins` for experts."""
     with interpreted() as patch:
         from triton.runtime import interpreter
 
@@ -46,7 +46,7 @@ def launched_kernels(*, has_twins: bool) -> Iterator[None]:
 
 
 def _reached(kernel: str, argument: Any) -> Any:
-    """Return a kernel's argument as its values; a fault for memory that a GPU cannot reach."""
+    """Return a kernel argument's values; a fault if a GPU cannot reach the memory."""
     if isinstance(argument, Shadow):
         return argument.held
     if isinstance(argument, Tensor) and argument.numel():

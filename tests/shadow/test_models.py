@@ -1,4 +1,4 @@
-"""Models of each kind, loaded for a simulated GPU, say what they say on the CPU."""
+"""Tests of each kind of model on a simulated GPU, against the CPU's answers."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ WITHOUT_SLOTS = sorted(set(architectures()) - IN_SLOTS) if IS_WHOLE else FEW
 
 @pytest.mark.parametrize("name", sorted(IN_SLOTS - TOO_ROUGH) if IS_WHOLE else KINDS)
 def test_a_model_says_the_same_on_a_gpu(name: str, tmp_path: Path) -> None:
-    """Its decode steps are one graph each, whose missing experts the host computes."""
+    """Its decode steps are one graph each, and the host computes missing experts."""
     values = None if IS_WHOLE else {"num_hidden_layers": KINDS[name]}
     gpu = require_same_on_gpu(
         name, tmp_path, values=values, expert_dtype="mxfp4", on_gpu={"assignment": "ready-on-gpu"}
@@ -70,7 +70,7 @@ def test_a_model_that_fetches_and_copies_ahead_within_its_steps_says_the_same_on
 def test_a_model_that_asks_routers_within_its_steps_says_the_same_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernels that ask are launched with what lies on the device."""
+    """The kernels that ask are launched on tensors of the device."""
     monkeypatch.setattr(
         parts, "settled", lambda settings, *_, **__: settings.with_predictions((), CAPTURE_SIZES)
     )

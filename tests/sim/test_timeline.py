@@ -1,4 +1,4 @@
-"""Lanes on the virtual clock, checked by hand."""
+"""Tests of CPU, GPU and link on the virtual clock, checked by hand."""
 
 import dataclasses
 from typing import Any

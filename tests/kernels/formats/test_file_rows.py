@@ -1,4 +1,4 @@
-"""Blocks of GGUF files, rearranged natively: the values are those of the gguf package."""
+"""Tests of the native reordering of GGUF blocks, against the gguf package."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ _OF_32 = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0
 
 
 def draw_blocks(kind: str, rows: int, supers: int) -> NDArray[np.uint8]:
-    """Draw (rows, bytes) of 256 numbers each: any byte, but factors that are no NaN."""
+    """Return random rows of GGUF blocks (rows, bytes): any bytes, but finite factors."""
     numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     shape = (rows, supers * 256 // numbers, size)
     drawn = np.random.default_rng(rows).integers(0, 256, shape, dtype=np.uint8)
@@ -60,7 +60,7 @@ def values_of(kind: str, source: NDArray[np.uint8]) -> torch.Tensor:
 
 
 def padding_of(packed: PackedMatrix) -> torch.Tensor:
-    """Return the values of the rows after the last."""
+    """Return the values of the padding rows at the end."""
     fmt = packed.format
     rows = fmt.padded_rows(packed.rows)
     whole = PackedMatrix(fmt, rows, packed.cols, packed.data, packed.scales)

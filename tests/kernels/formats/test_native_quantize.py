@@ -1,4 +1,4 @@
-"""Native rounding against the torch reference; its bytes are the same on every instruction set."""
+"""Tests of native rounding against the torch reference: equal bytes on every instruction set."""
 
 import itertools
 from pathlib import Path
@@ -32,7 +32,7 @@ def draw(
     every: int,
     is_transposed: bool,
 ) -> Tensor:
-    """Return (rows, cols) weights, of strides as checkpoints have them."""
+    """Return random weights (rows, cols) with the strides of checkpoint tensors."""
     weights = (draw_weights(rows * every, cols, seed) * 2.0**exponent).to(dtype)
     return (weights.T.contiguous().T if is_transposed else weights)[::every]
 
@@ -138,7 +138,7 @@ def test_other_dtypes_are_left_to_the_reference() -> None:
 
 
 def test_matrices_together_are_as_each_alone(tmp_path: Path) -> None:
-    """Matrices of several formats, in memory and in a mapped file, with and without importance."""
+    """Use several formats, tensors in memory and in a mapped file, with and without importance."""
     file = tmp_path / "weights"
     kept = draw_weights(700, 300).bfloat16()
     kept.view(torch.uint8).numpy().tofile(file)
