@@ -1,10 +1,10 @@
-"""Transformers with accelerate's offload on the same shape: what a user has without Tandem.
+"""Transformers with accelerate's offloading on the same shape: the alternative to Tandem.
 
     python -m benchmarks.gpu.accelerate_offload --shape qwen3-30b-a3b --layers 4
 
-Experts are bf16 in host memory; accelerate brings a whole layer's experts to the GPU each time it
-runs. A few layers are timed, and the model's speed follows from the time of one: said so in what is
-printed. The last line is one JSON document.
+Experts are bf16 in host memory; accelerate copies a whole layer's experts to the GPU each time it
+runs. A few layers are timed, and the model's speed is extrapolated from them, as the output says.
+The last line is one JSON document.
 """
 
 import argparse
@@ -27,7 +27,7 @@ WARM_STEPS = 1
 
 
 def main() -> int:
-    """Time some steps; returns the exit code."""
+    """Time some steps; return the exit code."""
     parser = argparse.ArgumentParser(description="Time Transformers with accelerate's offload.")
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=sorted(MODEL_SHAPES))
     parser.add_argument("--layers", type=int, default=4)

@@ -1,10 +1,9 @@
 """A server whose engine process also answers without it: python -m benchmarks.server.paired MODEL
 
-On SIGUSR1 the engine process lets `Generator` write one answer with the very model, memory and
-threads that serve, and writes the seconds between its tokens to a file, as a line of JSON with the
-bytes that a step touches. So two turns differ by nothing but the server: experts are counted in
-both, as `tandem bench` counts them. Prints what `tandem serve
---json` prints, and the file's name.
+On SIGUSR1 the engine process lets `Generator` write one answer with the same model, memory and
+threads, and appends the seconds between its tokens to a file, as a line of JSON with the bytes that
+a step touches. So the two ways differ only by the server; experts are counted in both, as in
+`tandem bench`. Prints what `tandem serve --json` prints, and the file's name.
 """
 
 import argparse
@@ -50,7 +49,7 @@ def generator_gaps(generator: Generator, tokens: int) -> list[float]:
 
 
 def step_bytes(model: Any, num_tokens: int) -> float:
-    """Return the bytes of weights that a step of so many tokens touches under uniform routing.
+    """Return the bytes of weights that a step of this many tokens touches under uniform routing.
 
     n tokens touch experts * (1 - (1 - top_k / experts) ** n) of a layer.
     """
@@ -70,7 +69,7 @@ def step_bytes(model: Any, num_tokens: int) -> float:
 def load(
     choice: ModelChoice, offload: OffloadOptions, dense_dtype: str, tokens: int, results: str
 ) -> tuple[Any, Any]:
-    """Load the model, and let a signal answer with it."""
+    """Load the model, and install the signal handler that answers with it."""
     model, tokenizer = load_model_and_tokenizer(
         choice, offload, quiet=True, dense_dtype=dense_dtype
     )
