@@ -3,8 +3,8 @@
 A null means that the field is absent. A field that this server does not know is ignored, and is
 named to the caller; a strict server refuses it.
 
-Python does nothing else while JSON is parsed and checked, so what that takes is bounded: a body's
-values are counted before it is parsed, and a list is checked up to its first wrong element.
+Parsing and checking JSON blocks all other Python code, so its cost is bounded: a body's values are
+counted before it is parsed, and a list is checked up to its first wrong element.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -176,7 +176,7 @@ def known_names(kind: type[BaseModel]) -> set[str]:
 
 
 def _require_few_values(raw: bytes) -> None:
-    """Refuse JSON of more values than may be parsed at a time, without parsing it."""
+    """Refuse JSON with more values than may be parsed at once, without parsing it."""
     unescaped = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     num_values = unescaped.count(b'"') // 2
     num_commas = 0
@@ -210,7 +210,7 @@ def read_body(kind: type[B], raw: bytes, *, is_strict: bool) -> ReadBody[B]:
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """One of pydantic's errors, at the place in the body that it is about."""
+    """One of pydantic's errors, and the part of the body that it is about."""
 
     path: tuple[str | int, ...]
     value: object

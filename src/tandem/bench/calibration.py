@@ -1,7 +1,8 @@
 """Learns a model's residual vectors from a text, and measures how well they predict experts.
 
-The text is split into windows. The first ones teach; on the others, predictions with and without
-the residual are compared with what the routers then chose (DALI's tables 5 and 8).
+The text is split into windows. The residuals are learned from the first ones. On the others,
+predictions with and without the residual are compared with the routers' real choices (DALI's tables
+5 and 8).
 """
 
 from collections.abc import Callable, Sequence

@@ -176,8 +176,8 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
     def may_join_prefill(self) -> bool:
         """Tell whether `prefill` gives a decoded token the logits of a decode step, to the bit.
 
-        Not where windows keep the prompt, as a decoded token would become a part of it, and not
-        where latents are expanded for prompts alone, for which a trial finds other bits.
+        This does not hold where windows keep the prompt, as a decoded token would become part of
+        it, nor where latents are expanded in prompts only, for which a trial finds other bits.
         """
         if self.cache.prompt_windows:
             self._joins = False
@@ -185,7 +185,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         return bool(self._joins)
 
     def _try_joining(self, tokens: Mapping[int, Sequence[int]]) -> Tensor | None:
-        """Return what `prefill` gives a step's tokens, which are then taken back."""
+        """Return `prefill`'s results for a step's tokens, which are then taken back."""
         step = self._step_of(sum(map(len, tokens.values()))).replayed
         if not step.has_settled or any(len(new) > 1 for new in tokens.values()):
             return None
@@ -263,7 +263,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
 
     @contextmanager
     def on_trial(self, slots: Sequence[int]) -> Iterator[None]:
-        """Let slots forget afterwards the few tokens that they get inside."""
+        """Take back the few tokens that slots get inside this context."""
         lengths = {slot: self.cache.lengths[slot] for slot in slots}
         with torch.inference_mode():
             put_back = self.cache.states.save(slots)

@@ -75,7 +75,7 @@ class BoundedThinking:
         return False
 
     def _look(self) -> None:
-        """See whether the reasoning begins, ends or has reached its limit."""
+        """Check whether the reasoning begins, ends or has reached its limit."""
         if not self._is_open:
             text = self._decode(self._tokens).lstrip()
             self._is_open = text.startswith(self._limit.begin)

@@ -56,7 +56,7 @@ def _try_reading(descriptor: int) -> Reads:
 
 
 def _num_cached(descriptor: int, place: int, num_bytes: int) -> int | None:
-    """Return how many of a file's pages are in the page cache; None where nothing tells."""
+    """Return how many of a file's pages are in the page cache; None if unknown."""
     libc = ctypes.CDLL(None, use_errno=True)
     states = (ctypes.c_ubyte * (num_bytes // mmap.PAGESIZE))()
     with mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY, offset=place) as pages:
@@ -68,7 +68,7 @@ def _num_cached(descriptor: int, place: int, num_bytes: int) -> int | None:
 
 
 def _lies_in_memory(descriptor: int) -> bool:
-    """Tell whether a file is of a file system that is nothing but page cache."""
+    """Tell whether a file's file system consists of page cache alone."""
     number = os.fstat(descriptor).st_dev
     wanted = f"{os.major(number)}:{os.minor(number)}"
     try:

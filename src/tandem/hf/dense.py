@@ -244,17 +244,17 @@ def has_kernels() -> bool:
 
 
 def place_on(device: torch.device, threads: CpuThreads) -> Place:
-    """Return what makes packed layers on the device of a model's dense parts."""
+    """Return a function that packs layers for the device of a model's dense parts."""
     return on_cpu(threads) if device.type == "cpu" else on_device(device)
 
 
 def on_cpu(threads: CpuThreads) -> Place:
-    """Return what makes packed layers that use these CPU threads."""
+    """Return a function that packs layers for these CPU threads."""
     return lambda weight, dtype, order: PackedLinear(weight, threads, dtype, order)
 
 
 def on_device(device: torch.device) -> Place:
-    """Return what moves packed weights to a GPU; raises `ConfigError` without Triton."""
+    """Return a function that moves packed weights to a GPU; raises `ConfigError` without Triton."""
 
     def place(weight: DenseWeight, dtype: torch.dtype, order: Tensor | None) -> nn.Module:
         if not has_kernels():

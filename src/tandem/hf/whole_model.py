@@ -77,7 +77,7 @@ def prompt_bytes(config: PreTrainedConfig, num_tokens: int, top_k: int) -> int:
 def _bytes_with(
     model: PreTrainedModel, options: OffloadConfig, codes: Mapping[str, WeightFormat | None]
 ) -> int:
-    """Return what a GPU takes of a model; layers of packed files say themselves what they are."""
+    """Return the bytes of a model on a GPU; in packed files the layers have their own formats."""
     if not has_kernels():
         return device_bytes(model, {})
     found = layer_formats(model, HostStore(), options, codes, on_device=True)

@@ -146,7 +146,7 @@ class DiskCosts:
         return max(self.bytes_per_second)
 
     def read_seconds(self, expert_bytes: int) -> float:
-        """Return what an expert's read takes while others are under way."""
+        """Return the seconds of an expert's read while others are under way."""
         return whole_pages(expert_bytes) / self.most_bytes_per_second
 
 

@@ -90,9 +90,7 @@ class Ring:
         return [*self._own, *self._residency.lent]
 
     def _borrow(self, in_use: Container[int]) -> tuple[int, int] | None:
-        """Take a slot from the largest set that can lend one; return it and the expert that left
-        it.
-        """
+        """Take a slot from the largest set that can lend one; return it and the evicted expert."""
         residency = self._residency
         for set_id in sorted(
             range(residency.num_sets), key=lambda at: (-residency.capacity[at], -at)

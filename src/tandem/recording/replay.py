@@ -176,7 +176,7 @@ class ReplayedStep:
 
 
 def _share_equal(result: Tensor, expected: Tensor, tolerance: float) -> float:
-    """Return 1 if two results (n_tokens, any) are close, else the share of their rows that are."""
+    """Return 1 if two results (n_tokens, any) are close, otherwise the share of close rows."""
     rows = (result - expected).norm(dim=-1), expected.norm(dim=-1)
     if bool(rows[0].norm() <= tolerance * rows[1].norm()):
         return 1.0

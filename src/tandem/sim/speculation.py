@@ -157,8 +157,8 @@ class _ScriptedMtp:
     """Drafts the actual next tokens, each with some probability; each costs a layer's time for one
     token.
 
-    Which tokens it gets right is drawn once, so that lengths are compared on the same ones. A
-    `sure` layer has different probabilities by token, as real layers do, and reports them.
+    Which tokens are right is drawn once, so that lengths are compared on the same tokens. A `sure`
+    layer has different probabilities by token, as real layers do, and reports them.
     """
 
     def __init__(

@@ -48,8 +48,8 @@ def ring(doorbell: tensor, on_gpu: constexpr) -> None:
 def wait_for(word: tensor, wanted: tensor, most: constexpr, on_gpu: constexpr) -> tensor:
     """Wait, within a limit, until a word is `wanted` or -1; return its value.
 
-    Earlier writes are visible afterwards. `most` is nanoseconds of the GPU's clock; off a GPU,
-    which has neither clock nor pauses here, it is a number of looks.
+    Earlier writes are visible afterwards. `most` is in nanoseconds of the GPU's clock; in the
+    interpreter, which has no clock and no pauses, it is a number of reads.
     """
     value = tl.load(word, volatile=True)
     if on_gpu:
@@ -82,7 +82,7 @@ def wait_for_host(
 ) -> tensor:
     """Wait until the host has answered the layer of this number; return whether it has.
 
-    The first program reads the host's memory, and the others a word that it sets: reads of waiting
+    The first program reads host memory, and sets a word for the others: reads of all waiting
     programs would share the link with copies.
     """
     state = tl.load(turn, volatile=True)

@@ -55,7 +55,7 @@ def _part(
     position: tensor, num_chosen: tensor, window: constexpr, ratio: constexpr,
     has_chosen: constexpr, num_parts: constexpr, block_keys: constexpr,
 ) -> tensor:  # fmt: skip
-    """Return how many positions a token sees, and which of its keys are this program's."""
+    """Return how many positions a token sees, and which of its keys belong to this program."""
     in_window = tl.minimum(position + 1, window)
     length = in_window
     if has_chosen:

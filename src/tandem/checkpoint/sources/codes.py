@@ -94,7 +94,7 @@ class Codes:
         return values
 
     def _in_groups_of(self, size: int, name: str) -> tuple[Tensor, Tensor | None]:
-        """Repeat scales and zeros for smaller groups: the same numbers, more often."""
+        """Repeat scales and zeros for smaller groups."""
         source = _group_size(self.codes.shape[1], self.scales.shape[1], name)
         if source % size:
             raise ModelError(

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint by name, in mapped files; each is read when it is asked for."""
+"""The tensors of a checkpoint by name, in mapped files; each is read when it is used."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath

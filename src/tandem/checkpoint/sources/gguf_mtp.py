@@ -73,7 +73,7 @@ def _layers_in(header: GgufHeader, hidden_size: int) -> list[GgufHeader]:
 
 
 def _alone(header: GgufHeader, layer: int) -> GgufHeader:
-    """Return a layer as a model's only one; embedding and head are the model's for which it is."""
+    """Return a layer as a model of its own, with embedding and head of the model it belongs to."""
     before = f"blk.{layer}."
     tensors = {
         f"blk.0.{name.removeprefix(before)}": tensor

@@ -194,7 +194,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         return logits
 
     def _report(self, but: _Step | None = None) -> None:
-        """Report to listeners the layers of segments, but for those of a step's last replay."""
+        """Report the layers of segments to listeners, except those of a step's last replay."""
         for step in self._steps.values():
             for layers in step.resident:
                 layers.report(but=int(step is but))
@@ -207,7 +207,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         return self._inputs[count]
 
     def _follow_executor(self) -> None:
-        """Drop what was captured for another executor, other slots, or before all were resident."""
+        """Drop steps that were captured for another executor, other slots, or partial residency."""
         executor = self._model.executor
         if executor is not None:
             executor.settle()  # a replay of whole steps would never come to it
@@ -307,10 +307,10 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
     def _with_room(
         self, work: Callable[[], Tensor], slots: Sequence[int], *, can_repeat: bool = True
     ) -> Tensor:
-        """Do some work; if the GPU is out of memory, experts make room and the work is repeated.
+        """Run some work; if the GPU is out of memory, shrink the expert cache and repeat it.
 
-        So the slots' states are copied before, unless `can_repeat` is false: a replayed step's
-        are too large to copy for each token. Raises `CapacityError` if no more room can be made.
+        The slots' states are copied before, unless `can_repeat` is false: those of a replayed step
+        are too large to copy for each token. Raises `CapacityError` if no more memory can be freed.
         """
         while True:
             put_back = _nothing
@@ -328,7 +328,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
             self._follow_executor()  # what was captured may read slots that are gone
 
     def _make_room(self) -> bool:
-        """Give some of the expert cache's memory to whatever needs it; False if there is none."""
+        """Give some of the expert cache's memory to others; False if there is none."""
         executor = self._model.executor
         if not isinstance(executor, HybridExecutor) or executor.cache.num_slots == 0:
             return False
@@ -396,5 +396,5 @@ def _no_capture() -> Capture:
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make a GPU the current one, on which streams are looked up and kernels launched."""
+    """Make a GPU the current one, which decides the streams and the place of launches."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

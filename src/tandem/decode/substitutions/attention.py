@@ -100,7 +100,7 @@ def _cache_of_step() -> SlotCache:
 
 
 class _Visible(NamedTuple):
-    """What a token sees of those before it."""
+    """The tokens before a token that it may attend to."""
 
     indices: Tensor | None
     """The positions or blocks that an indexer selected; None: all."""
@@ -128,7 +128,7 @@ def _visible(
 
 
 def _attend_to_given(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Attend to all of the keys that are given: (b, heads, n, dim) -> (b, n, heads, dim)."""
+    """Attend to all given keys: (b, heads, n, dim) -> (b, n, heads, dim)."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = torch.matmul(query, key.transpose(2, 3)) * scale
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)

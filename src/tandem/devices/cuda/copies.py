@@ -97,13 +97,13 @@ class _Job:
     """Room in host memory for what was in the slot."""
 
     def let_go(self) -> None:
-        """Let the host have the expert's memory."""
+        """Release the expert's host memory."""
         if self.held is not None:
             self.held.let_go()
             self.held = None
 
     def end(self) -> None:
-        """Do the same once the copy has ended; what was in the slot is back."""
+        """Release the host memory after the copy; the evicted expert has been copied back."""
         self.let_go()
         if self.back is not None:
             self.back.keep()
@@ -171,13 +171,13 @@ class CudaCopyEngine:
             self._take(come, self._stream_ahead)
 
     def _has_come(self, job: _Job) -> bool:
-        """Tell whether an expert is in memory; from now on it is on its way if there is room."""
+        """Tell whether an expert is in memory; otherwise start its read if there is room."""
         if job.held is None:
             job.held = self._store[job.copy.layer].try_hold(job.copy.expert)
         return job.held is not None and job.held.has_come()
 
     def _take(self, jobs: Sequence[_Job], stream: Stream) -> None:
-        """Queue copies that are kept."""
+        """Queue held copies."""
         for job in jobs:
             self._kept.remove(job)
         self._queue(jobs, stream)
@@ -235,7 +235,7 @@ class CudaCopyEngine:
         self._events.clear()
 
     def _queue(self, jobs: Sequence[_Job], stream: Stream) -> None:
-        """Queue copies on a stream, as many at once as their experts can be held."""
+        """Queue copies on a stream, as many at once as host slots can be held."""
         held: list[_Job] = []
         for job in jobs:
             self._has_come(job)  # all that there is room for are on their way
@@ -249,7 +249,7 @@ class CudaCopyEngine:
         self._copy(held, stream)
 
     def _held_in_turn(self, copy: Copy) -> HeldExpert:
-        """Hold an expert in the place of others, once these have been copied."""
+        """Hold an expert's host slot after releasing others, once these have been copied."""
         layer, held = self._store[copy.layer], None
         for job, done in chain(*self._under_way.values()):
             if job.held is not None:
@@ -261,7 +261,7 @@ class CudaCopyEngine:
         return layer.hold(copy.expert)
 
     def _copy(self, jobs: Sequence[_Job], stream: Stream) -> None:
-        """Queue copies of what is in memory, behind all that uses their slots; they land."""
+        """Queue copies of experts in memory after all uses of their slots; they count as arrived."""
         if not jobs:
             return
         events, streams, slots = self._events, self._streams, self.slots
@@ -295,14 +295,14 @@ class CudaCopyEngine:
             slots.land(job.copy.slot, job.generation)
 
     def _taken_back(self, key: int) -> HeldExpert | None:
-        """Return room in host memory for an expert that leaves its slot, if it is worth that."""
+        """Return room in host memory for an expert that leaves its slot, if it is worth keeping."""
         if key == NOTHING:
             return None
         layer, expert = self._geometry.expert_id(key)
         return self._store[layer].take_back(expert)
 
     def _bring(self, claims: Sequence[Claim]) -> None:
-        """Queue claimed copies that are kept, and let the compute stream wait for all claimed."""
+        """Queue claimed copies that are held; the compute stream waits for all claimed ones."""
         wanted = [job for job in self._kept if (job.copy.slot, job.generation) in claims]
         if wanted:
             self._take(wanted, Stream.FETCH)

@@ -198,9 +198,7 @@ class CudaDevice(Device):
         self.streams.limit(None)
 
     def resident(self, cache: ExpertCache) -> ResidentLayers | None:
-        """Return what computes a cache's layers without plans once all experts are resident; else
-        None.
-        """
+        """Return what computes layers without plans once all experts are resident; else None."""
         experts = self.grouped_experts
         return None if experts is None else ResidentLayers(cache, experts, self.streams)
 

@@ -174,7 +174,7 @@ def _choice_width(num_choices: int) -> int:
 
 
 def _most(wait_seconds: float, tensor: Tensor) -> int:
-    """Return the longest wait in the kernel's own unit."""
+    """Return the longest wait in the kernel's unit."""
     return round(wait_seconds * 1e9) if tensor.is_cuda or not wait_seconds else _LOOKS_OFF_GPU
 
 

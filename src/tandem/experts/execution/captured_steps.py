@@ -39,7 +39,7 @@ _Record = tuple[int, list[int], list[int], list[float], int, float, float, float
 
 
 class _Copies(NamedTuple):
-    """What was copied at a layer: into slots of the cache, for one use, and for the next layer."""
+    """The copies at a layer: into the cache, for one use, and for the next layer."""
 
     entered: tuple[Copy, ...] = ()
     staged: tuple[Copy, ...] = ()
@@ -217,7 +217,7 @@ class CapturedSteps:
         self.coordinator.set_dense_seconds(dense)
 
     def _lend_slots(self, num_tokens: int) -> None:
-        """Lend this step's fetches as many slots as recent steps have asked for."""
+        """Lend this step's fetches as many slots as recent steps asked for."""
         ring = self._cache.planner.ring
         left = ring.begin_step(in_graph=True, may_fetch=self.fetches(num_tokens))
         if left or ring.held_slots() != self._ring:
@@ -227,7 +227,7 @@ class CapturedSteps:
     def _apply_step(self) -> dict[int, _Copies]:
         """Tell the planner what was decided; return the copies by layer, -1: ahead of the first.
 
-        What was copied ahead, and has got no slot of the cache, leaves with the step.
+        Experts that were copied ahead and have no slot of the cache leave with the step.
         """
         copies = {at[0]: self._apply(*at) for at in self.coordinator.take_decided()}
         planner = self._cache.planner
@@ -244,10 +244,10 @@ class CapturedSteps:
         asked: int,
         ahead: Sequence[_SlotCopy],
     ) -> _Copies:
-        """Tell the planner what has ended and what was decided, in this order.
+        """Tell the planner which copies have ended and then what was decided.
 
-        `asked` is the number of staging slots that there should have been. An expert that was
-        copied ahead enters the cache with its own slot.
+        `asked` is the number of staging slots that were requested. An expert that was copied ahead
+        enters the cache with its own slot.
         """
         cache, planner = self._cache, self._cache.planner
         geometry, residency = cache.geometry, planner.residency
@@ -283,7 +283,7 @@ class CapturedSteps:
         copies: _Copies,
         step_copies: tuple[Copy, ...],
     ) -> LayerExecuted:
-        """Return what listeners hear of a layer."""
+        """Return a layer's event for listeners."""
         layer, choice, is_hit, _, _, rung, begun, ended, answered, in_time = record
         host, top_k = self._cache.store[layer], self._cache.geometry.top_k
         missed = {e for e, hit in zip(choice, is_hit, strict=True) if not hit}

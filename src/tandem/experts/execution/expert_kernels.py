@@ -123,7 +123,7 @@ class ExpertKernels:
                     self._run_at([extent.data.data_ptr()], one)
 
     def _run_at(self, addresses: Sequence[int], batch: ExpertBatch) -> None:
-        """Compute packed experts that lie at addresses, with an activation in torch."""
+        """Compute packed experts at given addresses, with an activation in torch."""
         layer, functions = batch.layer, batch.functions
         assert isinstance(layer, PackedLayer)
         activate = functions.unpacked_activate or functions.activate

@@ -71,10 +71,10 @@ def _ordered(
     begin: Sequence[int],
     token: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return inputs in the order of experts' codes (GPTQ's activation order), and their numbers.
+    """Return inputs in the order of experts' codes (GPTQ's activation order), and int32 numbers.
 
-    A row (n_rows, hidden_size) for each (token, expert) instead of one for each token: that costs a
-    copy of these rows, and the weights stay as they are in the checkpoint. Numbers are int32.
+    There is a row (n_rows, hidden_size) for each (token, expert) instead of one for each token.
+    That copies these rows, but the weights stay as they are in the checkpoint.
     """
     counts = torch.tensor([begin[i + 1] - begin[i] for i in range(len(experts))], device="cpu")
     expert_of_row = torch.tensor(experts, device="cpu").repeat_interleave(counts)

@@ -113,7 +113,7 @@ def _pin_layer(layer: HostLayer, pin: Pin) -> int:
 
 
 def _move(layer: HostLayer) -> int:
-    """Give a layer memory of its own, on pages of its own; returns its bytes."""
+    """Move a layer to memory of its own, on separate pages; returns its bytes."""
     layer.move_to({name: _on_own_pages(tensor) for name, tensor in layer.stored().items()})
     return _stored_bytes(layer)
 
@@ -123,7 +123,7 @@ def _stored_bytes(layer: HostLayer) -> int:
 
 
 def _on_own_pages(tensor: Tensor) -> Tensor:
-    """Return a copy in the memory of packed weights, which shares no page with anything else."""
+    """Return a copy like packed weights' memory, which shares no page with anything else."""
     page = mmap.PAGESIZE
     memory = allocate(-(-tensor.nbytes // page) * page + page)
     begin = -memory.data_ptr() % page

@@ -282,7 +282,7 @@ class LayerMemory:
 
 
 def _codes(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (..., dim) in int8, and a scale for each dim."""
+    """Return (..., dim) as int8 codes, and a scale for each `dim` values."""
     scale = numbers.float().abs().amax(-1) / _LARGEST
     codes = (numbers.float() / scale.clamp_min(1e-32)[..., None] + 0.5).floor()
     return codes.to(torch.int8), scale

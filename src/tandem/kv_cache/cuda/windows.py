@@ -166,5 +166,5 @@ class DeviceWindows:
 
 
 def _room(window: int, ratio: int, num_tokens: int) -> int:
-    """Return for how many places a slot has room: one more, see `number_of_key`."""
+    """Return the number of places in a slot: one more than keys, see `number_of_key`."""
     return ring_size(window) + (-(-num_tokens // ratio) + 1 if ratio else 0)

@@ -26,7 +26,7 @@ class Published(NamedTuple):
 
     @classmethod
     def of(cls, problem: LayerProblem) -> "Published":
-        """Return what a problem's layer is to the device."""
+        """Return a problem's layer as the device sees it."""
         held, reads = 0.0, problem.reads
         absent, under_way = list[int](), list[int]()
         in_memory, coming = list[int](), list[int]()
@@ -52,7 +52,7 @@ class Published(NamedTuple):
 
 
 def with_reads(problem: LayerProblem, layer: Published, cpu: float) -> float:
-    """Return when the CPU has computed what is read, too, the rest being done at `cpu` seconds."""
+    """Return when the CPU has also computed what is read; the rest ends at `cpu` seconds."""
     for i in layer.coming:
         cpu = max(cpu, problem.reads[i]) + problem.cpu[i]
     return cpu
