@@ -104,7 +104,7 @@ def test_results_are_right_in_every_order_that_events_allow(
 
 
 def test_plans_change_the_last_bits_on_a_gpu_and_no_more() -> None:
-    """Only the CPU's kernels round activations to int8, as docs/runtime.md says."""
+    """Only the CPU's kernels round activations to int8; see docs/runtime.md."""
     packed, outs = make_store(), []
     call = route(3, torch.Generator().manual_seed(7))
     for assignment in ("cpu-only", "gpu-only"):

@@ -215,7 +215,7 @@ IMPATIENT, PATIENT = TrialLimits(come_seconds=0.1), TrialLimits(come_seconds=20.
 
 
 class ThreadStreams:
-    """Streams of which one runs on a thread."""
+    """Several streams, one of which runs on a thread."""
 
     device = torch.device("cpu")
 

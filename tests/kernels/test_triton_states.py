@@ -56,7 +56,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[StateKernels]:
 
 
 class OneSlot:
-    """An operation with the states of some slots, of which the middle one gets tokens."""
+    """An operation with the states of some slots; the middle slot gets tokens."""
 
     def __init__(self, kernels: StateKernels, operation: Convolution | Recurrence) -> None:
         self._kernels, self._operation = kernels, operation
@@ -208,7 +208,7 @@ def test_drafted_tokens_that_are_taken_back_leave_nothing(kernels: StateKernels,
 def test_windows_become_keys_wherever_a_step_begins(
     kernels: StateKernels, ratio: int, dim: int, num_series: int
 ) -> None:
-    """Steps have up to eight tokens of one slot, some of which are taken back."""
+    """Steps have up to eight tokens of one slot; some of them are taken back."""
     count, width = 22, num_series * dim
     operation = Compression(draw(ratio, width, seed=3), num_series)
     tokens = [[draw(count, width, seed=n) for n in (slot, slot + 2)] for slot in range(2)]

@@ -1,4 +1,4 @@
-"""Tests that linear layers of quantised checkpoints keep their codes, or the plan says not."""
+"""Tests that linear layers of quantised checkpoints keep their codes, or the plan reports it."""
 
 from collections.abc import Iterator
 from pathlib import Path

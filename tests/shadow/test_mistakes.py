@@ -306,7 +306,7 @@ def test_a_doorbell_without_a_fence_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_a_capture_has_made_outside_its_pool_is_found(gpu: ShadowGpu) -> None:
-    """An unreferenced result dies with the pool, another capture's result before it."""
+    """Here the second capture reads a result of the first one after both were released."""
     x = torch.ones(4, device=CUDA)
     first, second = CudaCapture(CUDA), CudaCapture(CUDA)
     made, replays = [x], list[Callable[[], None]]()

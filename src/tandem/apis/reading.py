@@ -78,9 +78,9 @@ class _Reading:
 
 
 def _fail_fast(schema: Any) -> None:
-    """Let every list of a schema be checked up to its first wrong element.
+    """Check every list of a schema only up to its first wrong element.
 
-    A body of 4 MB may have a million, of which each would be described several times.
+    A body of 4 MB may have a million wrong elements, each with several errors.
     """
     if isinstance(schema, dict):
         if schema.get("type") == "list":

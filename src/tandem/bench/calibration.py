@@ -109,11 +109,11 @@ def _likeness(cosines: Sequence[tuple[float, float]], num_pairs: int) -> Likenes
 def accuracy_by_batch(
     trace: RoutingTrace, count: int, batches: Sequence[int] = BATCHES
 ) -> dict[str, list[float]]:
-    """Return, by predictor, the share of the truly busiest `count` experts that it predicts, by
-    batch size.
+    """Return, by predictor and batch size, the share of the `count` busiest experts that it
+    predicts.
 
-    A batch is made of tokens at different positions. Among experts with equal workload any counts
-    as right.
+    A batch consists of tokens at different positions. Experts with equal workload are
+    interchangeable.
     """
     assert trace.predicted is not None
     draw = np.random.default_rng(0)

@@ -91,9 +91,9 @@ class ModelRunner:
         """Return the logits (b, n_tokens, vocabulary) of ids (b, n_tokens) at their positions.
 
         Positions are (b, n_tokens), or (kinds, b, n_tokens) where images have several. With `keep`,
-        of those tokens alone, where the model can leave the others out. `features` are those of
-        the image tokens among the ids, as of `SlotImages`. What is no prompt runs as the model has
-        it, to be recorded.
+        only the logits of those tokens, if the model supports that. `features` are those of the
+        image tokens among the ids, as in `SlotImages`. Calls that are not prompts run the model's
+        own code, to be recorded.
         """
         is_kept = keep is not None and self.keeps_logits
         native = self._operations if is_prompt else None

@@ -48,7 +48,7 @@ class SlotPool(ABC):
 
     @property
     def step(self) -> ReplayedStep | None:
-        """The decode step that ran last, or else that of all slots; None: never replayed."""
+        """The last decode step, or that of all slots; None: steps are never replayed."""
         return None
 
     @property
@@ -142,7 +142,7 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
     @property
     @abstractmethod
     def step(self) -> ReplayedStep:
-        """The decode step that ran last, or else that of all slots."""
+        """The last decode step, or that of all slots."""
 
     def held(self, slot: int) -> Sequence[int]:
         """Return the tokens whose keys and values a slot holds."""

@@ -63,7 +63,7 @@ class NativeForm:
         return f"up_to_{_number(mark)}"
 
     def rule_up_to(self, mark: str) -> str:
-        """Return the rule behind that item."""
+        """Return the rule of that item."""
         if mark in self.ids:
             return ""
         return f"up_to_{_number(mark)}[lazy]: {self._before(mark)} {json.dumps(mark)}\n"

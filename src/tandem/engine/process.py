@@ -122,7 +122,7 @@ class EngineProcess:
 def came(connection: Connection) -> Iterator[object]:
     """Yield the messages that have arrived, without waiting for more.
 
-    A busy loop gets here seldom: with one message per call, streams would fall behind the engine.
+    A busy loop rarely gets here: with one message per call, streams would lag behind the engine.
     """
     coming = select.poll()
     coming.register(connection.fileno(), select.POLLIN)

@@ -181,7 +181,7 @@ def workspace_bytes(sizes: ModelSizes, num_tokens: int) -> int:
 
 
 def tower_bytes(vision: PreTrainedConfig | None, image_tokens: int) -> int:
-    """Return what the activations of a tower that reads images take at most.
+    """Return the most bytes of an image tower's activations.
 
     Weights were fitted to Qwen3.5's tower: 62 kB a patch at 4,096 patches, 51 kB at 9,216.
     """

@@ -43,7 +43,7 @@ class PrefillChunks:
         chunk_tokens: int = CHUNK_TOKENS,
         merges_prompts: bool = False,
     ) -> None:
-        """Cut a model's prompts for a pool; the arguments are as of `Scheduler`."""
+        """Cut a model's prompts for a pool; the arguments are those of `Scheduler`."""
         self._pool, self._prefixes, self._pace = pool, prefixes, pace
         self._chunk_tokens = chunk_tokens if pool.can_prefill_in_chunks else 1 << 62
         self._merges_prompts = merges_prompts

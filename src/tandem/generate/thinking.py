@@ -1,4 +1,4 @@
-"""Limits a model's reasoning: after so many tokens the reasoning is ended for it.
+"""Limits a model's reasoning: after a number of tokens its end mark is inserted.
 
 Loads no torch, because `ThinkingLimit` travels through a pipe.
 """

@@ -24,7 +24,7 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 class TrialNote:
-    """The note of one model as it is loaded now, in a directory of notes."""
+    """The note of one model in its present form, in a directory of notes."""
 
     def __init__(
         self, directory: Path, model: PreTrainedModel, threads: CpuThreads, kv_dtype: str

@@ -1,9 +1,9 @@
 """Finds out whether reads past the system's page cache (O_DIRECT) really bypass it.
 
-A file system may refuse them, or accept them and buffer silently. Residency tells: pages are
-dropped from the cache, read, and looked up there (mincore). The system tells residency only for
-files that this process may write; for others, as for pages that another process holds, it says that
-all is resident. Unknown cases count as direct.
+A file system may refuse them, or accept them and buffer silently. The test is residency: pages are
+dropped from the cache, read, and looked up there (mincore). The system reveals residency only for
+files that this process may write; other files, and pages that another process holds, are reported
+as resident. Unknown cases count as direct.
 """
 
 import ctypes

@@ -108,10 +108,10 @@ def format_of(layer: PackedLinear | DeviceLinear) -> WeightFormat:
 
 
 def pack_as_loaded(model: PreTrainedModel, threads: CpuThreads) -> int:
-    """Pack bf16 and fp16 linear layers without changing values; return the bytes of these.
+    """Pack bf16 and fp16 linear layers without changing values; return their bytes.
 
-    Torch multiplies batches of other sizes in another order; packed kernels compute a row alike in
-    any batch. fp32 layers stay, because packing would round them.
+    Torch's order of additions depends on the batch size; packed kernels are batch-invariant. fp32
+    layers stay unpacked, because packing would round them.
     """
     if model.device.type != "cpu":
         return 0

@@ -239,7 +239,7 @@ def _packed_config(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def stored_name(layer: HostLayer) -> str:
-    """Return the name of a layer's dtype or format, as `expert_dtype` has it."""
+    """Return the name of a layer's dtype or format, as in `expert_dtype`."""
     if isinstance(layer, PackedLayer):
         return layer.layout.format_name
     return {plain_name(tensor.dtype) for tensor in layer.stored().values()}.pop()

@@ -1,7 +1,7 @@
-"""Tables of rows on the disk: embeddings of n-grams or by layer, of which a token reads few rows.
+"""Tables of rows on the disk: embeddings of n-grams or by layer, of which a token reads a few rows.
 
-If memory cannot hold the whole model, they are not loaded. Each row is read from the checkpoint's
-files when a token needs it, all rows of a call at once (`csrc/disk`).
+They are not loaded if memory cannot hold the whole model. A row is read from the checkpoint's files
+when a token needs it, all rows of a call at once (`csrc/disk`).
 """
 
 import re

@@ -27,10 +27,10 @@ def require_room(
     parts: Mapping[str, int],
     smaller: Mapping[str, int],
 ) -> int:
-    """Return the bytes that a GPU gives a dense model, which fits; raises `CapacityError`.
+    """Return a GPU's bytes for a dense model; raises `CapacityError` if the model does not fit.
 
-    `parts` are those of a plan, with `dense` among them. `smaller` are other sizes of these, by the
-    option that gives them, the largest first.
+    `parts` are those of a plan, including `dense`. `smaller` are other sizes of them, by the option
+    that gives them, the largest first.
     """
     names = {"dense": "weights", "kv_cache": "keys and values", "workspace": "activations"}
     others = sum(parts.values()) - parts["dense"]

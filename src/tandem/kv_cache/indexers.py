@@ -1,4 +1,4 @@
-"""Stand-ins for an indexer's keys: they record what its code computes, and attention selects.
+"""Stand-ins for an indexer's keys, which record the operations of its code on them.
 
 The code of DeepSeek-V3.2's indexer and its like takes the index keys of all tokens from its cache,
 scores them, adds a mask, and returns the positions of the best. In sequence slots each token has

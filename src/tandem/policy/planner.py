@@ -170,8 +170,8 @@ class Planner:
     ) -> LayerPlan:
         """Decide for one layer at time `now`; its copies count as issued in the plan's order.
 
-        `places` say where memory over a disk has its misses, as `LayerNow` has them; for steps in
-        one graph.
+        `places` has the misses' places in memory over a disk, as in `LayerNow`; for steps in one
+        graph.
         """
         if self._has_every_expert:
             return self._plan_without_misses(load, now)

@@ -73,7 +73,7 @@ class Ring:
         yield from cycle([(slot, NOWHERE) for slot in (*self._own, *lent)])
 
     def graph_slots(self, count: int) -> Iterator[tuple[int, int]]:
-        """Yield slots for `count` experts of a layer in one graph, as far as there are some.
+        """Yield slots for `count` experts of a layer in one graph, or as many as there are.
 
         No expert leaves them, and each holds one expert, because all are needed at the same time.
         """

@@ -1,8 +1,8 @@
 """Recipes: a format for each part of a model, for the least loss in a number of bytes.
 
 A part's loss is its measured divergence (`probing`), times the squared error of a format over the
-probe's. For a model that has not been probed, as with llama.cpp's files, relative errors of all
-parts count alike.
+probe's. For a model that has not been probed, relative errors of all parts have equal weight, as in
+llama.cpp's files.
 """
 
 import dataclasses

@@ -101,7 +101,7 @@ class RecordedGraph:
 
     @torch.inference_mode()
     def run(self) -> Tensor:
-        """Run the step once more; return its result."""
+        """Run the step again; return its result."""
         return self._function()
 
     @torch.inference_mode()

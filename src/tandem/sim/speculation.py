@@ -78,7 +78,8 @@ class TraceSpeculation:
         clock: Timeline,
         layer_seconds: StepShape,
     ) -> None:
-        """Choose by a layer's time for so many tokens; an MTP layer takes a layer's time for one.
+        """Choose by a layer's time for a number of tokens; an MTP layer takes a layer's time for
+        one.
 
         Raises `ConfigError` for look-up on a trace without token ids.
         """

@@ -1,7 +1,7 @@
 """Checks a tokenizer's files before Transformers reads them: types, code, and text growth.
 
 A chain of replacements in tokenizer.json multiplies: thirty of them turn one letter into gigabytes.
-The file says how much each step can make of a character, so the product of all steps is the bound.
+The file gives the growth of each step, so the product over all steps is the bound.
 """
 
 import base64

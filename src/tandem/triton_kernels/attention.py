@@ -1,12 +1,12 @@
-"""Decode attention, split over the keys: tokens of any slots, however long their texts are.
+"""Decode attention, split over the keys: tokens of any slots, of any length.
 
     store_token    appends a token's keys and values
     attend_parts   each program: some heads of a token, a part of the positions that it sees
-    join_parts     adds the parts of a head up, by their sums of exponentials
+    join_parts     adds up the parts of a head, by their sums of exponentials
 
-Where a layer's keys and values lie is read from `where` (5,) int64 on the device: the addresses
-of keys, values and their scales, and the capacity. So a captured graph goes on when a cache grows.
-They are (slots, KV heads, capacity, dim); int8 ones have an fp32 scale for each line of `dim`.
+`where` (5,) int64 on the device has a layer's addresses of keys, values and their scales, and its
+capacity. So a captured graph stays valid when a cache grows. Keys and values are (slots, KV heads,
+capacity, dim); int8 ones have an fp32 scale for each line of `dim`.
 """
 
 import triton
@@ -215,12 +215,12 @@ def attend_parts(
 ) -> None:  # fmt: skip
     """Attend to a part of the positions. A program is (some heads of a KV head, part, token).
 
-    Where `value_width` is less than the values' dimensions, some of these, heads before them.
-    Writes parts (tokens, heads, num_parts, value_dim), and in sums (tokens, heads, num_parts, 2)
-    the largest score and the sum of exponentials over it. `line_dim` is how far values lie apart.
-    With `prompt_lengths` (n_tokens,) tokens see so many first positions besides their window; with
-    `states` (heads, n_tokens, bias_dim) scores have the sum of so many `profiles` (bias_dim,
-    extent) by distance.
+    If `value_width` is less than the values' dimensions, a program computes that many of them, and
+    programs are ordered by heads first. Writes parts (tokens, heads, num_parts, value_dim), and in
+    sums (tokens, heads, num_parts, 2) the largest score and the sum of exponentials relative to it.
+    `line_dim` is the distance between values. With `prompt_lengths` (n_tokens,) tokens see that
+    many first positions besides their window; with `states` (heads, n_tokens, bias_dim) scores have
+    a weighted sum of `profiles` (bias_dim, extent) by distance.
     """
     group: constexpr = num_heads // num_kv_heads
     tiles: constexpr = (group + block_heads - 1) // block_heads

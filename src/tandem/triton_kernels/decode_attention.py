@@ -150,9 +150,10 @@ class DecodeAttention:
     ) -> Tensor:
         """Append tokens to their slots' rings and attend; see `triton_kernels.windows`.
 
-        Tensors are as of `store` and `attend`, but keys are values; `compressed` (1, n_tokens, dim)
-        has a key for those that end `ratio` tokens, `chosen` (n_tokens, most) the numbers of keys
-        that tokens see beside their window, -1 where there are fewer; None: all before them.
+        Tensors are those of `store` and `attend`, but keys are also values. `compressed` (1,
+        n_tokens, dim) has a key for tokens that end a window of `ratio` tokens. `chosen` (n_tokens,
+        most) has the numbers of keys that tokens see beside their window, -1 where there are fewer;
+        None: all before them.
         """
         result: Tensor = _append_and_attend_in_windows(
             where, slots, positions, query, key, compressed, chosen, sinks, kind, ring, ratio,
@@ -202,8 +203,8 @@ class DecodeAttention:
     ) -> None:
         """Append tokens to their slots; key and value are (KV heads, n_tokens, dim).
 
-        `where` as of `triton_kernels.attention`, `slots` and `positions` (n_tokens,) int64. A
-        `value` of no dimensions is part of the key.
+        `where` is as in `triton_kernels.attention`, `slots` and `positions` are (n_tokens,) int64.
+        A `value` without dimensions is part of the key.
         """
         num_heads, num_tokens, key_dim = key.shape
         key, value = _dense_lines(key), _dense_lines(value)

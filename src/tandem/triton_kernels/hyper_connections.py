@@ -1,8 +1,8 @@
 """Hyper-connections of a decode step: a token's residual streams into a layer, and its output back.
 
     multiply_streams   each program: products of a part of a token's values with a matrix's rows
-    weigh_streams      adds the parts up: weights, and with them the layer's input
-    add_streams        the streams behind the layer
+    weigh_streams      adds up the parts: weights, and with them the layer's input
+    add_streams        the streams after the layer
 
 `csrc/hyper_connections.hpp` has the equations.
 """

@@ -51,7 +51,7 @@ def score_index_keys(
 ) -> None:  # fmt: skip
     """Write sum over heads of weight * relu(scale * query . key) to scores (tokens, num_scores).
 
-    Of the whole blocks before a token, its own included; the others' scores stay as they are. A
+    It scores the whole blocks before a token, its own included; other scores are unchanged. A
     program is (some keys, token).
     """
     token = tl.program_id(1).to(tl.int64)
@@ -156,9 +156,10 @@ def select_index_keys(
 ) -> None:  # fmt: skip
     """Write the numbers of the best keys to chosen (tokens, most), -1 where there are fewer.
 
-    Of the whole blocks before a token, by scores (tokens, num_scores); of equal ones the first. If
-    there are no more than `most` of them, scores are not read. A program is a token. With `marks`
-    the best are 1 in chosen (tokens, num_scores), where all others are 0 already.
+    They are chosen among the whole blocks before a token, by scores (tokens, num_scores); among
+    equal ones the first. If there are at most `most` of them, scores are not read. A program is a
+    token. With `marks` the best are set to 1 in chosen (tokens, num_scores), where all others are
+    already 0.
     """
     token = tl.program_id(0).to(tl.int64)
     num_whole = ((tl.load(positions + token) + 1) // block).to(tl.int32)

@@ -287,8 +287,8 @@ def _e4m3(code: tensor) -> tensor:
 def section(address: tensor, offset: tensor, dtype: constexpr) -> tensor:
     """Return a pointer to a section of the expert or layer at `address`.
 
-    Sections start at multiples of 64 bytes; said of the pointer (not of the number), that lets
-    loads be 16 bytes wide.
+    Sections start at multiples of 64 bytes; this hint on the pointer (not on the number) allows
+    loads of 16 bytes.
     """
     return tl.multiple_of((address + offset).to(tl.pointer_type(dtype)), 64)
 

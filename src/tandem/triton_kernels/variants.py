@@ -29,7 +29,7 @@ def variants(
     """Return launches on the current stream that together compile every kernel of a layout."""
 
     def compute(num_tokens: int) -> None:
-        """Compute one expert of zeros for so many tokens."""
+        """Compute one expert of zeros for this many tokens."""
         image = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
         table = row_table(
             [image.data_ptr()],

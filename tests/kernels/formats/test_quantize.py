@@ -223,7 +223,7 @@ def test_a_group_without_spread_keeps_its_value_with_zero_points() -> None:
 
 @pytest.mark.parametrize("name", ["int4", "int5", "int8-g32"])
 def test_a_peak_that_counts_little_is_cut(name: str) -> None:
-    """All groups have one; trying many scales is hardly better than the search."""
+    """Each group has such a peak; trying many scales is hardly better than the search."""
     fmt, generator = find_format(name), torch.Generator().manual_seed(0)
     weights = torch.randn(64, 256, generator=generator)
     weights[:, ::32] *= 1.8

@@ -1,7 +1,7 @@
-"""The header of a GGUF file, of one part or several: metadata, and where each tensor lies.
+"""The header of a GGUF file, of one part or several: metadata, and each tensor's place.
 
-Nothing that a file says is trusted: every length is compared with the bytes that are there, before
-anything is read or any memory taken.
+The file is not trusted: every length is compared with the file's size before anything is read or
+allocated.
 """
 
 import math

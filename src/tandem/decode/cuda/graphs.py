@@ -242,11 +242,12 @@ class CapturedStep:
         plain: Callable[[], Tensor],
         save: Save,
     ) -> None:
-        """Take segments with what comes after each, and the tensor that the last one writes.
+        """Take segments, each with the call after it, and the tensor that the last one writes.
 
-        Every run is inside `around`. `captured` is kept: it holds tensors that the segments read,
-        such as weights in fp32, and a graph itself keeps no memory but its own. Where a run waits
-        too long for a disk, `plain` does the step instead, after what `save` has returned.
+        Every run is inside `around`. `captured` is kept alive: it holds tensors that the segments
+        read, such as weights in fp32, while a graph keeps only its own memory. If a run waits too
+        long for a disk, `plain` computes the step instead, after the function that `save` returned
+        has restored the state.
         """
         self._segments, self._result, self._around = segments, result, around
         self._captured, self._plain, self._save = captured, plain, save
@@ -288,13 +289,12 @@ def new_graphed_step(
     is_like_trusted: bool = False,
     why_not: str | None = None,
 ) -> ReplayedStep:
-    """Return a decode step that is captured the first time; `step` is the model's own code.
+    """Return a decode step that is captured at its first run; `step` is the model's own code.
 
-    `record_first` does it and returns it in fewer operations, which are captured in its place.
-    `find_layers` is asked at the capture: what it finds holds as long as the segments. Padding
-    tokens choose no expert, by `pad`. Replays with graph breaks run inside `deferring`:
-    what experts leave to later is done behind the next replay's launch. The rest is as of
-    `ReplayedStep`.
+    `record_first` runs it and returns it as fewer operations, which are captured instead.
+    `find_layers` is called at the capture; its result stays valid with the segments. Padding tokens
+    choose no expert, by `pad`. Replays with graph breaks run inside `deferring`: work that experts
+    defer runs after the next replay's launch. The other arguments are those of `ReplayedStep`.
     """
 
     def plain() -> Tensor:

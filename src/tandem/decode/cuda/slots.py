@@ -1,8 +1,7 @@
-"""Sequence slots on a GPU: tokens of any of them go through a step, several of a slot too.
+"""Sequence slots on a GPU: a step has tokens of any slots, also several of one slot.
 
-A step has 1, 2, 4, 8... tokens, so that few sizes are captured; which slots they belong to is an
-input. Padding tokens fill a step up to its size: their choice of experts becomes padding, and what
-they write lies behind what a slot holds.
+A step has 1, 2, 4, 8... tokens, so that few sizes are captured; its slots are an input. Padding
+tokens fill a step up to its size: they choose no experts, and they write after a slot's contents.
 """
 
 import contextlib
@@ -72,11 +71,11 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
     ) -> None:
         """Make slots with room for `capacity` tokens each; they grow.
 
-        `kv_dtype` is what keys and values are kept in, `find_kernels` returns what attends in a
-        model. Without `make_capture` steps run as they are; `layers` compute the experts of
-        captured ones, in place of what the executor has for it. With `notes_hidden`, `hidden` and
-        `on_hidden` tell, on the host, what the output head reads. Raises
-        `NotInSlotsError` for a model that keeps more than keys and values.
+        `kv_dtype` is the dtype of keys and values; `find_kernels` returns a model's attention
+        kernels. Without `make_capture` steps are not captured; `layers` compute the experts of
+        captured steps, in place of the executor's own object. With `notes_hidden`, `hidden` and
+        `on_hidden` report the output head's input, on the host. Raises `NotInSlotsError` for a
+        model that keeps more than keys and values.
         """
         # Kernels attend to all positions, or to windows and compressed keys; torch to positions
         # that an indexer has selected.
@@ -103,7 +102,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
 
     @property
     def step(self) -> ReplayedStep:
-        """The decode step that ran last, or else that of all slots."""
+        """The last decode step, or that of all slots."""
         return (self._last or self._step_at(_padded_size(self.num_slots))).replayed
 
     @torch.inference_mode()

@@ -43,10 +43,10 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Attend with the KV cache of the step: (b, heads, n, dim) -> (b, n, heads, dim).
 
-    Either one sequence of n tokens, of all slots one after the other, or b slots with one token
-    each. `key` and `value` are those of the step's tokens alone. `indices` (b, n, most) are the
-    positions that an indexer selected for each token, as in `SlotCache.select`; `block_indices` are
-    blocks by head. A bias has states (b, heads, n, dim). `sinks` (b, heads, n, 1) are by token,
+    The call has either one sequence of n tokens, of all slots concatenated, or b slots with one
+    token each. `key` and `value` are only those of the step's tokens. `indices` (b, n, most) are
+    the positions that an indexer selected for each token, as in `SlotCache.select`; `block_indices`
+    are blocks by head. A bias has states (b, heads, n, dim). `sinks` (b, heads, n, 1) are by token,
     `s_aux` (heads,) for all tokens.
     """
     cache = _cache_of_step()

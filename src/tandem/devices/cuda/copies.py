@@ -1,23 +1,23 @@
 """The link to a GPU: copies are queued on streams of their own, and events keep the order.
 
-What `copy_engine` promises is kept on the GPU's time, not on the host's:
+The promises of `copy_engine` hold in the GPU's time, not in the host's:
 
     queue     the stream waits for the last read of the slot and for the slot's last copy,
               then come the bytes, then an event (written)
       -> use  the compute stream waits for that event, then the batch reads
-      -> end  an event behind the batch (read), for which the next copy into the slot waits
+      -> end  an event after the batch (read), for which the next copy into the slot waits
 
-So for the host a copy *lands* when it is queued: from then on a batch may be launched that reads
-it. The planner hears of it when its event has passed, as `arrivals`.
+So for the host a copy *lands* when it is queued: from then on a batch that reads it may be
+launched. `arrivals` reports it to the planner when its event has passed.
 
-What is queued on a stream cannot be called back. So copies ahead are kept on the host until the
-link has little left to do, and only then queued, several in one call; those that are kept can be
-cancelled. A batch that claims one has it queued at once. Copies are whole experts, of megabytes
-each, from pinned memory; nothing here waits but `drain` and `close`.
+A queued copy cannot be cancelled. So copies ahead are held on the host until the link has little
+left to do, and are then queued, several in one call. Held copies can be cancelled; a batch that
+claims one queues it at once. Copies are whole experts, of megabytes each, from pinned memory; only
+`drain` and `close` wait.
 
-Experts of a disk are held in host slots until their event has passed. Copies ahead are kept until
-their bytes have come, too; those that are needed wait for the disk. What leaves a slot of the
-device is copied back ahead of the newcomer if host memory should keep it.
+Experts of a disk hold their host slots until their event has passed. Copies ahead are also held
+until their bytes have been read; needed ones wait for the disk. An expert that leaves a device slot
+is copied back before the new one if host memory should keep it.
 """
 
 from collections import deque

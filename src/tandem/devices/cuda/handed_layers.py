@@ -42,12 +42,12 @@ class HandedLayers:
         fetches: bool = False,
         routers: Sequence[AskedRouter | None] = (),
     ) -> None:
-        """Hand over through a mailbox, whose bytes are `memory` (num_bytes,) uint8, mapped.
+        """Hand over through a mailbox in `memory` (num_bytes,) uint8, which is mapped.
 
-        `table` (layers, experts) int64 on the device has the address of each resident expert, 0
-        for the others. `words` are for all mailboxes: a step is under way in one of them. `fetches`
-        tells whether the host may answer with addresses. `routers`, of the layers behind the first
-        one, are asked ahead, if there are some, but for those that are None.
+        `table` (layers, experts) int64 on the device has the address of each resident expert, 0 for
+        the others. `words` are for all mailboxes: a step is under way in one of them. `fetches`
+        tells whether the host may answer with addresses. `routers` are those of the layers after
+        the first one, which are asked ahead; a router that is None is not asked.
         """
         self._store, self._box, self._memory, self._table = store, box, memory, table
         self._experts, self._signals = experts, signals

@@ -1,18 +1,18 @@
-"""Measures what a GPU and its link cost: the GPU's part of a `HardwareProfile`, in seconds.
+"""Measures the costs of a GPU and its link: the GPU's part of a `HardwareProfile`, in seconds.
 
-GPU times are those of the GPU alone (events behind a pause), of experts that lie in its memory and
-not in its cache. Link times are those of pinned copies, alone and while the CPU computes. All are
-of the model's own experts, several at a time.
+GPU times are those of the GPU alone (events after a pause), with experts in its memory and not in
+its cache. Link times are those of pinned copies, alone and while the CPU computes. All use the
+model's own experts, several at a time.
 
-What the host does for a layer is measured by itself, as `HostCosts`, since the GPU waits for it:
+The host's work for a layer is measured separately, as `HostCosts`, because the GPU waits for it:
 
     routing, tables, launches and the sum -> each layer
     the CPU's rows, brought to the GPU    -> a layer with experts on the CPU
     a launch for several fetched experts  -> each takes at least its part of that
 
-A step that is one graph has costs of its own (`hand_over_trial`).
+A step that is one graph has other costs (`hand_over_trial`).
 
-What it does once a step is in the dense parts, which are timed in whole steps.
+The host's work per step is part of the dense parts, which are timed in whole steps.
 """
 
 import dataclasses

@@ -54,7 +54,7 @@ class StreamSignals(Signals):
     def __init__(self, driver: Driver, current_stream: Callable[[], int]) -> None:
         """Queue on the stream that `current_stream` returns; `DriverError` without the functions.
 
-        Whether they work is found by using them: the attribute that says so is of older versions.
+        Only use shows whether they work, because the attribute for it is about older versions.
         """
         self._current_stream = current_stream
         self._write = driver.require("cuStreamWriteValue32", _VERSION, *_ARGUMENTS)

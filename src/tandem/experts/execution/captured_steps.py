@@ -1,14 +1,14 @@
 """Decode steps that a coordinator answers: Python begins and ends one, native code does the rest.
 
-    begin(ids)     what was copied by plans has ended; entries of evicted experts are cleared
+    begin(ids)     planned copies have ended; entries of evicted experts are cleared
       -> layers    publish, hits, wait, combine: in a recorded or captured step, without Python;
-                   behind the wait a second launch, if some misses are fetched meanwhile
-      -> finish    the planner gets what was decided behind the layers
-      -> report    the listeners do: a step late, while the device is at the next one
+                   after the wait a second launch, if some misses are fetched meanwhile
+      -> finish    the planner gets the decisions made after the layers
+      -> report    the listeners get them: a step late, while the device runs the next one
 
-What the layers run on is a subclass: a GPU's graph, or on the emulated device the caller's thread
-(docs/decisions/0016). The expert cache is one for both ways of computing: a planned step (a prompt)
-takes over what captured ones have copied, and the other way round, at the border between them.
+A subclass defines what the layers run on: a GPU's graph, or on the emulated device the caller's
+thread (docs/decisions/0016). Both ways of computing share one expert cache: between the two, a
+planned step (a prompt) takes over what captured steps have copied, and the other way round.
 """
 
 from collections.abc import Mapping, Sequence

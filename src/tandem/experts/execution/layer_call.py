@@ -1,8 +1,8 @@
 """One call of a layer: its routed tokens in the order of a plan, split into batches, and summed.
 
-A routed token has one row in each matrix. Rows lie processor by processor. A processor with memory
-of its own has its own `CallSide`, whose rows have the same indices as the other's: the host's rows
-go to the device in one copy, and the sum is built where the model's state lies.
+A routed token has one row in each matrix. Rows are grouped by processor. A processor with memory of
+its own has its own `CallSide`, whose rows have the same indices as the other's: the host's rows go
+to the device in one copy, and the sum is computed in the memory of the model's state.
 """
 
 from collections.abc import Callable, Sequence

@@ -75,7 +75,8 @@ def fit_table(
 ) -> tuple[Tensor, Tensor]:
     """Return stored codes (like `x`, uint8) and fp16 scales (rows, groups) of a format's table.
 
-    Arguments as of `fit_symmetric`. The search puts the peak at shares of either end, and refits.
+    The arguments are those of `fit_symmetric`. The search puts the peak at fractions of either end
+    of the table, and refits.
     """
     weights = torch.ones((), device="cpu") if importance is None else importance
     table = fmt.encoding.table

@@ -39,7 +39,7 @@ class _Layer(NamedTuple):
         return ring_size(self.window)
 
     def num_places(self, num_tokens: int) -> int:
-        """Return how many places of a slot of so many tokens may be read."""
+        """Return how many places may be read in a slot of this many tokens."""
         return self.ring + (num_tokens // self.ratio if self.ratio else 0)
 
 

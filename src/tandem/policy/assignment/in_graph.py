@@ -1,12 +1,12 @@
 """Rules for decode steps in one graph: hits that the device has published stay on the device.
 
 A resident is never spilled to the CPU, there is no plan without the device, and an expert whose
-copy is under way is a miss. Of the misses the CPU computes some; the others are copied into staging
-slots meanwhile, and a second launch computes them together, behind the hits, the CPU's share and
-the last copy. What has to come from a disk first is the CPU's, which computes it as it comes,
-behind all that memory has: copying it would only add to its wait.
+copy is under way is a miss. The CPU computes some of the misses. The others are copied into staging
+slots meanwhile, and a second launch computes them together, after the hits, the CPU's share and the
+last copy. The CPU computes misses that must be read from a disk, as they arrive and after all
+others: copying them would only add to the wait.
 
-Native code decides the same, so numbers are added one by one, in the order written here.
+Native code makes the same decisions, so numbers are added one by one, in the order written here.
 """
 
 from collections.abc import Sequence

@@ -53,7 +53,7 @@ _STEPS_A_TOKEN, _LONGEST_HORIZON = 3, 32
 
 
 def span_for(num_slots: int, top_k: int) -> Span:
-    """Return the span for a layer whose slots hold the experts of about so many tokens."""
+    """Return the span for a layer whose slots hold the experts of about this many tokens."""
     horizon = min(max(_STEPS_A_TOKEN * num_slots // top_k, HORIZON), _LONGEST_HORIZON)
     return Span(horizon, 1 - (1 - DISCOUNT) * HORIZON / horizon)
 

@@ -95,7 +95,7 @@ class StepCosts:
         return len(self._latest(num_tokens))
 
     def _beyond(self, num_tokens: int) -> float:
-        """Return the deviation of a size, as far as it is known."""
+        """Return the known deviation of a size from the line."""
         latest = self._latest(num_tokens)
         if not latest:
             return 0.0

@@ -11,7 +11,7 @@ from tandem.recording.recorder import Operation, Ref
 
 
 class Found(NamedTuple):
-    """A group of operations, the last of which gives its place, and its replacement."""
+    """A group of operations, placed at its last one, and its replacement."""
 
     group: list[Operation]
     fused: Operation
