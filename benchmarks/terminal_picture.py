@@ -141,7 +141,7 @@ def svg(versions: list[Version], seconds: float) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="14" fill="#e6edf3">',
         f'<rect width="{width}" height="{height}" rx="8" fill="#0d1117">',
-        # Never seen: the clock that the lines go by.
+        # Hidden: the clock of the lines' animation.
         f'<animate id="play" attributeName="x" from="0" to="0" begin="0s;play.end" '
         f'dur="{total:.2f}s"/></rect>',
     ]

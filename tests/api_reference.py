@@ -12,7 +12,7 @@ import tandem
 
 def main() -> None:
     """Write the reference of all packages but the command line."""
-    for name in tandem.__all__:  # tandem loads them when they are used; pdoc calls nothing
+    for name in tandem.__all__:  # tandem loads them lazily; pdoc calls no functions
         vars(tandem)[name] = getattr(tandem, name)
     packages = [found.name for found in pkgutil.iter_modules(tandem.__path__) if found.ispkg]
     names = [f"tandem.{name}" for name in packages if name != "cli"]

@@ -34,8 +34,8 @@ PROMPT_LENGTH = 7
 MAX_LAYERS = 4
 EXPERTS = 8
 TOP_K = 2
-# One of each kind of attention, state, router, expert and residual: `by_kind` has what all have
-# tried by `make test-slow`.
+# One of each kind of attention, state, router, expert and residual; `make test-slow` tries all
+# that `by_kind` leaves out.
 KINDS = {
     "aria", "dbrx", "deepseek_v3", "deepseek_v4", "diffusion_gemma", "ernie4_5_vl_moe", "gemma4",
     "glm5_next", "gpt_oss", "granitemoehybrid", "hy_v4", "inkling", "jamba", "kimi_linear",
@@ -46,7 +46,7 @@ KINDS = {
 LAYER_GAIN = 0.7
 ROUTER_GAIN = 1.5
 
-# What each key of a configuration is made, wherever it occurs. Widths that reach expert weights
+# The values of configuration keys, wherever they occur. Widths that reach expert weights
 # are multiples of 32, the group of the quantised formats.
 SIZES: dict[str, Any] = {
     # text
@@ -98,10 +98,10 @@ SIZES: dict[str, Any] = {
     "num_shared_experts": 1,
     "moe_num_shared_experts": 1,
     "enable_moe_block": True,
-    "swiglu_limit": 0.5,  # low enough to be reached
+    "swiglu_limit": 0.5,  # small enough to be reached
     "mlp_gate_softcap": 0.5,
     "mlp_up_softcap": 0.5,
-    # which layers hold experts, where a rule says it and not a list
+    # the layers with experts, where a rule gives them and not a list
     "first_k_dense_replace": 1,
     "num_dense_layers": 1,
     "moe_layer_start_index": 1,
@@ -156,7 +156,7 @@ SIZES: dict[str, Any] = {
     "ple_embed_dim": 32,
     "split_ngram_parts": 4,
     "canvas_length": 8,
-    # layers that are passed again
+    # layers that run twice
     "n_layers_per_attn_res_block": 1,
     "loop_layer_index_start": 1,
     "loop_layer_index_end": 3,
@@ -192,9 +192,9 @@ SIZES: dict[str, Any] = {
 _VISION = ("hidden_size", "intermediate_size", "num_attention_heads", "position_embedding_size")
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 
-# What one kind of configuration needs besides, by model_type.
+# Additional values of one kind of configuration, by model_type.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
-    # The default layers are of one kind, or stated nowhere; released models have these.
+    # The default layers are of one kind, or not given; released models have these.
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
@@ -212,7 +212,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
     },
     "hy_v4_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}},
-    # Transformers 5.17 has no default for a tower that the model does not go without.
+    # Transformers 5.17 has no default for a tower that the model requires.
     "diffusion_gemma": {
         "vision_config": {
             **{key: SIZES[key] for key in _VISION},
@@ -350,7 +350,7 @@ def takes_cache(model: PreTrainedModel) -> bool:
 def tiny_inputs(model: PreTrainedModel) -> dict[str, Any]:
     """Return a prompt of plain text tokens: two sequences of seven."""
     inputs: dict[str, Any] = {"input_ids": _plain_tokens(PROMPT_LENGTH)}
-    if "decoder_input_ids" in _forward_arguments(model):  # diffusion draws its canvas otherwise
+    if "decoder_input_ids" in _forward_arguments(model):  # diffusion draws its canvas at random
         inputs["decoder_input_ids"] = _plain_tokens(SIZES["canvas_length"])
     if takes_cache(model):
         inputs["use_cache"] = True
@@ -498,7 +498,7 @@ def _draw_weights(model: PreTrainedModel) -> None:
             if "tid2eid" in name:  # DeepSeek-V4's table from token to experts
                 scores = torch.rand(len(buffer), model.config.n_routed_experts)
                 buffer.copy_(scores.argsort(-1)[:, : buffer.shape[-1]])
-            elif "bias" in name:  # of routers; ZAYA resets what does not start at zero on loading
+            elif "bias" in name:  # of routers; loading ZAYA resets what does not start at zero
                 buffer.add_(0.03 * torch.randn_like(buffer) * (buffer == 0))
 
 

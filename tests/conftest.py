@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from tandem.experts.store.host_store import HostStore
     from tandem.kernels.dense import CpuThreads
 
-# Drawn cases are judged by what they give, never by their time: machines are shared.
-# `make test-slow` draws as many as Hypothesis does by itself.
+# Random cases have no time limit, because machines are shared.
+# `make test-slow` runs Hypothesis' default number of cases.
 hypothesis.settings.register_profile("tandem", deadline=None, max_examples=40)
 hypothesis.settings.register_profile("slow", deadline=None)
 hypothesis.settings.load_profile("tandem")
 
-# Read when torch loads its OpenMP: threads that spin for a busy core stop a shared machine.
+# Read when torch loads its OpenMP: threads that spin for a busy core would stall a shared machine.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 REPOSITORY = Path(__file__).parent.parent
-# Modules whose tests share at most a model, of the architecture or GPU that a test's name says.
+# Modules whose tests share at most a model, by the architecture or GPU in a test's name.
 _EACH_ALONE = ("test_architectures", "test_models", "test_triton_launches")
 
 
@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection() -> None:
-    gc.disable()  # what is collected stays
+    gc.disable()  # what exists after collection stays
 
 
 def pytest_collection_finish() -> None:
@@ -73,7 +73,7 @@ def _isas(config: pytest.Config) -> list[str]:
     match config.getoption("--isa"):
         case None:
             best, *others = available_isas()
-            # Their products alone are not AVX-512's and AVX2's; tests/kernels runs these with each.
+            # Only their products differ from AVX-512's and AVX2's; tests/kernels runs them all.
             alike = {"avxvnni", *(("avx512",) if best == "amx" else ())}
             return [best, *(isa for isa in others if isa not in alike)]
         case "all":
@@ -119,7 +119,7 @@ def _threads(isa: str) -> "CpuThreads":
     return CpuThreads(num_threads=2, isa=isa)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run tests that share a model, a server or a module in one process, the longest first.
 

@@ -23,7 +23,7 @@ TEMPLATE = (
     + "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )  # fmt: skip
-# By architecture: what its configuration must say beside tiny sizes.
+# By architecture: values that its configuration needs beside tiny sizes.
 MODELS = {
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",

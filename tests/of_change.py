@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Packages whose tests lie with another one's.
+# Packages whose tests are in another package's directory.
 _PLACES = {
     "apis": "server", "engine": "server", "checkpoint": "loading", "devices": "experts",
     "kv_cache": "decode", "machines": "hf", "text": "loading", "triton_kernels": "kernels",

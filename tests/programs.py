@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import transformers.models.mixtral.modeling_mixtral
 for name in tandem.__all__: getattr(tandem, name)
 """
-# The slow part of importing Transformers, and nothing of Transformers or Tandem.
+# The slow part of importing Transformers, without Transformers or Tandem.
 TORCH_IMPORTS = "import torch, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor"
 _MESSAGE_BYTES = 1 << 16
 
@@ -201,6 +201,6 @@ def _become(request: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     exec(sys.argv[1])
-    gc.freeze()  # or each program would copy all of it to look for garbage at its end
+    gc.freeze()  # otherwise each program would copy all of it in a garbage collection at its end
     if (wanted := _serve()) is not None:
         _become(wanted)

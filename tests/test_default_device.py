@@ -65,7 +65,7 @@ def test_a_packed_model_is_loaded_first_of_all(
     assert all(torch.equal(a.data, b.data) for a, b in zip(matrices, originals, strict=True))
 
 
-# Of these models Transformers itself follows no default.
+# For these models Transformers itself ignores the default.
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_answers_do_not_depend_on_the_default_device(name: str, tmp_path: Path) -> None:
     model = tandem.load(save_tiny_checkpoint(tmp_path / "tiny", name), threads=1)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.test_wheels import ROOT, commit, git, said
 
-# In place of a Python: makes an environment whose tools write empty files and note their calls.
+# Replaces Python: makes an environment whose tools write empty files and record their calls.
 PYTHON = """#!/bin/sh
 [ "$2" = venv ] || exit 0
 mkdir -p "$3/bin"

@@ -24,7 +24,7 @@ def said(*command: str, **environment: str) -> str:
 def test_a_python_that_does_not_run_is_named_with_those_that_do(
     script: str, tmp_path: Path
 ) -> None:
-    # As a name of pyenv's that is on the PATH, and whose version is not chosen.
+    # As the name of a pyenv version on the PATH that is not selected.
     pretended = tmp_path / "python3.12"
     pretended.write_text("#!/bin/sh\nexit 127\n")
     pretended.chmod(0o755)
@@ -38,7 +38,7 @@ def test_a_python_that_does_not_run_is_named_with_those_that_do(
 
 
 def test_a_package_that_cannot_be_had_is_one_sentence(tmp_path: Path) -> None:
-    # With an index of nothing, as on a machine without network.
+    # With an empty package index, as on a machine without network.
     (tmp_path / "pip.conf").write_text("[global]\nno-index = true\n")
     config = {name: "" for name in os.environ if name.startswith("PIP_")}
     config["PIP_CONFIG_FILE"] = str(tmp_path / "pip.conf")
@@ -60,7 +60,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 def git(directory: Path, *words: str) -> None:
-    # Nothing of this machine's configuration, such as signatures.
+    # Without this machine's configuration, such as signatures.
     nothing = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
     env = {"PATH": os.environ["PATH"], **nothing}
     subprocess.run(["git", *words], cwd=directory, env=env, check=True)

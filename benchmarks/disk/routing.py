@@ -19,7 +19,7 @@ from tandem.trace import RoutingTrace, read_trace
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 COACTIVATION = TRACES / "coactivation_qwen3-30b-a3b.json.gz"
-# Of the scores that the synthetic tokens draw: how long "lately" is, and what it is worth.
+# Of the synthetic tokens' scores: the length and the weight of recent use.
 _KEPT, _RECENT = 0.8, 3.15
 _SHIFT_TOKENS = 997  # between a layer and the next one that repeats it
 

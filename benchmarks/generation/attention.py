@@ -24,7 +24,7 @@ from tandem.kernels.dense import CpuThreads
 DEPTHS = (64, 512, 4096, 16384)
 PROMPT = 512
 SECONDS = 0.5
-# Decode goes through so many layers in turn, so that none is in a processor's cache.
+# Decode uses this many layers in turn, so that none is in a processor's cache.
 COLD_BYTES = 256e6
 
 

@@ -30,8 +30,8 @@ FILE = (
     "--systems tandem llama.cpp --shape {} --quantisation {} --layers 4 --vocabulary 32000 "
     "--prompt 512 --steps 32 --rounds 3 --no-repacking"
 )
-HOLDS = 0.9  # of a claim: ratios of one machine differ by so much from run to run
-LAYER_BYTES = 0.35e9  # of Qwen3-30B-A3B at four bits, the largest by little
+HOLDS = 0.9  # of a claim: ratios vary by this much from run to run
+LAYER_BYTES = 0.35e9  # of Qwen3-30B-A3B at four bits, by little the largest shape
 OTHER_BYTES = 1.7e9  # programs, caches of keys and values, embeddings
 
 

@@ -87,7 +87,7 @@ def with_mtp(seconds: dict[int, float], mtp: dict[int, float]) -> dict[int, floa
     """Return the speed with one and with two drafted tokens over that without."""
     first, second = KEPT
     tokens = {1: 1 + first, 2: 1 + first + first * second}
-    # The layer reads what was kept, and drafts; then it drafts from its own.
+    # The layer reads the accepted tokens and drafts, then drafts from its own output.
     drafting = {1: mtp[2], 2: mtp[3] + mtp[1]}
     return {n: tokens[n] * seconds[1] / (seconds[n + 1] + drafting[n]) for n in (1, 2)}
 

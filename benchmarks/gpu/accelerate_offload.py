@@ -69,7 +69,7 @@ def _model(options: argparse.Namespace, num_layers: int) -> Any:
     model = empty_model_of(shape, options.vocabulary)
     model.to_empty(device="cpu")
     for parameter in model.parameters():
-        parameter.data.fill_(0.01)  # what is computed does not matter, what is moved does
+        parameter.data.fill_(0.01)  # results do not matter, only copies do
     experts = [module for module in model.modules() if is_experts_module(module)]
     for module in experts:
         held = [p.data for p in module.parameters(recurse=False)]

@@ -57,7 +57,7 @@ def check(configuration: Configuration, folder: Path, *, has_speed: bool) -> Fou
     taken = job.do(limit, experts_bytes=free.experts, has_speed=has_speed)
     found.planned = asdict(planned)
     if limit is not None and not isinstance(taken, int) and _ran_against(planned, taken):
-        # Mapped experts go and come again where memory is short: what is taken without a limit says
+        # Mapped experts are dropped and read again if memory is short: a run without a limit shows
         # whether they all fit.
         taken, limit = job.do(None, experts_bytes=free.experts, has_speed=False), None
     else:
@@ -66,7 +66,7 @@ def check(configuration: Configuration, folder: Path, *, has_speed: bool) -> Fou
         return found
     found.taken = asdict(taken)
     found.speed_ratio = taken.speed_ratio
-    if limit is None:  # else caches take what is free, and the limit has said all
+    if limit is None:  # otherwise caches take the free memory, and the limit has already shown it
         found.memory_ratio = memory_ratio(planned, taken)
         found.wrong += [one.text for one in differences(planned, taken)]
         if abs(found.memory_ratio - 1) > TOLERANCE:

@@ -19,10 +19,10 @@ _DENSE_DTYPES = ("auto", "none", "int4")
 _CONTEXTS = (512, 1024, 2560)  # slots grow by 256 tokens
 _NARROW_CONTEXTS = (256,)
 _SEQUENCES = (1, 1, 2, 4)
-# Of what the plan says that a model takes; None: all that the machine has.
+# Share of the planned memory; None: all of the machine's.
 _MEMORY_SHARES = (None, None, 0.85, 1.02, 1.1, 1.3)
 _DEVICE_SHARES = (0.2, 0.5, 1.5)  # of the experts' bytes
-# What some have beside: a model that drafts, images, a GGUF file, a memory for experts on the disk.
+# Additional features: a draft model, images, a GGUF file, a memory for experts on the disk.
 _MORE = ("", "", "", "draft", "images", "gguf", "disk")
 _IMAGE_SHAPE, _IMAGE_WHOLE = "qwen3.6-35b-a3b", "qwen3_5_moe"
 _IMAGE_SIDES = (12, 24, 40)  # of a square image, in tokens
@@ -138,7 +138,7 @@ def draw(seed: int, count: int, *, is_narrow: bool = False, num_whole: int = 0) 
 ]:  # fmt: skip
     """Return this many configurations, the same for a seed; the last ones have all layers."""
     source = random.Random(seed)
-    # What comes beside has a source of its own, so that the rest is what it was before.
+    # Additional features have a random source of their own, so that the rest stays the same.
     found = [
         _with_more(random.Random(f"{seed}/{number}"), _draw(source, number, is_narrow=is_narrow))
         for number in range(count - num_whole)

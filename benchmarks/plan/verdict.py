@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 TOLERANCE = 0.05
-# Of what sequences keep: logs of drafted tokens, beside linear attention's states, are not planned.
+# Kept per sequence and not planned: logs of drafted tokens, beside linear attention's states.
 _KEPT_TOLERANCE = 0.1
-_LEAST_BYTES = 1 << 20  # a difference below is none
+_LEAST_BYTES = 1 << 20  # a smaller difference does not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def differences(planned: Planned, taken: Taken) -> Iterator[Difference]:
             yield Difference(part, said, found)
     if planned.slots_over_disk != taken.slots_over_disk:
         yield Difference("slots", planned.slots_over_disk or 0, taken.slots_over_disk or 0)
-    # Where all experts are resident a device has a slot or two more, through which they change.
+    # If all experts are resident, a device has a slot or two more, for exchanges.
     if planned.device_slots != min(taken.device_slots, planned.num_experts):
         yield Difference("slots on the device", planned.device_slots, taken.device_slots)
 

@@ -33,7 +33,7 @@ class Model(NamedTuple):
     expert_dtype: str
 
 
-# The most run ones that a PC of these can hold, in formats of their usual files' size.
+# The most popular models that such a PC can hold, in formats of their usual files' size.
 MODELS = (
     Model("Qwen3.6-35B-A3B", "qwen3.6-35b-a3b", "int4"),
     Model("Qwen3-30B-A3B, Qwen3-Coder-30B", "qwen3-30b-a3b", "int4"),

@@ -43,7 +43,7 @@ from tandem.trace import RoutingTrace, read_trace
 BATCHES = (1, 2, 4, 8, 16, 32)
 SHARES = (0.06, 0.1, 0.25, 0.5, 0.75, 0.9)
 LAYERS = 6  # of a real trace
-TOKENS, STEPS = 4096, 512  # of a cell: the larger of so many tokens and so many steps
+TOKENS, STEPS = 4096, 512  # of a cell: the larger of this many tokens and this many steps
 FIRST_STEPS = 200
 WORST_ALLOWED = -0.001
 

@@ -46,7 +46,7 @@ from tandem.policy.planner import Planner
 from tandem.policy.settings import FETCHING_RULE, PlannerSettings, make_planner
 
 PATIENCE = 20.0
-# Of an expert, in a fetching policy's eyes: it fetches one or two of six misses.
+# Seconds of an expert for a fetching policy: it fetches one or two of six misses.
 CPU_SECONDS, COPY_SECONDS = 3e-4, 5e-4
 ASKED_SLOTS = 4  # that experts are fetched into for one use
 

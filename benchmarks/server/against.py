@@ -200,7 +200,7 @@ def figures(found: dict[str, Any], cell: Cell) -> dict[str, Any]:
     kept: dict[str, Any] = {
         "output_tokens_per_second": output_tokens / seconds,
         "prompt_tokens_per_second": prompt_tokens / seconds,
-        # Of all streams, while they are written: what is left when prompts are put aside.
+        # Of all streams, while they are generated, without prompts.
         "decode_tokens_per_second": cell.at_once
         * 1e3
         / metrics["inter_token_latency_ms"]["successful"]["mean"],

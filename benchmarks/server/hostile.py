@@ -28,7 +28,7 @@ _GAP_SECONDS, _HEALTH_SECONDS, _GROWTH = 1.0, 0.1, 1.02
 # Share of the time after which memory is compared; until then caches and the KV cache grow.
 _WARM_UP = 0.3
 _TOKENS = 400
-# Hostile clients are on other machines: here they give way to the server, as its model does.
+# Hostile clients would be on other machines: here they yield to the server.
 _NICENESS = 5
 
 

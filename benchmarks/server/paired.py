@@ -76,7 +76,7 @@ def load(
     generators: list[Generator] = []
 
     def answer(number: int, frame: Any) -> None:
-        if not generators:  # by now the server has packed what it packs
+        if not generators:  # by now the server has packed its layers
             generators.append(Generator(model, tokenizer))
         gaps = generator_gaps(generators[0], tokens)
         touched = {num_tokens: step_bytes(model, num_tokens) for num_tokens in (1, 4)}

@@ -94,7 +94,7 @@ def reads_what_is_forced(folder: Path) -> None:
     running, slots = RunningModel(model, 64), slots_of(model)
     routing = running.force(trace)
     running.prompt(9)
-    # A trial computes a step twice, and reads twice what was late at its first computing.
+    # A trial computes a step twice, and repeats reads that were late the first time.
     for _ in range(4):
         running.step()
     for _ in range(20):

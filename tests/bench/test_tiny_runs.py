@@ -98,7 +98,7 @@ NOT_RUN = {
     "tandem doctor": "its stages have the sizes of released models; only a GPU is quick enough",
 }
 TEXT_IDS = range(4, 98)  # of `byte_tokenizer`: each is a character by itself
-# Under half a second of a processor each.
+# Each takes under half a second of processor time.
 QUICK = (
     "python -m benchmarks.generation.sampling",
     "python -m benchmarks.generation.step_overhead",

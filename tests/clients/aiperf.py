@@ -48,7 +48,7 @@ def _benchmark(served: Served, kind: str, *flags: str) -> str:
     assert found["error_summary"] == []
     assert found["request_count"]["avg"] == _REQUESTS
     assert "tandem_generated_tokens" in str(metrics)
-    # The server's count: a text's tokens, counted again, may be fewer.
+    # The server's count: tokenizing the text again may give fewer tokens.
     assert found["usage_completion_tokens"]["min"] == _OUTPUT_TOKENS
     return f"{_REQUESTS} requests of {_OUTPUT_TOKENS} tokens"
 

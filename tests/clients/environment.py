@@ -23,9 +23,9 @@ _REPOSITORY = _HERE.parents[1]
 _ENVIRONMENTS = _REPOSITORY / "build" / "clients"
 _PATIENCE_SECONDS = 600
 _METADATA = re.compile(r"^# /// script\n((?:#.*\n)+?)# ///$", re.MULTILINE)
-# What lets a program reach its package index also lets these clients start.
+# These variables allow access to the package index, and so the clients' start.
 _KEPT_VARIABLES = ("PATH", "LANG", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
-# Nothing but the server here may be asked for anything.
+# Requests may go to this server only.
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",

@@ -25,7 +25,7 @@ import tandem
 from tests.clients.lm_eval_scores import evaluate
 from tests.clients.trying import Served, report
 
-# Two orders of summation in bf16: what a score of a few hundred tokens may differ by.
+# The effect of two orders of summation in bf16 on a score of a few hundred tokens.
 _TOLERANCE = 0.02
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 QUESTION = "What is the weather in Rome?"
-# So plain that a small model's answer has the form even where no grammar rules it.
+# Simple enough that a small model's answer has the form even without a grammar.
 INVENT = 'Invent a person. Answer in JSON like {"name": "Anna", "age": 3}'
 # More tokens than the server's context has.
 TOO_LONG = "word " * 4000

@@ -108,7 +108,7 @@ class NotedSteps(HandedSteps):
         ) -> Tensor:
             if self.error is not None:
                 raise RuntimeError(self.error)
-            if not self.is_under_way:  # a capture, which does nothing on a GPU
+            if not self.is_under_way:  # stands for a capture's end, which does nothing on a GPU
                 return torch.zeros_like(hidden)
             if heard is not None:
                 self.heard[layer] = heard.clone()

@@ -23,7 +23,7 @@ SLIDING, SPARSE, HEAVY = (
     "compressed_sparse_attention",
     "heavily_compressed_attention",
 )
-# Layers, tokens of a window, and tokens that a key of sparse and of heavy layers stands for.
+# Layers, tokens of a window, and tokens per key of sparse and of heavily compressed layers.
 MIXES: dict[str, tuple[list[str], int, int, int]] = {
     "sliding": ([SLIDING] * 2, 8, 4, 128),
     "sparse": ([SPARSE] * 2, 8, 4, 128),
@@ -113,7 +113,7 @@ def take_drafts_back(model: Any, pool: Any) -> None:
     at, kept = {0: 100, 1: 3}, 1
     while at[0] < 180:
         steps = {slot: [*LONG[n : n + kept], *[50] * (5 - kept)] for slot, n in at.items()}
-        logits = pool.verify(steps)  # on a GPU ten rows, and six that are idle
+        logits = pool.verify(steps)  # on a GPU ten rows, and six padding rows
         for i, (slot, n) in enumerate(at.items()):
             close(logits[5 * i : 5 * i + kept], expected[n : n + kept])
             pool.keep(slot, n + kept)
@@ -135,7 +135,7 @@ def go_back_and_take_over(model: Any, pool: Any) -> None:
     other = [*LONG[:72], *LONG[9:90]]
     close(pool.prefill_with_logits(0, other[72:]), logits_of(model, other)[72:])
     close(pool.decode({0: 40}), logits_of(model, [*other, 40])[-1:])
-    pool.keep(0, 0)  # nothing of what was there is read
+    pool.keep(0, 0)  # nothing of the old contents is read
     close(pool.prefill({0: LONG[50:90]}), logits_of(model, LONG[50:90])[-1:])
 
 
@@ -184,7 +184,7 @@ def test_what_is_kept_moves_to_another_slot(kv_dtype: str, threads: CpuThreads) 
     assert source is not None
     assert target is not None
     assert target.cut(0, 0)
-    second.prefill({0: LONG[200:290]})  # other keys, where these come
+    second.prefill({0: LONG[200:290]})  # keys of other tokens, where these are expected
     second.keep(0, 0)
     assert target.cut(0, 0)
     data, states = source.take_out(1, 0, 256), source.states.take_out(1, 256)
@@ -241,7 +241,7 @@ def test_sizes_from_a_config_are_those_of_the_memory(mix: str, threads: CpuThrea
     assert state_bytes_of(model) == cache.states.step_bytes
     windows = [num_bytes for kind, num_bytes in parts if kind == SLIDING]
     assert windows == [16 * 4] * len(MIXES[mix][0])
-    if mix != "sliding":  # its keys are not known to be values
+    if mix != "sliding":  # the layer does not know that its keys are values
         whole = (cache.num_bytes - cache.states.num_bytes) / 2
         assert whole <= sizes.bytes_of(num_tokens) <= 1.03 * whole
 

@@ -63,7 +63,7 @@ def test_slots_of_other_lengths_share_steps(mix: str) -> None:
     for slot, length in lengths.items():
         close(pool.prefill({slot: texts[slot][:length]}), expected[slot][length - 1 : length])
     for step in range(40):
-        if step == 13:  # three in steps of four: one row is idle
+        if step == 13:  # three tokens in steps of four: one row is padding
             close(pool.prefill({1: texts[1][:2]}), expected[1][1:2])
             lengths = {1: 2} | lengths  # in another order, too
         found = pool.decode({slot: texts[slot][n] for slot, n in lengths.items()})
@@ -104,7 +104,7 @@ def test_a_few_of_them_by_the_kernels(find_kernels: Any) -> None:
     model = model_with([SPARSE], 5, 2, 6, hc_sinkhorn_iters=2, index_topk=3)  # of four and more
     pool = CudaSlotPool(model, 1, make_capture=TwinCapture, find_kernels=find_kernels)
     expected = logits_of(model, LONG[:23])
-    for first, end in ((0, 14), (14, 19)):  # a prompt, and one behind it
+    for first, end in ((0, 14), (14, 19)):  # a prompt, and one token after it
         close(pool.prefill_with_logits(0, LONG[first:end]), expected[first:end])
     for i in range(19, 23):
         close(pool.decode({0: LONG[i]}), expected[i : i + 1])
@@ -128,7 +128,7 @@ def test_keys_in_fewer_bits(kv_dtype: str, most: float) -> None:
     whole = pool.prefill_with_logits(0, LONG[:150])
     close(whole, expected[:150], most)
     pool.prefill({1: LONG[:70]})
-    close(pool.prefill({1: LONG[70:150]}), whole[-1:])  # also its own keys are read as kept
+    close(pool.prefill({1: LONG[70:150]}), whole[-1:])  # its own keys are also read as stored
     close(pool.decode({0: LONG[150]}), expected[150:151], most)
 
 
@@ -162,5 +162,5 @@ def test_the_memory_of_a_slot_is_what_its_ratios_say() -> None:
         found = slot_bytes(model, LONG[:3], num_tokens)
         assert found is not None
         expected = sizes.device_bytes_of(num_tokens)
-        # Rounded for each layer, or with a place for what is not kept.
+        # Rounded for each layer, or with a place for dropped values.
         assert expected * 0.98 <= found - cache.states.step_bytes <= expected * 1.02

@@ -23,7 +23,7 @@ _NAMES = [
     "kimi_linear", "nemotron_h", "jamba", "lfm2_moe", "deepseek_v4",
 ]  # fmt: skip
 NAMES = [name for name in _NAMES if name in architectures()]
-# Their steps of several tokens are compared elsewhere too: compressed keys, blocks, the delta rule.
+# These models' multi-token steps are also compared elsewhere.
 _SLOW = {"deepseek_v4", "qwen4_exp", "kimi_linear"}
 NEW_TOKENS = 16
 
@@ -61,7 +61,7 @@ def require_alike(model: Any, num_tokens: int) -> None:
     for slot in lines:
         close(found[slot], expected[slot])
     assert any(step.replayed.is_replaying for step in pool._steps.values())
-    pool.copy(2, 1, len(pool.held(2)))  # some of whose tokens are to be done again
+    pool.copy(2, 1, len(pool.held(2)))  # some of whose tokens must be repeated
     close(pool.decode({1: 44}), plain.decode({2: 44}))
     close(pool.prefill({0: [60, 61, 62]}), plain.prefill({0: [60, 61, 62]}))
 

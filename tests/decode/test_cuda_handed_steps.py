@@ -57,7 +57,7 @@ pytest.importorskip("triton")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     name, dtype, *share = getattr(request, "param", ("mixtral", "float32"))
     directory = save_tiny_checkpoint(tmp_path_factory.mktemp("models") / name, name)
-    # Both processors compute these experts alike.
+    # Both processors compute these experts with equal results.
     model = tandem.load(directory, dtype=dtype, expert_dtype="mxfp4")
     if not share:
         return model
@@ -113,7 +113,7 @@ def test_a_step_is_one_graph_and_gives_the_cpus_logits(
     expected = expected_of(model, prompts(num_rows))
     statistics, events = CacheStatistics(), list[LayerExecuted]()
     executor.listeners += [statistics, events.append]
-    for compile_one in steps_of(executor).compilations():  # nobody answers, and nothing is lost
+    for compile_one in steps_of(executor).compilations():  # no answer comes, and nothing is lost
         compile_one()
     rows = cuda_pool(model, prompts(num_rows), 30, make_capture=TwinCapture)
     assert_alike(logits_of(rows, num_rows, TOKENS), expected)

@@ -45,7 +45,7 @@ def read_prompt(window: int, softcap: float, sinks: Tensor | None) -> tuple[Tens
         key, value = torch.randn(2, 2, count, 16, generator=generator)
         cache.expect(0)
         found = cache.attend(AttentionCall(form, query, key, value, sinks))
-        return found.view(count, 8 * 16).view(count, 8, 16)  # as models' code looks at it
+        return found.view(count, 8 * 16).view(count, 8, 16)  # as models' code reads it
 
     cache.begin(Segment(0, 0, NUM_TOKENS))
     with Largest() as largest:  # type: ignore[no-untyped-call]

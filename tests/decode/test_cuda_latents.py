@@ -86,7 +86,7 @@ def test_few_tokens_behind_a_long_text_attend_to_latents_as_they_are(
         monkeypatch.setattr(pool.cache, name, counted)
     config = model.config
     rank, of_keys = config.kv_lora_rank, config.qk_nope_head_dim
-    # Operations for each head and position: to expand it, and what each token takes more with it.
+    # Operations per head and position: to expand it, and the additional ones of each token.
     most = rank * (of_keys + config.v_head_dim) // (2 * rank - of_keys - config.v_head_dim)
     begins = [0, 60, 60 + most - 1, 60 + 2 * most - 1]
     for begin, end in zip(begins, [*begins[1:], len(text)], strict=True):

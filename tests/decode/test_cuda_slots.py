@@ -53,7 +53,7 @@ def test_captured_pieces_give_the_models_logits(models: dict[str, Any], name: st
     assert rows.step.is_replaying, rows.step.why_not
     num_layers = len(runtime_in(model).store)
     assert rows.num_segments == num_layers + 1
-    # Experts run between the pieces; what is captured and compared beside answers nobody.
+    # Experts run between the segments; captured results of the comparison are not used.
     assert len(events) == num_layers * (len(PROMPTS) + len(TOKENS))
     for ours, theirs in zip(
         found, logits_of(PaddedBatch(model, PROMPTS, 0), 2, TOKENS), strict=True
@@ -69,7 +69,7 @@ def test_a_longer_reach_and_a_larger_cache_are_captured_anew(models: dict[str, A
     )
     torch.testing.assert_close(graphed.prefill(), plain.prefill())
     pieces = []
-    for step in range(20):  # passes 256 tokens: another reach, and more than was reserved
+    for step in range(20):  # exceeds 256 tokens: another attended length, more than reserved
         ours, theirs = graphed.decode([40 + step]), plain.decode([40 + step])
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
         pieces.append((graphed.cache.attended_length, graphed.step.is_replaying))

@@ -66,7 +66,7 @@ def test_a_slot_goes_back_to_a_checkpoint(name: str) -> None:
     close(pool.decode({0: 77}), fresh.decode({0: 77}))
     fresh.keep(0, 0)
     close(pool.prefill({1: [33]}), fresh.prefill({0: [*LONG[:192], 33]}))
-    pool.copy(1, 0, 193)  # states as they are, without a checkpoint
+    pool.copy(1, 0, 193)  # the present states, without a checkpoint
     close(pool.decode({0: 77}), fresh.decode({0: 77}))
     pool.keep(0, 0)  # and begins again with zeros
     fresh.keep(0, 0)
@@ -78,7 +78,7 @@ def test_a_step_that_breaks_off_goes_back_to_a_checkpoint(monkeypatch: pytest.Mo
     pool = CudaSlotPool(model, 2)
     expected = pool.prefill({0: LONG[:120]})
     with monkeypatch.context() as patch:
-        patch.setattr(pool.cache, "commit", lambda: 1 / 0)  # the states have moved on
+        patch.setattr(pool.cache, "commit", lambda: 1 / 0)  # the states are at a later token
         with pytest.raises(ZeroDivisionError):
             pool.decode({0: 60})
     assert pool.held(0) == LONG[:112]

@@ -72,7 +72,7 @@ def test_a_model_that_fits_the_device_is_captured_whole(
     device = CudaDevice(LazyStreams(is_eager=True), TorchKernels(), on_busy=busy.append)
     monkeypatch.setattr(device, "resident", lambda cache: WholeLayers(cache, functions))
 
-    class Executor(CpuExecutor):  # what computes the prompt; it need not have a cache
+    class Executor(CpuExecutor):  # computes the prompt; it need not have a cache
         cache: Any = SimpleNamespace(store=runtime.store, clock=WallClock(), engine=None)
 
     before, executor = runtime.executor, Executor(runtime.store)
@@ -131,10 +131,10 @@ def test_pieces_follow_what_is_resident_and_how_many_slots_there_are(
         for step in range(18):
             layers.have_arrived = step >= 6
             if step == 12:
-                cache.engine = object()  # as a new size makes one
+                cache.engine = object()  # as for a new size
             rows.decode([50 + step] * len(PROMPTS))
             pieces.append(rows.num_segments)
-        # Slots that make room in the middle of a step take its pieces with them.
+        # Slots that shrink the cache in the middle of a step drop its segments.
         right, failures = GraphedLayers.end_step, iter([True])
 
         def scarce(self: GraphedLayers) -> None:

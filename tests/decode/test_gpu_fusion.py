@@ -28,7 +28,7 @@ from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
 
 pytest.importorskip("triton")
-# While a twin captures, experts' results are whatever lies in memory.
+# During a twin's capture, the experts' results are arbitrary memory.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 TOKENS = [50, 61, 72]
 PROMPTS = [[40, 41, 42]]

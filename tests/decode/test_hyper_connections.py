@@ -20,10 +20,10 @@ from tests.decode.whole_pool import require_alike
 
 pytestmark = pytest.mark.every_isa(first_of="name")
 
-# Of each model: modules that mix streams into an input, and those whose way back is known, a layer;
-# whether its output head is one of the former, too.
+# For each model: modules per layer that mix streams into an input, and known ways back;
+# whether its output head is one of the former.
 MODELS = {"deepseek_v4": (2, 2, 1), "glm5_next": (2, 2, 0), "hy_v4": (2, 0, 1)}
-# Of one length: the own code of some models takes what pads a prompt for a part of it.
+# Of one length, because the code of some models treats padding as part of a prompt.
 PROMPTS = [[32 + (slot + i * 7) % 96 for i in range(37)] for slot in range(3)]
 
 

@@ -121,7 +121,7 @@ def test_sizes_from_a_config_have_the_index_keys(threads: CpuThreads) -> None:
     assert kv_sizes_of(model.config, torch.float32).bytes_of(512) == pool.cache.num_bytes
 
 
-# Released models have layers that see what the layer before them selected; Mistral's may also have
+# Released models have layers that reuse the previous layer's selection; Mistral's may also use
 # the keys of an earlier one.
 SHARING: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {"indexer_types": ["full", "shared", "full", "shared"]},

@@ -44,7 +44,7 @@ def test_a_kv_cache_larger_than_memory_is_refused_with_its_size(
     before = slots.decode([50, 51]).clone()
     with pytest.raises(CapacityError):
         slots.cache.pretend(int((2 << 20) / per_token))
-    slots.cache.truncate(0, 2)  # it goes on with what it has
+    slots.cache.truncate(0, 2)  # it continues with the present capacity
     slots.cache.truncate(1, 2)
     torch.testing.assert_close(slots.decode([50, 51]), before)
 

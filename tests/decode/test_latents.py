@@ -56,7 +56,7 @@ def test_packed_projections_are_absorbed(
     tiny: Any = build_tiny_model("deepseek_v3", values=sizes)
     model = with_packed_latents(tiny, fmt, threads, in_order=in_order)
     pool = CpuSlotPool(model, threads, 2)
-    # In steps queries and what was attended are rounded, where latents were.
+    # In steps queries and attended values are rounded, in prompts latents.
     require_alike(pool, model, [LONG[:33], [50]], most_of_steps=0.02)
 
 
@@ -100,7 +100,7 @@ def test_what_is_taken_out_is_put_into_another_slot(threads: CpuThreads) -> None
     model: Any = build_tiny_model("deepseek_v3")
     pool, fresh = (CpuSlotPool(model, threads, 2) for _ in range(2))
     pool.prefill({0: LONG[:64]})
-    pool.prefill({1: LONG[9:70]})  # another text, whose expanded keys are of no use then
+    pool.prefill({1: LONG[9:70]})  # another text, for which the expanded keys are useless
     moving = pool.moving
     assert moving is not None
     data = moving.take_out(0, 0, 48)

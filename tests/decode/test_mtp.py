@@ -89,7 +89,7 @@ class WithMtp:
         model.save_pretrained(directory)
         byte_tokenizer().save_pretrained(directory)
         tensors = load_file(directory / "model.safetensors")
-        if prefix == UNDER[0]:  # what is beside them is one for all
+        if prefix == UNDER[0]:  # tensors beside them are shared
             self.parts = self.parts[:1] * num_layers
         for depth, parts in enumerate(self.parts):
             at = prefix.format(2 + depth if prefix == BEHIND[0] else depth)
@@ -185,7 +185,7 @@ class Reference:
         self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         from transformers.modeling_layers import MtpModel  # the oldest supported has none
 
-        # Otherwise released models' numbers.
+        # Otherwise the released models' values.
         self.model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[2-9]\."]
         self.mtp: Any = MtpModel.from_pretrained(self.model)
 
@@ -229,7 +229,7 @@ def test_layers_draft_what_transformers_drafts(num_layers: int, tmp_path: Path) 
     again = [*texts[0][:12], *torch.randint(32, 120, (8,), generator=random).tolist()]
     pool.keep(0, 12)
     pool.prefill({0: again[12:-1]})
-    # What was made of the last token before them is gone, so that drafts may be others.
+    # The hidden state of the last token is lost, so drafts may differ.
     assert len(drafter.draft({0: again}, {0: 3}, 0.0)[0].tokens) == 3
 
 

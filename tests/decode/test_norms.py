@@ -61,7 +61,7 @@ def test_gated_rows_are_the_modules(name: str, dtype: torch.dtype, num_rows: int
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     for gate in (wide[..., :size].contiguous(), wide[..., size:]):  # the second is a slice
         actual = native(module, x, gate)
-        if actual is None:  # groups of a slice lie unevenly apart
+        if actual is None:  # groups of a slice have irregular strides
             assert not gate.is_contiguous()
         else:
             torch.testing.assert_close(actual, module(x, gate), rtol=tolerance, atol=tolerance)

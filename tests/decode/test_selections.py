@@ -36,7 +36,7 @@ def test_native_selections(dtype: torch.dtype, has_weights: bool, lengths: list[
     torch.manual_seed(len(lengths))
     store, new = IndexStore(SLOTS), NewIndexKeys(0, Selection(0.25, MOST))
     store.reserve(CAPACITY, 0)
-    for slot, length in enumerate(lengths):  # what the slots hold; some of it alike
+    for slot, length in enumerate(lengths):  # the slots' contents; some are equal
         positions = torch.arange(length + 1)
         keys = torch.randn(length + 1, DIM).to(dtype)
         keys[1:4] = keys[:1]

@@ -31,7 +31,7 @@ def greedy_tokens(
 ) -> list[list[int]]:
     """Return each prompt's next tokens by greedy decoding; continue after an end-of-text token."""
     answers: list[list[int]] = [[] for _ in prompts]
-    # Prompts of like length go together: little padding, and a fifth of the decode steps.
+    # Prompts of similar length are grouped: little padding, and a fifth of the decode steps.
     by_length = sorted(range(len(prompts)), key=lambda idx: len(prompts[idx]))
     for start in range(0, len(prompts), _BATCH):
         batch = by_length[start : start + _BATCH]

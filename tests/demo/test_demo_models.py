@@ -52,7 +52,7 @@ def test_tokens_route_by_meaning(demo: tuple[Any, Any]) -> None:
     prompts = prompts[: len(prompts) // 512 * 512].view(-1, 512)
     layers = routing(model, torch.cat([text_windows(tokenizer)[:2], prompts[:2]]))
     print(routing_table(layers))
-    # The first two layers see little but the token itself, and neighbours are different words.
+    # The first two layers see little but the token itself, and adjacent words differ.
     assert all(layer.neighbour_ratio > 1.1 for layer in layers[2:])
     assert sum(layer.neighbour_ratio for layer in layers) / len(layers) > 1.3
     assert all(max(layer.shares) > 1.3 / 8 for layer in layers)  # not uniform

@@ -71,7 +71,7 @@ def pairwise_rows() -> Iterator[Row]:
 
     every = [Row(*row) for row in itertools.product(*values)]
     while missing:
-        # A look at a part of all rows, a new one each time, is enough and takes a tenth.
+        # Checking a new part of all rows each time is enough and takes a tenth.
         some = every[len(missing) % 11 :: 11]
         best = max(some, key=lambda row: len(pairs(row) & missing))
         if not pairs(best) & missing:
@@ -96,7 +96,7 @@ class Matrix:
         max_new_tokens: int,
         threads: int | None = None,
     ) -> None:
-        # Linear layers in int8, as `tandem run` has them: most of a step would be reading them.
+        # Linear layers in int8, as in `tandem run`: otherwise most of a step would read them.
         config = SimulatedConfig(
             expert_dtype="int8", dense_dtype="int8", threads=threads, cache_dir=str(cache_dir())
         )
@@ -108,7 +108,7 @@ class Matrix:
         self._expected: dict[tuple[int, ...], list[list[int]]] = {}
 
     def _answers(self, conversations: Sequence[Any]) -> list[list[int]]:
-        # Recorded steps would leave look-ahead out, and round otherwise than the model's own code.
+        # Recorded steps would skip look-ahead, and round differently from the model's own code.
         generator = Generator(self.model, self._tokenizer, has_replay=False)
         answers = generator.generate(
             conversations, max_new_tokens=self._max_new_tokens, temperature=0

@@ -177,7 +177,7 @@ def test_differences_have_the_rank_and_norm_of_the_recipe(tmp_path: Path) -> Non
     difference = model.model.layers[0].mlp.experts.down_proj - dense
     norms = difference.norm(dim=(1, 2)) / dense.norm()
     torch.testing.assert_close(norms, torch.full((8,), TINY.difference_norm), rtol=0.01, atol=0)
-    spectrum = torch.linalg.svdvals(difference)  # beyond the rank: only bfloat16's rounding
+    spectrum = torch.linalg.svdvals(difference)  # beyond the rank there is only bfloat16's rounding
     assert (spectrum[:, TINY.difference_rank] < 0.2 * spectrum[:, 0]).all()
     assert torch.pdist(difference.flatten(1)).min() > 0
 

@@ -145,7 +145,7 @@ ANY = {"type": "object", "properties": {
     "n": {"type": "integer"}, "text": {"type": "string"}, "kind": {"enum": ["a", "b"]},
     "tags": {"type": "array", "items": {"type": "string"}}}}  # fmt: skip
 BOTH = [("look", ANY), ("now", {"type": "object", "properties": {}})]
-# By a mark in the chat template: a good call, and beginnings that are none.
+# A mark in the chat template: a correct call, and beginnings that are not calls.
 NATIVE = {
     "<|tool_call_begin|>": (
         '<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{"n":5}<|tool_call_end|>',

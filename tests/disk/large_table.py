@@ -23,7 +23,7 @@ from tandem.experts.store.host_memory import peak_process_bytes
 from tandem.hf.row_tables import tables_on_disk
 from tests.architectures import build_tiny_model
 
-# As in the released model 160 values a row; 16 heads of so many rows.
+# As in the released model: 160 values per row, 16 heads of this many rows.
 EMBEDDED, ROWS_OF_A_HEAD, ROW_BYTES = 2560, 5_000_000, 640
 MEMORY_BYTES = 8 << 30
 

@@ -67,7 +67,7 @@ def test_planned_copies_come_out_of_host_slots(
         executor.close()
         assert slots.statistics().read_bytes > 0
         require_right(store, slots)
-        if settings.assignment == "gpu-only":  # slots in memory are free
+        if settings.assignment == "gpu-only":  # host slots are free
             assert (slots.native.counts().kept > 0) == (share > 0)
 
 
@@ -100,7 +100,7 @@ def test_a_copy_that_is_not_held_is_noticed(
         executor = make_twin(store, streams, 6, SETTINGS[1], kernels=NativeKernels())
         try:
             found.add(run(executor, streams, make_store()))
-        except ExecutionError:  # its memory was another expert's before the copy was done
+        except ExecutionError:  # its memory held another expert before the copy
             found.add(False)
     assert False in found
 
@@ -133,7 +133,7 @@ def test_a_thread_may_hold_all_but_one_room_and_goes_on(tmp_path: Path) -> None:
         assert torch.equal(extent.data, make_store()[1].extents(7)[0].data)
     for one in held[:3]:
         assert one is not None
-        one.wait()  # until its read has ended, a room is not free
+        one.wait()  # until its read has ended, its memory is not free
         one.let_go()
     assert store[0].try_hold(3) is not None
 
@@ -341,7 +341,7 @@ def test_what_leaves_a_device_comes_back_into_memory(has_driver: bool, tmp_path:
     generator = torch.Generator().manual_seed(0)
     machine.copy(0, 1, 0)
     machine.coordinator.drain_copies()
-    for expert in range(4, 8):  # whose reads take the memory through which the copy went
+    for expert in range(4, 8):  # whose reads reuse the copy's memory
         with store[1].hold(expert):
             pass
     slots.native.note_on_device(bytes([READY] * NUM_EXPERTS))

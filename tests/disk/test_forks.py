@@ -77,7 +77,7 @@ def test_a_fork_says_so_whatever_threads_torch_has(packed: Path) -> None:
         "    try:\n"
         "        model(ids(60))\n"
         "    except tandem.core.errors.ModelError as error:\n"
-        "        print(error)\n",  # and it ends as a program does, all threads forgotten
+        "        print(error)\n",  # and it ends normally, without the threads
         str(packed),
     )
     assert done.returncode == 0, done.stderr

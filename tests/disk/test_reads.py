@@ -19,7 +19,7 @@ from tests.disk.loading import put_on_disk
 from tests.experts.machines import make_store
 
 TRACE = Path(__file__).parents[2] / "data" / "traces" / "deepseek-v2-lite.npz"
-HELD_SLOTS = 4  # of the memory that layers share: rooms of copies to a device
+HELD_SLOTS = 4  # transit slots that copies to a device may borrow
 
 
 @st.composite

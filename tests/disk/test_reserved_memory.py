@@ -63,7 +63,7 @@ def test_a_plan_shares_memory_out_as_the_load_does(
 ) -> None:
     loaded = slots_with(packed, monkeypatch, context=100)
     dense = model_sizes(open_checkpoint(packed), OffloadConfig()).total_dense_bytes
-    # The forecast times layers in the memory that there is.
+    # The forecast times layers in the available memory.
     real = host_memory.available_bytes
     monkeypatch.setattr("tandem.forecast.speed_forecast.available_bytes", real)
     monkeypatch.setattr("tandem.experts.store.host_memory.available_bytes", lambda: FREE + dense)

@@ -123,7 +123,7 @@ def test_rows_from_the_disk_have_the_bits_of_memory(
     assert not tables_on_disk(in_memory)
     for found, right in zip(outputs_of(model), outputs_of(in_memory), strict=True):
         assert torch.equal(found, right)
-    with torch.inference_mode():  # more rows than are asked for at once
+    with torch.inference_mode():  # more rows than are requested at once
         assert torch.equal(model(ids(200)).logits, in_memory(ids(200)).logits)
     assert native_of(model).counts().rows > 200
     assert model.num_parameters() == in_memory.num_parameters()
@@ -341,7 +341,7 @@ def test_a_table_of_50_gb_takes_little_memory(tmp_path: Path) -> None:
         assert found["file_bytes"] < 50e6
         assert found["peak_bytes"] < 2e9
         assert found["tokens"] == 20
-    finally:  # sparse or not, it is not left to the next tests
+    finally:  # sparse or not, it must not stay for the next tests
         shutil.rmtree(tmp_path)
 
 

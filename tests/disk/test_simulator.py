@@ -77,6 +77,6 @@ def test_live_and_simulated_slots_miss_the_same(packed: Path, share: float, evic
             demands, misses = demands + len(load.experts), misses + len(absent)
     assert live.misses == misses
     assert 0 < misses < demands
-    # A step that is recorded runs again: its experts are there by then.
+    # A step that is recorded runs twice: the second time its experts are present.
     again = live.hits + live.misses - demands
     assert again % (GEOMETRY.num_layers * GEOMETRY.top_k) == 0

@@ -53,7 +53,7 @@ def test_a_forward_pass_has_the_bits_of_memory(
             assert torch.equal(found, expected)
     statistics = slots_of(model).statistics()
     assert slots_of(model).num_slots == [int(EXPERTS * share)] * LAYERS
-    assert statistics.misses > 0 or share == 1.0  # else filled before
+    assert statistics.misses > 0 or share == 1.0  # otherwise filled before
     assert statistics.read_bytes > 0
 
 
@@ -343,7 +343,7 @@ def test_a_prompt_reads_ahead_first_what_was_used_before(tmp_path: Path) -> None
     misses = []
     with torch.inference_mode():
         for _ in range(2):
-            model(torch.full((1, 40), 7))  # a token again and again: the same experts
+            model(torch.full((1, 40), 7))  # repeat one token: the same experts
             misses.append(slots_of(model).statistics().misses)
-    # Half a layer's experts find room ahead; only the first layer's are never read ahead.
+    # Half a layer's experts fit ahead; only the first layer's are never read ahead.
     assert misses[1] - misses[0] == TOP_K

@@ -42,7 +42,7 @@ def test_what_tokens_want_is_read_before_it_is_asked_for(hashed: Path, share: fl
     with torch.inference_mode():
         logits = model(torch.tensor([tokens])).logits
         assert torch.equal(logits, tandem.load(hashed)(torch.tensor([tokens])).logits)
-    # All of the first layer: there are transit slots for as many.
+    # All of the first layer: there are enough transit slots.
     assert native.counts().hits >= len(wanted[0])
 
 
@@ -52,14 +52,14 @@ def test_steps_have_the_tokens_of_memory_and_miss_nothing_that_is_known(hashed: 
     native = slots_of(model).native
     for pool in pools:
         pool.prefill({0: [50, 51, 52]})
-        while not pool.step.is_replaying:  # until then a step is done twice
+        while not pool.step.is_replaying:  # until then a step runs twice
             pool.decode({0: 53})
     for token in range(60, 75):
         before = native.counts()
         found, expected = (pool.decode({0: token}) for pool in pools)
         assert torch.equal(found, expected)
         counts = native.counts()
-        # By token: all are there, or on their way. Two layers of a token take six of the slots.
+        # By token: all are present or being read. Two layers of a token use six of the slots.
         assert counts.misses - before.misses <= (len(KINDS) - HASHED) * TOP_K
         assert counts.hits - before.hits >= HASHED * TOP_K
 

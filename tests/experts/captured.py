@@ -24,7 +24,7 @@ from tandem.policy.step_path import CAPTURE_SIZES
 from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_machine
 
 PATIENCE = 20.0
-SLOW_CPU = 5e-3  # seconds of an expert, for which fetched ones are waited for
+SLOW_CPU = 5e-3  # seconds of an expert; fetched experts are waited for
 
 
 class LayerTokens(NamedTuple):

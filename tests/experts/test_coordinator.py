@@ -198,7 +198,7 @@ def test_the_cpu_claims_what_a_blocked_driver_does_not_bring(store: HostStore, r
             assert record[-1] == []
     may_copy.set()
     machine.coordinator.drain_copies()
-    assert machine.table.any()  # those that had got a slot have come
+    assert machine.table.any()  # experts that had a slot have arrived
     for seed in range(3, 6):
         check(machine, store, random_step(1, torch.Generator().manual_seed(seed)))
     machine.close()
@@ -286,7 +286,7 @@ def test_a_guess_that_does_not_come_is_not_waited_for(store: HostStore) -> None:
     machine.twin.set_guesses(right_guesses(step))
     check(machine, store, step)
     machine.coordinator.take_decided()
-    machine.twin.set_guesses([])  # what an earlier step has guessed is not taken for this one's
+    machine.twin.set_guesses([])  # an earlier step's prediction is not used for this one
     check(machine, store, step)
     assert not [copies for *_, copies in machine.coordinator.take_decided() if copies]
     machine.close()

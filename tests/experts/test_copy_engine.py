@@ -22,7 +22,7 @@ from tests.experts.faults import Disturbance, DisturbedLink
 from tests.experts.machines import GEOMETRY, make_machine
 
 NUM_SLOTS = 4
-SECONDS = 20.0  # a test that waits so long has failed
+SECONDS = 20.0  # a test that waits this long has failed
 
 
 @pytest.fixture

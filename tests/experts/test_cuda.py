@@ -78,7 +78,7 @@ def run_both(
             call = route(num_tokens, generator)
             before = streams.num_waits
             outs.append(executor.execute(layer, *call, FUNCTIONS))
-            # One for the router's choice; a second where the CPU alone computed the layer.
+            # One for the router's choice; a second if the CPU alone computed the layer.
             assert streams.num_waits - before <= 2
             expected.append(alone.execute(layer, *call, FUNCTIONS))
     streams.synchronize()
@@ -159,7 +159,7 @@ def test_copies_ahead_are_held_until_the_link_needs_them_and_queued_together(
         slow.submit([Copy(0, expert, expert, None)], is_needed=False)
     slow.flush()
     assert streams.num_copies == [2 * len(store[0].extents(0))]  # two experts in one call
-    assert slow.cancel(0, [0, 1, 4, 5]) == [4, 5]  # what is queued is copied
+    assert slow.cancel(0, [0, 1, 4, 5]) == [4, 5]  # the queued copy completes
     arrived = set[int]()
     while len(arrived) < 4:
         arrived |= {expert for _, expert, _ in slow.arrivals()}

@@ -35,7 +35,7 @@ def test_the_driver_is_given_every_copy_and_one_set_of_attributes() -> None:
         targets, sources, sizes, count, attributes, first, num_attributes, _, stream = args
         for i in range(count):
             ctypes.memmove(targets[i], sources[i], sizes[i])
-        # Access order, two hints that say nothing, flags: 24 bytes as in cuda.h.
+        # Access order, two empty hints, flags: 24 bytes as in cuda.h.
         seen.update(
             attributes=list((ctypes.c_int32 * 6).from_address(attributes)),
             first=first[0],

@@ -14,7 +14,7 @@ from tandem.trace import RoutingTrace, TraceMeta
 from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_store
 
 NUM_LAYERS = 6
-# Memory without contents that lies elsewhere: copies to it are as to a GPU, for who counts them.
+# Memory without contents on another device, so that copies to it count as copies to a GPU.
 ELSEWHERE = torch.device("meta")
 
 

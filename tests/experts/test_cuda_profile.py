@@ -136,7 +136,7 @@ def test_the_hosts_work_is_measured_and_charged_to_layers_fetches_and_cpu_expert
         host.cpu_end_seconds
     )
     assert now.link_seconds_per_expert == host.fetch_seconds
-    # Copies ahead are queued by what the link itself can do.
+    # Copies ahead are limited by the link's own rate.
     link = PREPARING_SECONDS / 100 / 8
     assert alone.link_seconds_per_expert == pytest.approx(link)
     assert after.link_bytes_per_second == pytest.approx(now.expert_bytes / link)
@@ -154,7 +154,7 @@ def test_steps_that_are_one_graph_have_costs_of_their_own(
             graph_costs(NeverRings(), streams, HIDDEN, 1e-6, limits=impatient)
     assert costs.layer_seconds > 0
     assert costs.cpu_begin_seconds == costs.cpu_end_seconds >= 0
-    assert costs.second_launch_seconds >= costs.layer_seconds  # two kernels more, and their taking
+    assert costs.second_launch_seconds >= costs.layer_seconds  # two more kernels, and fetching
     assert 0 < costs.copy_wake_seconds < 1
     assert costs.asking_seconds >= 0
 

@@ -51,13 +51,13 @@ def make_driver(calls: list[Any], code: int = 0) -> FakeDriver:
 def test_the_versions_that_are_switched_on_are_called(says_where: bool) -> None:
     calls: list[Any] = []
     library = make_driver(calls)
-    if not says_where:  # a word is then at the host's own address
+    if not says_where:  # a word then has the host's own address
         library.functions["cuMemHostGetDevicePointer", 3020] = ADDRESS(lambda *args: NOT_SUPPORTED)
     signals = StreamSignals(Driver(library), lambda: STREAM)
     signals.ring(WORD)
     signals.wait(WORD)
     address = WORD.data_ptr() + OFFSET * says_where
-    # A write is behind all that came before; a wait is for the value itself.
+    # A write comes after all earlier work; a wait is for the exact value.
     assert calls == [
         ("cuStreamWriteValue32", STREAM, address, 1, 0),
         ("cuStreamWaitValue32", STREAM, address, 1, 1),

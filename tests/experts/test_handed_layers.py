@@ -128,7 +128,7 @@ def test_hits_and_misses_together_are_the_layer(
     signals = make_signals() if make_signals else KernelSignals(9.0)
     machine = Machine(handed, store, num_rows, resident, signals)
     cpu = CpuExecutor(store, CpuThreads(num_threads=1))
-    for seed in range(2):  # words are as before after a step
+    for seed in range(2):  # words are unchanged after a step
         calls = random_calls(num_rows, seed)
         results = machine.step(calls)
         for layer, (call, found) in enumerate(zip(calls, results, strict=True)):
@@ -173,7 +173,7 @@ def test_what_the_host_has_fetched_is_launched_again(
         machine.memory[start : start + 8 * num_rows * GEOMETRY.top_k]
         for start in (layer * machine.box.layer_bytes + machine.box.fetched for layer in range(2))
     ]
-    assert any(bool(answer.any()) for answer in answers) <= fetches  # else nobody writes there
+    assert any(bool(answer.any()) for answer in answers) <= fetches  # no other writer
     machine.coordinator.close()
 
 
@@ -190,7 +190,7 @@ def test_a_layer_that_nobody_answers_is_given_up_and_later_ones_do_not_wait(
     calls, found = random_calls(2, 0), []
     machine.coordinator.begin_step(machine.number, PATIENCE)
     for layer, call in enumerate(calls):
-        # Those behind the first that is given up would wait for longer than this test.
+        # Layers after the first one that is given up would exceed this test's time.
         looks = {0: 1 << 30, 1: 50}.get(layer, 1 << 30)
         monkeypatch.setattr(handed.handing, "_LOOKS_OFF_GPU", looks)
         found.append(machine.layers(layer, *call, FUNCTIONS))

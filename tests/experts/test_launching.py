@@ -43,7 +43,7 @@ def test_a_group_is_submitted_then_residents_run_then_the_group() -> None:
 @pytest.mark.parametrize("ring", [0, 2, 3, 5, 16])
 def test_no_batch_has_a_slot_twice_and_every_expert_is_in_one(ring: int) -> None:
     slots = [place % max(2, ring) for place in range(21)]
-    slots[3] = 50  # one that a cache's set has given
+    slots[3] = 50  # a slot that one of the cache's sets has lent
     batches, asked = launched(gpu=7, arriving=5, slots=slots, ring=ring)
     assert sorted(place for batch in batches for place in range(*batch)) == [*range(33)]
     for each in asked:

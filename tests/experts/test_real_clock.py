@@ -42,7 +42,7 @@ def our_threads() -> dict[int | None, str]:
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
-    before = our_threads()  # of models of other tests, which have not been collected
+    before = our_threads()  # of other tests' models that were not collected yet
     yield
     assert our_threads().items() <= before.items()
 

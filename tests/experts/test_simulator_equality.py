@@ -25,7 +25,7 @@ from tandem.sim.systems import TANDEM, SimulatedSettings
 from tandem.trace import RoutingTrace, read_trace
 from tests.experts.machines import FUNCTIONS, HIDDEN, make_executor, make_store
 
-# Of two that differ in nothing but sizes one will do.
+# Of machines that differ only in sizes one is enough.
 MACHINES = [name for name in profile_names() if name not in ("desktop-24gb", "ddr4-12gb")]
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 STEPS = 40

@@ -35,7 +35,7 @@ from tests.policy.integrity import check_integrity
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 STEPS = 60
-# Of two that differ in nothing but sizes one will do; a quick and a slow link are in each test run.
+# Of machines that differ only in sizes one is enough; both a fast and a slow link are tested.
 MACHINES = [
     pytest.param(name, marks=() if name in ("desktop-16gb", "laptop-8gb") else pytest.mark.slow)
     for name in profile_names()
@@ -77,7 +77,7 @@ def test_the_same_experts_are_fetched_copied_ahead_enter_and_leave(
     assert predicts or counts["ahead"] == 0
     if rule is None:
         assert counts["fetched"] == 0
-    else:  # with one sequence a slow link pays for none
+    else:  # with one sequence no copy pays on a slow link
         assert counts["fetched"] > 20 or batch == 1 or hardware == "laptop-8gb"
 
 
@@ -175,7 +175,7 @@ def replay(
     timeline, reader, counts = Timeline(profile, shape), LoadReader(trace), Counter[str]()
     steps = itertools.islice(replay_steps(trace, batch, prompt=1), STEPS // batch + 8)
     for number, step in enumerate(steps):
-        # Some steps do not copy ahead, as those of other sizes, and find late copies.
+        # Some steps do not copy ahead, like other sizes, and find late copies.
         planner.predicting_sizes = settings.predicting_sizes[: 4 * (number % 4)]
         planner.asking_sizes = settings.asking_sizes[: 4 * (number % 5)]
         loads = [*reader.loads(step)]

@@ -87,7 +87,7 @@ class _Worker:
                 self._run(*item)
             except BaseException as error:
                 self._error = self._error or error
-            del item  # its batch holds a model's state, and the next one may be long in coming
+            del item  # its batch holds a model's state, and the next one may come much later
             with self._done:
                 self._open -= 1
                 self._done.notify_all()

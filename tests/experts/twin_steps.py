@@ -38,7 +38,7 @@ class TwinSteps(CapturedSteps):
     ) -> None:
         """Start the coordinator's threads; `threads` compute the hits."""
         geometry = cache.geometry
-        # No tensor: a step that is being recorded must not see what is done here.
+        # No tensor: a step that is being recorded must not see this work.
         table = np.zeros((geometry.num_layers, geometry.num_experts), dtype=np.int64)
         super().__init__(cache, layers, threads, table, bytes_per_second=bytes_per_second)
         self._dtype = dtype
@@ -124,7 +124,7 @@ class TwinExecutor(HybridExecutor):
         assert self.captured is not None
         with self._turn, self._losing_at_most_a_step():
             self.captured.finish(is_heard=bool(self.listeners))
-            self.captured.report(self.listeners)  # no device goes on meanwhile
+            self.captured.report(self.listeners)  # no device runs meanwhile
 
     def _compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
         twin = self._twin

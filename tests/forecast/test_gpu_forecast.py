@@ -143,7 +143,7 @@ def test_a_plan_for_a_shape_alone_on_another_machine(capsys: pytest.CaptureFixtu
     slow, fast = (report["decode_tokens_per_second"] for report in reports.values())
     assert slow < fast
     laptop = load_profile("laptop-8gb").host_memory_bytes
-    # Whatever this process itself has taken here.
+    # Memory that this process itself uses.
     assert {report["host_available_bytes"] for report in reports.values()} == {laptop - (4 << 30)}
     assert main(["plan", "--shape", "lfm2"]) == 2
     assert "unknown shape 'lfm2'; known: qwen3-30b-a3b" in capsys.readouterr().err

@@ -53,7 +53,7 @@ def test_prefixes_fit_into_the_room(pattern: str, room: int) -> None:
 def test_layers_are_extrapolated_in_a_straight_line() -> None:
     assert extrapolate((2, 1.0), (6, 2.0), 48) == pytest.approx(2.0 + 42 * 0.25)
     assert extrapolate((4, 1.0), (4, 1.0), 4) == 1.0
-    assert extrapolate((2, 1.0), (6, 0.9), 48) == 0.9  # noise must not make it faster
+    assert extrapolate((2, 1.0), (6, 0.9), 48) == 0.9  # noise must not reduce the time
 
 
 def keep_bytes(kept: list[int], model: PreTrainedModel) -> Times:

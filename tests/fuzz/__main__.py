@@ -13,8 +13,8 @@ KINDS = (
     "tokenizer", "tokenizer_config",
 )  # fmt: skip
 _OUT = Path("build/fuzz")
-_SECONDS_EACH = 600  # for one input that waits; one that computes has far less
-# libFuzzer looks at the peak that the system says, which a process inherits from its parent: a test
+_SECONDS_EACH = 600  # for one input that waits; one that computes gets far less
+# libFuzzer checks the system's peak memory, which a process inherits from its parent: a test
 # run's may be larger than any limit here. The child limits the memory of each input itself.
 _NO_LIMITS = ("-rss_limit_mb=0", "-malloc_limit_mb=0")
 
@@ -31,7 +31,7 @@ def fuzz(out: Path, kind: str, count: int, *, seed: int = 1, seconds: float = 0)
         spent = time.monotonic() - begin
         if seconds and spent >= seconds:
             break
-        # Two runs are libFuzzer's own: of nothing, and of the file as it should be.
+        # Two runs are libFuzzer's own: an empty input, and the undamaged file.
         limits = [f"-runs={left + 2}", f"-seed={seed}", f"-timeout={_SECONDS_EACH}"]
         if seconds:
             limits.append(f"-max_total_time={int(seconds - spent) + 1}")

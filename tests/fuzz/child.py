@@ -71,7 +71,7 @@ def main(kind: str, out: Path, options: list[str]) -> None:
         if atheris and chance.random() < _MUTATED_BLINDLY:
             changed: bytes = atheris.Mutate(data, most_bytes)
             return changed
-        # As often from the whole file as from what has been damaged before.
+        # As often from the whole file as from earlier damage.
         before = chosen.seed if len(data) < 2 or chance.random() < 0.5 else data[1:]
         return (data[:1] + chosen.mutate(before, chance))[:most_bytes]
 
@@ -80,12 +80,12 @@ def main(kind: str, out: Path, options: list[str]) -> None:
             return
         name = names[data[0] % len(names)]
         (out / "last").write_bytes(data)
-        # By the processor's time: others may keep this process waiting for long.
+        # By processor time, because other processes may delay this one.
         signal.setitimer(signal.ITIMER_PROF, _PROCESSOR_SECONDS)
         limit_memory()
         try:
             answers[f"{name} {found[name].answer(data[1:])}"] += 1
-        except BaseException as error:  # a find, also of panics, which are no `Exception`
+        except BaseException as error:  # a finding, also for panics, which are no `Exception`
             answers[f"{name} found {type(error).__name__}"] += 1
             _note(out, name, data[1:], error)
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -25,13 +25,13 @@ from tests.conftest import two_threads
 from tests.hf.tiny import as_generated
 
 NEW_TOKENS = 9  # some from the model, some compared, the last ones from the recorded graph
-# They write in blocks, or not at all.
+# They generate in blocks, or not at all.
 NOT_TOKEN_BY_TOKEN = {"diffusion_gemma", "openai_privacy_filter"}
-# Their own code takes what pads a prompt for a part of it: they are compared alone.
+# Their own code treats padding as part of a prompt, so they are compared alone.
 READS_PADDING = {"deepseek_v4", "llama4", "minimax_m3_vl", "unlimited_ocr"}
 # Transformers' own generate fails on text alone.
 NOT_GENERATING_UPSTREAM = {"qwen3_omni_moe"}
-# Older Transformers pass their convolutions' states on otherwise: they run padded there.
+# Older Transformers pass their convolutions' states differently: they run padded there.
 NO_SLOTS_ON_THE_OLDEST = {"inkling"}
 
 
@@ -73,13 +73,13 @@ def greedy_of_tandem(generator: Generator, prompts: list[list[int]]) -> list[lis
     return [answer.token_ids for answer in answers]
 
 
-# Whether the newest Transformers' own loop and ours agree says the same of the oldest one's.
+# If the newest Transformers' loop agrees with Tandem's, the oldest one's need not run.
 @pytest.mark.parametrize(
     "name", by_kind(set(architectures()) - NOT_TOKEN_BY_TOKEN - NOT_GENERATING_UPSTREAM)
 )
 def test_greedy_tokens_equal_those_of_generate(name: str, tmp_path: Path) -> None:
     model: Any = build_tiny_model(name)
-    model.generation_config.eos_token_id = None  # so that every row writes them all
+    model.generation_config.eos_token_id = None  # so that every sequence generates them all
     ours = as_generated(model, tmp_path)
     assert why_no_cuda_slots(ours) is None
     generator = Generator(ours)

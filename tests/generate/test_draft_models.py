@@ -70,9 +70,9 @@ def test_what_is_written_ahead_is_forgotten(name: str) -> None:
             tokens += [new, new + 9]
     fewer = DraftModel(lambda n: CpuSlotPool(model, threads, n, has_replay=False), 1)
     fewer.follow(CpuSlotPool(model, threads, 1))
-    unknown = fewer.draft({0: PROMPTS[0]}, {0: 2}, 0.0)[0]  # tokens that the model does not know
+    unknown = fewer.draft({0: PROMPTS[0]}, {0: 2}, 0.0)[0]  # token ids that the model lacks
     assert unknown == ([], [])
-    assert len(drafter.draft({0: PROMPTS[0]}, {0: 5}, 1.0)[0].tokens) == 1  # it is not so sure
+    assert len(drafter.draft({0: PROMPTS[0]}, {0: 5}, 1.0)[0].tokens) == 1  # it is less confident
 
 
 def test_dense_models_draft_too(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_gguf_file_drafts_with_its_own_codes(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "draft.gguf", tiny_model(), "Q8_0")
     draft = load_small(file)
     formats = {layer.packed.matrix.format.name for _, layer in packed_layers(draft)}
-    assert formats == {"int8-g32"}  # as Q8_0 is held
+    assert formats == {"int8-g32"}  # as Q8_0 is stored
     model = loaded(tmp_path / "model", "qwen3_moe")
     plain = Generator(model, speculate="none").generate(PROMPTS[0], max_new_tokens=NEW_TOKENS)
     answers = Generator(model, draft=draft).generate(PROMPTS[0], max_new_tokens=NEW_TOKENS)

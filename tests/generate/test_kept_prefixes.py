@@ -173,7 +173,7 @@ def test_states_are_found_again_where_they_were_kept(
     found = ask(again, PROMPT)
     assert tokens(found) == expected
     assert found[-1].reused_tokens == STATES_TOKENS
-    # what was put in is as good as what was computed
+    # restored states equal computed ones
     found = ask(again, [*PROMPT[: STATES_TOKENS + 5], *OTHER])
     assert found[-1].reused_tokens == STATES_TOKENS
     other = ask(tandem.Generator(model).scheduler(1), [*PROMPT[: STATES_TOKENS + 5], *OTHER])
@@ -184,7 +184,7 @@ def test_states_are_found_again_where_they_were_kept(
     ("model_with_states", "lost"),
     [
         *((name, "states") for name in WITH_STATES),
-        (WITH_STATES[0], "segment"),  # segments are looked for alike, whatever the states are
+        (WITH_STATES[0], "segment"),  # segments are looked up in the same way, whatever the states
     ],
     indirect=["model_with_states"],
 )

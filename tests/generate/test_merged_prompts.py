@@ -62,7 +62,7 @@ def beside_a_stream(scheduler: Scheduler, requests: Sequence[Request]) -> dict[i
     found: dict[int, list[int]] = {}
     for request in requests:
         scheduler.add(request)
-        for _ in range(8):  # until steps are recorded, and until one was computed both ways
+        for _ in range(8):  # until steps are recorded, and until one was computed in both ways
             for output in scheduler.step():
                 found.setdefault(output.request_id, []).append(output.token_id or 0)
     for number, outputs in finish(scheduler).items():

@@ -144,7 +144,7 @@ def test_a_long_prompt_lets_streams_through_in_shorter_parts(
     """The chunk lengths of a prompt do not change a bit of its answer."""
     long = request_of(
         2, [50 + i % 9 for i in range(4 * PART + 3)], max_new_tokens=6, num_top_logprobs=3,
-        may_speculate=False,  # the answers before would be drafted
+        may_speculate=False,  # otherwise earlier answers would be drafted
     )  # fmt: skip
     alone = packed_generator.scheduler(2, chunk_tokens=PART)
     alone.add(long)
@@ -165,7 +165,7 @@ def test_a_conversation_is_not_prefilled_again(generator: tandem.Generator) -> N
     scheduler = generator.scheduler(3, chunk_tokens=PART)
     scheduler.add(request_of(0, first, max_new_tokens=5))
     answer = tokens(finish(scheduler)[0])
-    for other in range(2):  # strangers take the other rows
+    for other in range(2):  # other requests take the other slots
         scheduler.add(request_of(1 + other, [100 - other] * 6, max_new_tokens=2))
         finish(scheduler)
     longer = [*first, *answer, 77, 78]
@@ -197,7 +197,7 @@ def test_prompts_that_come_at_once_and_begin_alike_are_computed_once(
     for number in range(3):
         scheduler.add(request_of(number, [*prompt, 90 + number], max_new_tokens=4))
     found = finish(scheduler)
-    # The shared beginning once, and each one's own last token.
+    # The shared prefix once, and each one's last token.
     assert scheduler.counts.prompt_tokens == len(prompt) + 3
     assert sum(found[number][0].reused_tokens for number in range(3)) == 2 * len(prompt)
     for number in range(3):

@@ -81,7 +81,7 @@ def speculating(model: Any, speculation: Speculation) -> Generator:
     return generator
 
 
-# What a rule does to scores does not depend on the model.
+# A rule's effect on scores does not depend on the model.
 @pytest.mark.parametrize(
     ("model", "rule"),
     [*(("qwen3_moe", rule) for rule in RULES), ("gpt_oss", RULES[2]), ("glm_moe_dsa", RULES[0])],
@@ -103,7 +103,7 @@ def require_same_answers(model: Any, rule: dict[str, Any]) -> None:
         expected = plain.generate(prompts, max_new_tokens=NEW_TOKENS, **rule)
         whole = [[*p, *one.token_ids] for p, one in zip(prompts, expected, strict=True)]
         generator = speculating(model, Scripted(dict(enumerate(whole))))
-        for _ in range(2):  # the second time from recorded steps, and from what the slots hold
+        for _ in range(2):  # the second time from recorded steps, and from the slots' contents
             answers = generator.generate(prompts, max_new_tokens=NEW_TOKENS, **rule)
             assert texts(answers) == texts(expected)
             assert sum(one.accepted_tokens for one in answers) > NEW_TOKENS / 4

@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-            # Drivers and CUDA builds warn of what no CPU build does; a test must not fail for it.
+            # Drivers and CUDA builds give other warnings than CPU builds; tests must not fail.
             item.add_marker(pytest.mark.filterwarnings("default"))
             if not (IS_DRY or torch.cuda.is_available()):
                 item.add_marker(skip)

@@ -45,7 +45,7 @@ def load_hybrid(checkpoint: Path, dtype: str, directory: Path, **options: Any) -
     model = tandem.load(checkpoint, dtype=dtype, **{**given, **options})
     executor = runtime_in(model).executor
     geometry = executor.cache.geometry
-    if "gpu_memory" not in options:  # half of the experts, less than any sensible budget gives
+    if "gpu_memory" not in options:  # half of the experts, less than any reasonable budget
         executor.cache.resize(geometry.num_layers * geometry.num_experts // 2)
     return model
 

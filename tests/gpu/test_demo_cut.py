@@ -15,7 +15,7 @@ from tests.gpu.models import DEVICE, compare_logits, load_hybrid
 from tests.inside import runtime_in
 
 MOST_DIVERGENCE = 1e-3
-# Of one token: a near tie of a router falls otherwise, by which of its experts are on the GPU.
+# For one token: a router's near tie depends on which of its experts are on the GPU.
 MOST_OF_ONE = 1e-2
 
 

@@ -95,7 +95,7 @@ def test_a_lost_step_is_a_sentence_and_the_next_is_right(
         if layer == 1 and kind == "dies":
             raise MemoryError("no memory")
         if layer == 1:
-            time.sleep(0.45)  # beyond the patience, and back before it is over again
+            time.sleep(0.45)  # beyond the watchdog's limit, and back before it ends again
 
     steps_of(hybrid).coordinator.set_hook(fail)
     with monkeypatch.context() as patch:

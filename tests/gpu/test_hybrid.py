@@ -17,8 +17,8 @@ NAMES = (
     *("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "olmoe", "qwen2_moe"),
     *("glm4_moe", "granitemoe", "gemma4", "nemotron_h", "qwen3_next", "phimoe"),
 )
-# In bf16 near ties of tiny random routers fall either way, which is no error of either side.
-LIMITS = {torch.float32: (1e-3, 0.05), torch.bfloat16: (2e-2, 1.0)}  # KL, gap that must hold
+# In bf16 near ties of tiny random routers go either way, which is no error.
+LIMITS = {torch.float32: (1e-3, 0.05), torch.bfloat16: (2e-2, 1.0)}  # KL, gap of sure choices
 IDS = torch.arange(40, 64)[None]
 
 

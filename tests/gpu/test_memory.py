@@ -68,7 +68,7 @@ def test_a_long_text_takes_memory_from_the_expert_cache(tmp_path: Path) -> None:
     before = cache.num_slots
     rows = gpu_pool(model, [[50] * 100] * 16, 8000, has_replay=False)
     rows.prefill()
-    rows.cache.reserve(8000)  # 16 rows of it are more than was kept for the KV cache
+    rows.cache.reserve(8000)  # 16 rows of it exceed the memory kept for the KV cache
     rows.decode([50] * 16)
     assert cache.num_slots > 0
     assert cache.num_slots < before or IS_DRY
@@ -92,7 +92,7 @@ def test_two_processes_on_one_gpu_do_not_break_each_other(tmp_path: Path) -> Non
     save_tiny_checkpoint(tmp_path / "mixtral", "mixtral")
     (alone,) = answers_of(1, tmp_path)
     for answer in answers_of(2, tmp_path):
-        # Plans differ by time, and with them the last bits: a near tie may fall otherwise later on.
+        # Plans depend on time, and so do the last bits: a near tie may go the other way later.
         assert answer["tokens"][:50] == alone["tokens"][:50]
         assert answer["peak_bytes"] <= 1.02e9
 

@@ -128,7 +128,7 @@ def test_the_profiler_sees_one_wait_a_layer(model: Any) -> None:
     counts = {event.key: event.count for event in profile.key_averages()}
     # The router's choice; a second wait where the CPU alone computes a layer.
     assert 0 < counts.get("cudaEventSynchronize", 0) <= 2 * num_layers * steps
-    # A hidden wait would be there in every step; the profiler itself waits when it stops.
+    # A hidden wait would occur in every step; the profiler itself waits when it stops.
     for name in ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy"):
         assert counts.get(name, 0) < steps, name
     assert not any("Pageable -> Device" in name for name in counts)

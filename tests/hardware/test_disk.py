@@ -11,7 +11,7 @@ from tandem.hardware.disk import DEPTHS, measure_disk
 from tandem.hardware.page_cache import how_reads_go
 
 EXPERT_BYTES = 5000
-# The kernel's own files have no pages that a disk could be asked for.
+# The kernel's own files have no pages that come from a disk.
 REFUSING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 MEMORY = Path("/dev/shm")
 

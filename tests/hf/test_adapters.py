@@ -11,7 +11,7 @@ import tandem
 from tandem.core.errors import ConfigError, ModelError, UnsupportedModelError
 from tests.hf.tiny import save_tiny_checkpoint
 
-# PEFT's own use of Transformers, which nothing here can change.
+# PEFT's own use of Transformers, which cannot be changed here.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 needs_peft = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None, reason="peft is not installed (dev extra)"

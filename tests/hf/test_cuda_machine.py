@@ -107,7 +107,7 @@ def test_the_profile_is_measured_once_and_memory_is_shared_out(
         reserved_bytes=made.reserved_bytes,
     )
     assert slots == (32_000_000 - made.reserved_bytes) >> 20
-    assert streams.memory().total_bytes == 32_000_000  # nothing beyond is taken
+    assert streams.memory().total_bytes == 32_000_000  # no more memory is taken
     assert streams.pinned_bytes == require_runtime(model).store.num_bytes
 
 
@@ -127,7 +127,7 @@ def test_an_option_that_one_graph_cannot_follow_is_followed_in_segments_by_name(
     streams, no_cache = LazyStreams(is_eager=True), cast("ExpertCache", None)
     with pytest.warns(TandemWarning, match=f"one graph cannot follow {reason}$"):
         parts = device_parts(asked, streams=streams, device_kernels=TorchKernels())
-    assert parts.captured(no_cache) is None  # without a look at it
+    assert parts.captured(no_cache) is None  # without reading it
 
 
 @pytest.mark.parametrize("options", [{"prefetch_count": 1}, {"prediction": "regression"}])

@@ -120,7 +120,7 @@ def test_a_step_that_is_not_finite_names_its_first_layer(
         step()
     with torch.no_grad():
         model.model.layers[1].self_attn.o_proj.weight.copy_(weight)
-    step()  # nothing of it has stayed in a cache
+    step()  # no cache keeps any of it
 
 
 def test_tokens_that_a_model_forbids_are_no_error() -> None:

@@ -99,18 +99,18 @@ def test_a_recorded_trace_replays_with_the_same_decisions(
     model = load(checkpoint, profile if machine == "made-up" else machine)
     executor = runtime_in(model).executor
     assert isinstance(executor, HybridExecutor)
-    assert executor.in_graph == (machine != "made-up")  # whose costs of one graph are not known
+    assert executor.in_graph == (machine != "made-up")  # whose costs for one graph are unknown
     resident = list(executor.cache.resident())
     statistics = CacheStatistics()
     executor.listeners.append(statistics)
-    # A prompt of one token is a step like any other here, and a prompt to the simulator.
+    # A prompt of one token is a normal step here, and a prompt for the simulator.
     trace = recorded(model, PROMPTS[::2] if executor.in_graph else PROMPTS)
     assert runtime_in(model).executor is executor
     write_trace(tmp_path / "t.npz", trace)
     trace = read_trace(tmp_path / "t.npz")
     assert trace.token_ids is not None
     assert trace.token_ids[: len(PROMPTS[0])].tolist() == ids_of(PROMPTS[0])
-    # This run asked no router ahead; the recording did, and the simulator would use it.
+    # This run asked no router ahead, but the recording did, and the simulator would use it.
     trace = dataclasses.replace(trace, predicted=None)
     tally = replayed(trace, executor.cache, resident)
     assert tally.tokens == trace.num_tokens

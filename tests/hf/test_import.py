@@ -24,7 +24,7 @@ def run_python(code: str, imports: str = TORCH_IMPORTS) -> None:
     ("modules", "heavy"),
     [
         ("tandem, tandem.core.errors, tandem.cli.main", {"torch", "numpy", "transformers"}),
-        ("tandem.apis.answering", {"torch"}),  # where bodies become prompts
+        ("tandem.apis.answering", {"torch"}),  # the process that turns bodies into prompts
         ("tandem.sim.simulation", {"torch", "transformers"}),
         ("tandem.policy.settings", {"torch", "numpy", "transformers"}),
     ],

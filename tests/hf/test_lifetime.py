@@ -58,9 +58,9 @@ def native_threads() -> int:
 
 def repeat(times: int, work: Callable[[], None]) -> int:
     """Return by how many bytes the process grows when a function is repeated."""
-    work()  # what is imported and kept when first used
+    work()  # objects that are imported and kept at first use
     gc.collect()
-    gc.freeze()  # what is collected below is looked for among what is new: ten times as fast
+    gc.freeze()  # garbage is looked for among new objects only: ten times as fast
     before, native, num_threads = own_bytes(), native_threads(), threading.active_count()
     try:
         for _ in range(times):
@@ -121,7 +121,7 @@ def test_experts_go_with_the_model_not_with_the_next_collection(
 
 @pytest.mark.parametrize("device", ["cpu", "threaded"])
 def test_a_closed_model_has_given_everything_back(heavy: Path, tmp_path: Path, device: str) -> None:
-    kept = []  # as in a notebook, where every name lives on
+    kept = []  # as in a notebook, where every name stays alive
 
     def use_one() -> None:
         model = tandem.load(heavy, cache_dir=str(tmp_path), **DEVICES[device])
@@ -138,7 +138,7 @@ def test_a_closed_model_says_so(checkpoint: Path, tmp_path: Path) -> None:
     with AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=config) as model:
         generator = tandem.Generator(model)
         generator.generate(IDS[0], max_new_tokens=8)
-    model.close()  # twice is no error
+    model.close()  # a second close is no error
     for ask in (lambda: model(IDS), lambda: generator.generate(IDS[0], max_new_tokens=8)):
         with pytest.raises(ConfigError, match="the model has been closed; load it again"):
             ask()

@@ -11,13 +11,13 @@ SOURCE = Path(__file__).parents[2] / "src" / "tandem"
 HOMES = {"hf/compat.py", "kernels/torch_private.py"}
 PUBLIC = {"_replace", "_asdict", "_fields", "_make"}  # of a NamedTuple, by Python's documentation
 ELSEWHERE = {
-    # argparse lists its flags and groups of them nowhere else
+    # argparse provides its flags and groups nowhere else
     ("cli/completion.py", "_actions"),
     *product(("cli/parser.py",), ("_actions", "_action_groups", "_group_actions")),
     *product(("core/config.py",), ("_ArgumentGroup", "_action_groups")),
-    # public, whatever its name: a process that ends at once
+    # public despite its name: ends a process at once
     *product(("engine/engine.py", "engine/helper.py"), ("_exit",)),
-    # Triton's interpreter takes its fast way for these functions alone; a kernel cannot import them
+    # Triton's interpreter has a fast path for these functions only; a kernel cannot import them
     *product(
         (
             f"triton_kernels/{name}.py"
@@ -86,7 +86,7 @@ def test_private_parts_of_others_are_named_in_their_homes_alone() -> None:
     own = {name for path in files for name in own_names(ast.parse(path.read_text("utf-8")))}
     found = [use for path in files for use in foreign_uses(path, own)]
     assert [use for use in found if use.partition(":")[0] not in HOMES] == []
-    assert {use.partition(":")[0] for use in found} == HOMES  # the test finds what is there
+    assert {use.partition(":")[0] for use in found} == HOMES  # the test must find something
 
 
 @pytest.mark.parametrize("home", sorted(HOMES))

@@ -114,8 +114,8 @@ def compiled(launch: Launch, capability: int) -> Any:
         if a is not None
     }
     signature |= dict.fromkeys(constants, "constexpr")
-    # What the launcher finds by itself: tensors start at multiples of 16 bytes, numbers may be
-    # multiples of 16. Of some it is not to look.
+    # The launcher's specialisations: tensors start at multiples of 16 bytes, numbers may be
+    # multiples of 16. Some arguments are excluded.
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, argument in enumerate(launch.args)
@@ -162,7 +162,7 @@ CASES: tuple[tuple[str, int, NativeActivation | None, torch.dtype], ...] = (
     ("q2_k", 64, SWIGLU, torch.bfloat16),
     ("iq2_xs", 1, SWIGLU, torch.bfloat16),
     ("nvfp4", 64, SWIGLU, torch.bfloat16),
-    # From here on for a release or a new version of Triton, not for every change.
+    # The following are for a release or a new version of Triton, not for every change.
     ("mxfp4", 16, CLAMPED, torch.float32),
     ("bf16", 8, SWIGLU, torch.bfloat16),
     ("int4", 129, SWIGLU, torch.bfloat16),

@@ -300,7 +300,7 @@ def dense_launches(format_name: str, num_rows: int) -> list[Launch]:
 
 def multiply(format_name: str, num_rows: int) -> None:
     """Multiply packed linear layers for this many tokens, alone and grouped."""
-    # Whatever it holds: no weight can be rounded to some formats.
+    # Arbitrary contents: some formats cannot be quantised to.
     matrix = PackedMatrix.empty(512, 2048, find_format(format_name))
     weight = dense.bring(DenseWeight(matrix, torch.zeros(512)), torch.device("cpu"))
     rows = torch.zeros(num_rows, 2048, dtype=torch.bfloat16)

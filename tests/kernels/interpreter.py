@@ -22,7 +22,7 @@ def interpreted() -> Iterator[pytest.MonkeyPatch]:
 
         def patched(tensor: Any, scope: Any) -> None:
             original(tensor, scope)
-            # As numpy 2.4 has it: an array of one element is no number, and bounds of loops are.
+            # In numpy 2.4 an array of one element is no number, but loop bounds are such arrays.
             scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
         patch.setattr(interpreter, "_patch_lang_tensor", patched)
@@ -31,7 +31,7 @@ def interpreted() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(interpreter, "_patch_builtin", builtins)
         patch.setattr(interpreter, "_get_np_dtype", _np_dtypes(interpreter._get_np_dtype))
         _keep_shapes(patch)
-        # A third of the time: its checks of sums and products are for debugging, which is off.
+        # A third of the time: its checks of sums and products are for debugging, which is disabled.
         builder = interpreter.interpreter_builder
         options = dataclasses.replace(builder.options, sanitize_overflow=False)
         patch.setattr(builder, "options", options)

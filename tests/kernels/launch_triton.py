@@ -35,10 +35,10 @@ CPU = torch.device("cpu")
 HIDDEN, INTERMEDIATE, TOP_K = 2048, 768, 8
 SWIGLU = NativeActivation(ActivationKind.SWIGLU)
 _FEWEST_MATRIX = 80
-# For these what asks no matrix units becomes the same LLVM code (`test_triton.py`): each format is
-# compiled for one of them.
+# For these GPUs kernels without matrix units become the same LLVM code (`test_triton.py`): each
+# format is compiled for one of them.
 _BY_TURNS = 89, 90, 120
-_LAYERS = 0, 1, 15  # whose numbers, 1 more, Triton would tell apart: 1, a multiple of 16, others
+_LAYERS = 0, 1, 15  # sizes that, plus 1, Triton would distinguish: 1, a multiple of 16, others
 launched = collections.Counter[str]()
 compiled = collections.Counter[str]()
 
@@ -86,7 +86,7 @@ class NoCard:
     def __init__(self, capability: int) -> None:
         """Compile for `sm_{capability}`."""
         self._target = GPUTarget("cuda", capability, 32)
-        self._number = capability  # Triton keeps what it compiled, and for what, by device
+        self._number = capability  # Triton caches compiled kernels, with their keys, by device
 
     def get_current_target(self) -> GPUTarget:
         return self._target
@@ -163,7 +163,7 @@ def never_launched() -> set[str]:
 
 def _hand(rows: int, dtype: torch.dtype, wait_seconds: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        # Barriers, pauses and clocks are a GPU's own, and left out for tensors of the host.
+        # Barriers, pauses and clocks exist on a GPU only, and are omitted for host tensors.
         patch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
         steps.hand_layers_over(rows, dtype, layers=_LAYERS, wait_seconds=wait_seconds)
 
@@ -176,7 +176,7 @@ def main(capabilities: list[int], *, is_short: bool) -> int:
         for name, work in cases(capability, is_short=is_short):
             try:
                 work()
-            except Exception as error:  # Triton's compilers and tools raise what they like
+            except Exception as error:  # Triton's compilers and tools raise arbitrary exceptions
                 num_failed += 1
                 print(f"sm_{capability}: {name}: {type(error).__name__}: {error}"[:400], flush=True)
     for name in sorted(never_launched()):

@@ -131,7 +131,7 @@ def test_decode_equals_the_definition(isa: str, dtype: torch.dtype, has_sinks: b
 def test_a_prompts_attention_equals_the_definition(
     isa: str, dtype: torch.dtype, first_position: int
 ) -> None:
-    # Tokens of two rows: of one so many that they fill several tiles, of the other three.
+    # Tokens of two slots: one fills several tiles, the other has three.
     rows = torch.tensor([1] * 70 + [2] * 3)
     positions = torch.cat([torch.arange(first_position, first_position + 70), torch.arange(3)])
     for form in FORMS:
@@ -154,7 +154,7 @@ def test_int8_keys_and_values_cost_a_percent(isa: str, dtype: torch.dtype) -> No
 def test_int8_survives_channels_that_stand_out() -> None:
     form = form_of(8, 2, 128)
     attention, keys, values = filled(form, torch.float32, None, "int8")
-    keys[..., 7] *= 20  # as in models, where one channel of the keys is large for all positions
+    keys[..., 7] *= 20  # as in models, where one channel of the keys is large at all positions
     places = torch.zeros(CAPACITY, dtype=torch.int64), torch.arange(CAPACITY)
     attention.append(THREADS, *places, keys[0], values[0])
     query = torch.randn(8, 1, 128)

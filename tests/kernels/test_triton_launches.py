@@ -27,5 +27,5 @@ def test_kernels_are_bound_specialised_compiled_and_launched(capability: str) ->
         for kind in ("launched", "compiled")
     )
     assert {"publish", "combine", "recur_tokens"} <= set(launched)  # and all others: see returncode
-    # One that waits and one that does not, whichever layer they are of: no capture compiles.
+    # One that waits and one that does not, for any layer: captures compile nothing.
     assert compiled["combine"] == 2 < launched["combine"]

@@ -66,7 +66,7 @@ class OneSlot:
         else:
             form = operation.form
             shape = (form.num_heads, form.key_dim, form.value_dim)
-        self.states = torch.full((SLOTS, *shape), 7.0)  # a state of zeros begins by itself
+        self.states = torch.full((SLOTS, *shape), 7.0)  # a state of zeros starts automatically
         log = torch.full((SLOTS, 2, MOST_DRAFTED, logged_values(operation)), 7.0)
         self.memory = StateMemory(self.states, log)
 

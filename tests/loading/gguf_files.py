@@ -57,7 +57,7 @@ _QWEN3 = {
     "head_dim": 16, "num_experts": 8, "moe_intermediate_size": 96, "intermediate_size": 64,
     "norm_topk_prob": True,
 }  # fmt: skip
-# By GGUF architecture: Transformers' model type and what its config has beside the common values.
+# By GGUF architecture: Transformers' model type, and config values beside the common ones.
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3moe": ("qwen3_moe", _QWEN3),
     "qwen3vlmoe": ("qwen3_moe", _QWEN3),
@@ -186,7 +186,7 @@ def _kind_of(name: str, kind: str) -> str:
     return next(block for begin, block in mixture.items() if name.startswith(begin))
 
 
-# Where blocks that the gguf package does not write have their fp16 factors.
+# The offsets of fp16 factors in blocks that the gguf package does not write.
 FACTORS: dict[str, tuple[int, ...]] = {
     "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
     "IQ4_NL": (0,), "IQ4_XS": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,), "IQ2_XXS": (0,),

@@ -30,10 +30,10 @@ from tests.loading.deepseek_v4 import NUM_LAYERS, as_released, quantised, releas
 DATA = Path(__file__).parent / "data" / "gguf"
 EXPECTED = DATA / "expected.safetensors"
 TOKENS = [[5, 40, 17, 99, 64, 23, 88, 31, 7, 54]]
-# A multiple of 127, so that a scale of Q8_0 is it exactly.
+# A multiple of 127, so that it is exactly a scale of Q8_0.
 WEIGHT = 127 * 2.0**-10
 MXFP4_WEIGHT = 2.0**-3
-MTP = "deepseek4 mtp"  # the layer of the tiny model for MTP, in a file of its own
+MTP = "deepseek4 mtp"  # the tiny model's MTP layer, in a file of its own
 
 
 def _half_turned(theta: float) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def _as_released(config: dict[str, Any]) -> dict[str, Any]:
             "num_shared_expert": [1] * layers,
             "moe_topk": [config.get("moe_topk")] * layers,
         },
-        "step3p7": {  # of a type that Transformers does not know, which drops what it reads
+        "step3p7": {  # of a type that Transformers does not know and would drop
             "model_type": "step3p7_flash",
             "text_config": _step3p5_as_released(config.get("text_config", {})),
         },

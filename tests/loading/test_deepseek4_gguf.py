@@ -122,7 +122,7 @@ def test_answers_are_those_of_the_decoded_blocks(name: str, wide: Any, tmp_path:
     assert {layer.layout.format_name for layer in runtime_in(model).store} == {EXPERTS[name]}
     formats = {path: layer.packed.matrix.format.name for path, layer in packed_layers(model)}
     assert formats["model.layers.1.self_attn.q_b_proj"] == DENSE[name]
-    assert (answers(model) - expected).norm() < 0.3 * expected.norm()  # near ties; others give 1
+    assert (answers(model) - expected).norm() < 0.3 * expected.norm()  # near ties; errors give 1
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.programs import COMMAND, IMPORTS, python
 
-# So many more threads start: each takes 2 GB of the address space that there is, for its stack.
+# This many more threads can start: each takes 2 GB of the address space for its stack.
 LIMITED = """
 import ctypes, resource, sys, torch
 from pathlib import Path

@@ -187,6 +187,6 @@ def test_the_command_reports(
     assert report["bytes"] > 0
     assert main(words) == 2
     assert "not an empty directory" in capsys.readouterr().err
-    # Before the model is looked for: it may be a long download.
+    # This comes before the model is looked up, which may be a long download.
     assert main(["pack", "nobody/nothing", "-o", str(target)]) == 2
     assert "not an empty directory" in capsys.readouterr().err

@@ -118,7 +118,7 @@ def test_a_command_verifies_before_it_answers(
     with safe_open(file, "pt") as opened:
         name = next(iter(opened.keys()))
     flip(file, place_of(file, name))
-    assert main(["run", str(packed), *RUN]) == 0  # as documented: loading alone does not look
+    assert main(["run", str(packed), *RUN]) == 0  # as documented: loading alone does not verify
     capsys.readouterr()
     assert main(["run", str(packed), *RUN, "--verify"]) == 2
     out, err = capsys.readouterr()

@@ -61,7 +61,7 @@ class Executor:
                 ready = [e for e in load.experts if states[GEOMETRY.key(load.layer, e)] == READY]
                 plan = self.planner.plan(load, self.now, hints)
                 self.check(load, plan)
-                if self.in_graph:  # the device has published its hits, and takes no other resident
+                if self.in_graph:  # the device has published its hits, and uses no other resident
                     assert [*plan.gpu] == ready
                     assert not plan.arriving
                     assert not ahead
@@ -224,7 +224,7 @@ def test_a_cache_of_the_whole_model_plans_as_if_it_learned(
         for _ in range(2)
     )
     for loads in given_steps:
-        whole.begin_step(1, 0.0)  # here it finds that nothing is absent
+        whole.begin_step(1, 0.0)  # it finds that nothing is absent
         for load in loads:
             plan = whole.plan(load, 0.0)
             assert plan == learning.plan(load, 0.0)

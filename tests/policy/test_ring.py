@@ -68,7 +68,7 @@ def test_a_step_in_one_graph_borrows_before_it_begins_and_uses_no_slot_twice(nam
     planner = make_planner(settings, GEOMETRY, costs, NUM_SLOTS, resident=held)
     residency, fetches = planner.residency, name != "ready-on-gpu"
     load = LayerLoad(1, tuple(range(7, 16)), (1,) * 9)  # of them up to 8 are resident
-    for step, num_slots in enumerate([1, 6]):  # as many as there may be, once they are asked for
+    for step, num_slots in enumerate([1, 6]):  # as many as possible once they are requested
         planner.begin_step(1, 9.0 * step, in_graph=True)
         assert len(residency.lent) == (num_slots - 1) * fetches
         plan = planner.plan(load, 9.0 * step)

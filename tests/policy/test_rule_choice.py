@@ -69,14 +69,14 @@ def test_a_rule_is_left_once_another_one_is_ahead_by_the_margin() -> None:
 def test_lru_is_left_for_hits_that_are_no_chance_in_all_layers_together() -> None:
     start = Start()
     for step in range(2000):
-        start.weigh([5 + (-1) ** step, 5, 5])  # as many hits more as fewer
+        start.weigh([5 + (-1) ** step, 5, 5])  # as many more hits as fewer ones
     assert start.rule == RECENCY
     start = Start()
     choices = [RuleChoice(12, start) for _ in range(8)]
     for choice in choices:
         choice.resize(3)
     for _ in range(30):
-        start.weigh([5, 5, 4])  # what was lost before does not count
+        start.weigh([5, 5, 4])  # earlier losses do not count
     for _ in range(49):
         start.weigh([5, 5, 6])
     assert {choice.choose() for choice in choices} == {RECENCY}

@@ -24,7 +24,7 @@ def send(
     server: RunningServer, *, phases: str, examples: int
 ) -> "subprocess.CompletedProcess[str]":
     """Let Schemathesis send requests; fails if one of its checks fails."""
-    with tempfile.TemporaryDirectory() as directory:  # it keeps notes where it runs
+    with tempfile.TemporaryDirectory() as directory:  # it writes notes to its working directory
         return subprocess.run(
             [str(COMMAND), "run", f"{server.address}/openapi.json", "--checks", _CHECKS,
              "--phases", phases, "--max-examples", str(examples), "--generation-deterministic",

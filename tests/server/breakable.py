@@ -23,7 +23,7 @@ BREAKING = "~"
 UNKNOWN_WORDS = "what only the log may say"
 KNOWN_BREAKING = "^"
 KNOWN_WORDS = "there is no memory for this; free some"
-LOSING = "@@@"  # in a prompt: what the model writes may have any one character
+LOSING = "@@@"  # in a prompt: generated text may contain any single character
 LOST_WORDS = "the GPU has stopped working for this program; start it again"
 
 

@@ -48,7 +48,7 @@ def main() -> int:
     model = sys.argv[1] if len(sys.argv) > 1 else "demo"
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
-    # Packed linear layers compute a row alike in any batch, so that answers can be compared.
+    # Packed linear layers are batch-invariant, so that answers can be compared.
     arguments = {"model": model, "replicas": "2", "threads": "1", "dense_dtype": "bf16"}
     found: dict[str, Any] = {}
     try:

@@ -155,7 +155,7 @@ def send_all(server: RunningServer) -> tuple[int, list[str]]:
     for path, body in bodies():
         number += 1
         reply = server.ask("POST", path, body)
-        # Some of them are answered: what is unusual need not be wrong.
+        # Some of them are answered: unusual requests need not be wrong.
         if reply.status >= 500 or (reply.status != 200 and "message" not in reply.error):
             problems.append(f"{reply.status} for {path} {body[:200]!r}")
     if server.chat(max_tokens=2).status != 200:

@@ -66,7 +66,7 @@ def test_a_client_that_leaves_frees_its_place(server: RunningServer) -> None:
         assert response.readline().startswith(b"data: ")
         server.wait_for("tandem_requests_running", 1)
         while server.metric("tandem_generated_tokens_total") == before:
-            assert response.readline()  # the answer goes on: its tokens will be reported
+            assert response.readline()  # the answer continues: its tokens will be reported
     server.wait_for("tandem_requests_running", 0)
     # The engine process stops too; test_cancelling.py counts its steps.
     generated = settled(server, "tandem_generated_tokens_total") - before
@@ -160,7 +160,7 @@ def test_a_request_that_takes_too_long_is_given_up(tiny_checkpoint: Path, tmp_pa
         tiny_checkpoint, "--request-timeout", "3", "--shutdown-timeout", "0.1",
         "--max-running", "1", cache=tmp_path,
     ) as server:  # fmt: skip
-        # One after the other 240,000 steps: more than three seconds on any machine.
+        # 240,000 steps one after another would take over three seconds on any machine.
         reply = server.complete([f"number {i}" for i in range(8)], **LONG)
         assert reply.status == 504
         assert "longer than 3 seconds" in reply.error["message"]
@@ -192,7 +192,7 @@ def test_a_server_that_cannot_be_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TANDEM_API_KEY", raising=False)
-    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)  # the tests' logs are theirs
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)  # the log belongs to the tests
     assert main(["serve", *arguments, "--port", "0"]) == 2
     errors = capsys.readouterr().err
     assert words in errors
@@ -234,4 +234,4 @@ def test_each_part_of_an_answer_is_sent_at_once(server: RunningServer) -> None:
             while not reply.endswith(b"}"):
                 reply += connection.recv(1 << 16)
             seconds.append(time.monotonic() - begin)
-    assert sorted(seconds)[40] < 0.03  # a busy machine may hold others up
+    assert sorted(seconds)[40] < 0.03  # a busy machine may delay others

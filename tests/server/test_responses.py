@@ -211,7 +211,7 @@ def test_all_that_is_kept_is_counted() -> None:
         kept.put(head, NO_MESSAGES, Message.model_construct(role="user", content="x"))
     assert len(pickle.dumps(kept)) <= 2_000_000
     before = NO_MESSAGES
-    for number in range(10):  # each goes on from the one before, which is dropped first
+    for number in range(10):  # each continues the one before, which is dropped first
         kept.put(
             {"id": f"s{number}"},
             before,

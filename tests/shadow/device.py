@@ -132,7 +132,7 @@ def _patch_threads(patch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def _no_triton() -> Iterator[None]:
     find = importlib.util.find_spec
-    with interpreted() as patch:  # what is imported all the same is not compiled later on
+    with interpreted() as patch:  # modules that are imported anyway are not compiled later
         patch.setattr(
             importlib.util,
             "find_spec",

@@ -28,11 +28,11 @@ def launched_kernels(*, has_twins: bool) -> Iterator[None]:
             ]
             given = [_reached(name, each) for each in args]
             named = {key: _reached(name, each) for key, each in kwargs.items()}
-            if "on_gpu" in named:  # instructions of a GPU's own, which nobody interprets
+            if "on_gpu" in named:  # GPU instructions that cannot be interpreted
                 named["on_gpu"] = False
 
             def work() -> None:
-                with np.errstate(all="ignore"):  # a GPU tells nobody of an infinity
+                with np.errstate(all="ignore"):  # a GPU does not report infinities
                     run(self, *given, **named)
 
             launch(name, work, uses)

@@ -164,7 +164,7 @@ def require_same_without_slots(name: str, directory: Path) -> None:
 
 def require_steps_without_waits(gpu: ShadowGpu, rows: WholePool) -> None:
     """Assert that a captured step is queued without unintended waits."""
-    for token in range(8):  # of random weights, some results differ before the others are trusted
+    for token in range(8):  # with random weights, some results differ before the others are trusted
         if not rows.step.has_settled:
             rows.decode([token + 50, token + 60])
     assert rows.step.is_replaying, rows.step.why_not

@@ -17,7 +17,7 @@ from tests.shadow.order import Memory
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
-# The GPU whose tensors there are: operations have no other way to find it.
+# The current GPU: operations have no other way to find it.
 _PRESENT: list[ShadowGpu] = []
 
 _COPIES = {"copy_", "_to_copy"}
@@ -27,7 +27,7 @@ _WAITING = {
     "unique_consecutive", "equal", "is_nonzero", "bincount", "repeat_interleave",
 }  # fmt: skip
 _ALLOCATING = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
-# Who may know where memory of the device lies: its address is of no use to the host.
+# Code that may read a device address, which is useless on the host.
 _MAY_ASK_ADDRESSES = (
     "tandem.devices.cuda",
     "tandem.experts.cache",
@@ -125,7 +125,7 @@ class ShadowMode(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if (parts := _parts(function)) is not None:
-            with self:  # which must go on meeting the GPU
+            with self:  # which must continue to be intercepted
                 return parts(*args, **kwargs)
         return operate(function, args, kwargs)
 
@@ -141,7 +141,7 @@ class _Devices(TorchFunctionMode):
         kwargs = kwargs or {}
         if type(kwargs.get("device")) is int:
             kwargs = {**kwargs, "device": CUDA}
-        if function is torch.tensor:  # of numbers on the GPU, for each of which the host waits
+        if function is torch.tensor:  # of numbers on the GPU; the host waits for each
             args = tree_map_only(Shadow, lambda each: each.item(), args)
         if function is Tensor.to and len(args) > 1 and type(args[1]) is int:
             args = args[0], CUDA, *args[2:]
@@ -185,7 +185,7 @@ def operate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return _wrapped(results, args, kwargs)
 
 
-@torch.inference_mode(False)  # values are ordinary tensors; what wraps them is what it would be
+@torch.inference_mode(False)  # values are ordinary tensors; their wrappers are GPU tensors
 @torch.no_grad()
 def on_device(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run or record an operation on the values, in the current stream's order."""

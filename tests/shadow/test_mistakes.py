@@ -279,7 +279,7 @@ def test_a_hand_over_that_does_not_wait_is_found_by_its_trial() -> None:
 
         class QuickStreams(CudaStreams):
             def record(self, stream: Stream, *, is_timed: bool = False) -> Any:
-                gpu.worker.join()  # nothing holds it up
+                gpu.worker.join()  # nothing blocks it
                 return super().record(stream, is_timed=is_timed)
 
         driver = hand_over_trial.open_driver()  # type: ignore[attr-defined]

@@ -23,12 +23,12 @@ KINDS = {
     "qwen3_5_moe": 4,  # states, and weights that a recording makes
 }
 """With numbers of layers that have all there is between two that hand over."""
-# Text passes experts for images by, or a norm stands behind experts: their layers break the graph.
+# Text skips experts for images, or a norm follows the experts: their layers break the graph.
 NOT_HANDED = {"ernie4_5_vl_moe", "muse_spark"}
-# Layers that are passed again magnify how experts round: to what a captured step may be off, a
-# hundredth, at random weights.
+# Layers that run twice magnify the experts' rounding: the tolerance of a captured step, a
+# hundredth, with random weights.
 TOO_ROUGH = {"inkling2_loop"}
-# Kernels of a step beside what all have.
+# Kernels of a step beside the common ones.
 STREAMS = {"multiply_streams", "weigh_streams"}
 OWN = {
     "deepseek_v4": STREAMS
@@ -40,7 +40,7 @@ OWN = {
 IN_SLOTS = set(architectures()) - NOT_GENERATING_UPSTREAM - NOT_TOKEN_BY_TOKEN
 
 
-# In `make test`: one that writes in blocks, one that has no cache.
+# In `make test`: one that generates in blocks, one without a cache.
 FEW = ["diffusion_gemma", "openai_privacy_filter"]
 WITHOUT_SLOTS = sorted(set(architectures()) - IN_SLOTS) if IS_WHOLE else FEW
 

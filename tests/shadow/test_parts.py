@@ -100,7 +100,7 @@ def test_a_capture_that_is_abandoned_leaves_nothing() -> None:
             x.add_(1)
             capture.abandon()
         assert gpu.capture is None
-        assert x.cpu().tolist() == [0, 0, 0, 0]  # what was captured was not done
+        assert x.cpu().tolist() == [0, 0, 0, 0]  # captured work has not run
         with on_capture_stream(capture):
             capture.begin()
             x.add_(1)

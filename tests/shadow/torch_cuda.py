@@ -15,7 +15,7 @@ from tests.shadow.order import HOST, Clock
 from tests.shadow.tensor import CUDA, present
 
 _MODES = ("default", "warn", "error")
-# An event that the host does not know to have passed seems so once in so many looks.
+# An event that the host does not know to have passed reports so once in this many queries.
 _LOOKS = 3
 
 

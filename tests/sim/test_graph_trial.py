@@ -77,7 +77,7 @@ def test_steps_copy_ahead_where_that_pays_in_slots_that_are_there(assignment: st
 
     quick: dict[str, Any] = {"link_seconds_per_expert": 5e-5}
     assert predicting_sizes(**quick) == CAPTURE_SIZES
-    assert predicting_sizes(link_seconds_per_expert=0.1) == ()  # none would come in time
+    assert predicting_sizes(link_seconds_per_expert=0.1) == ()  # none would arrive in time
     assert predicting_sizes(**quick, copy_wake_seconds=0.1) == ()
     without_slots = dataclasses.replace(usual, copies_prompts=False)
     assert predicting_sizes(without_slots, **quick) == ()

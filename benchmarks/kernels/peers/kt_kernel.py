@@ -122,7 +122,7 @@ def _config(library: Any, work: Work, method: _Method, mask: Tensor) -> tuple[An
     ):
         codes, scales = _random_matrix(method, rows, cols)
         kept += [codes, scales]
-        # All experts are loaded from one: the library copies each into a place of its own.
+        # All experts are loaded from one: the library copies each to its own memory.
         setattr(config, f"{name}_projs", [[codes.data_ptr()] * count])
         setattr(config, f"{name}_scales", [[scales.data_ptr()] * count])
     if method.group:

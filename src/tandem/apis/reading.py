@@ -155,8 +155,8 @@ def note_ignored(info: ValidationInfo, what: str) -> bool:
 def tools_of_kind(own: Collection[str], tools: object, info: ValidationInfo) -> object:
     """Drop tools of other kinds, which a vendor would run and this server does not.
 
-    `own` are the kinds to keep; a tool without a type is of one. Anything but a list is left to the
-    field's own validation.
+    `own` are the kinds to keep, which include tools without a type. A value that is not a list is
+    left to the field's own validation.
     """
     if not isinstance(tools, list):
         return tools

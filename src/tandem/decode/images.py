@@ -87,8 +87,8 @@ class SlotImages:
     ) -> tuple[Tensor, Tensor, ImageFeatures | None]:
         """Return ids (n_tokens,), positions (1, n) or (kinds, 1, n), and features, for a forward.
 
-        `keys` and `positions` (n_tokens,) are of the segments' tokens. There are no features where
-        no token is of an image.
+        `keys` and `positions` (n_tokens,) are those of the segments' tokens. Without image tokens
+        there are no features.
         """
         if not any(segment.slot in self._prompts for segment in segments):
             return keys, positions[None], None

@@ -99,8 +99,8 @@ class DenseCodes:
     def take(self, parameter: str, tensor: SourceTensor) -> Tensor:
         """Keep a weight's codes and return an empty placeholder, or return its values.
 
-        A head tied to embeddings has their codes; they are in memory once if the embeddings are
-        read from them too. Raises `ModelError` for damaged codes.
+        A head tied to embeddings uses their codes, which are in memory once if the embeddings are
+        also read from codes. Raises `ModelError` for damaged codes.
         """
         head = self._tied.get(parameter)
         if head is None:

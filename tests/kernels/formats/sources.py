@@ -22,10 +22,10 @@ from tandem.kernels.formats.packed import PackedMatrix, pack, write_codes, write
 # Whole blocks, one less, one more, one weight.
 SHAPES = [(16, 32), (16, 128), (15, 127), (37, 75), (1, 1), (48, 257), (130, 300)]
 
-# Formats that weights are rounded to; files bring the others.
+# Formats that weights can be quantised to; the others come from files.
 ROUNDED = [f for f in FORMATS if not f.kind.startswith("iq1")]
 GRIDS = [f for f in ROUNDED if f.encoding.grid is not None]
-# Formats that `pack_codes` fills; blocks of GGUF files bring the others.
+# Formats that `pack_codes` fills; the others come from blocks of GGUF files.
 CODED = [f for f in FORMATS if f.group_size and not (f.encoding.super_cols or f.encoding.table)]
 
 

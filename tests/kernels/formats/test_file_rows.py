@@ -14,7 +14,7 @@ from tandem.kernels.formats import PackedMatrix, WeightFormat, find_format, unpa
 from tandem.kernels.formats.file_rows import FileBlocks, Placing, write_file_rows
 from tests.loading.gguf_files import FACTORS
 
-# What has a grid takes as many bytes as in the file.
+# A format with a grid takes as many bytes as in the file.
 OF_GRIDS = ("IQ3_XXS", "IQ3_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M")
 # Six bits of a scale become a byte, in the smallest of these.
 MOST_BYTES = dict.fromkeys(OF_BLOCKS, 1.03) | {"Q3_K": 1.04} | dict.fromkeys(OF_GRIDS, 1)

@@ -101,7 +101,7 @@ def unstretched(weights: Tensor, values: Tensor, fmt: WeightFormat) -> Tensor:
 def test_the_search_is_never_worse_than_absmax(fmt: WeightFormat, weights: Tensor) -> None:
     cols = weights.shape[1]
     weights = torch.nn.functional.pad(weights, (0, fmt.padded_cols(cols) - cols))  # they count, too
-    if fmt.encoding.super_cols:  # of a size with which super-scales are not subnormal in fp16
+    if fmt.encoding.super_cols:  # of a size for which super-scales are not subnormal in fp16
         weights = weights / weights.abs().amax(-1, keepdim=True).clamp(min=1e-30) * 1024
     plain = group_errors(weights, unpack(pack(weights, fmt, has_search=False)), fmt)
     searched = group_errors(weights, unstretched(weights, unpack(pack(weights, fmt)), fmt), fmt)

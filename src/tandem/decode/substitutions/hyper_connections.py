@@ -107,7 +107,7 @@ class _CpuStreams:
 
 @dataclass(frozen=True, slots=True)
 class _WayBack:
-    """The operand of a layer's output on the way back to the streams."""
+    """The operands of the update of residual streams by a layer's output."""
 
     kernels: StreamKernels
     weights: Tensor

@@ -261,7 +261,7 @@ class CudaCopyEngine:
         return layer.hold(copy.expert)
 
     def _copy(self, jobs: Sequence[_Job], stream: Stream) -> None:
-        """Queue copies of experts in memory after all uses of their slots; they count as arrived."""
+        """Queue copies of experts in memory after all uses of their slots; they count as landed."""
         if not jobs:
             return
         events, streams, slots = self._events, self._streams, self.slots

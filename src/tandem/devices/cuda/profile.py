@@ -66,12 +66,11 @@ def measure_device(
     experts: MeasuredExperts,
     graph: Callable[[float], HostCosts] | None = None,
 ) -> HardwareProfile:
-    """Return a profile with measured costs of the GPU, the link and the host's work; the CPU's
-    stay.
+    """Return a profile with measured costs of the GPU, the link and the host's work.
 
-    In `profile` dense parts are already the GPU's, and the host's work is a layer's wait for its
-    router. The store should be pinned. `graph` measures steps that are one graph, given the seconds
-    of a fetched expert's launch; None: there are none.
+    The CPU's costs are unchanged. In `profile` the dense parts are already measured on the GPU, and
+    the host's work is a layer's wait for its router. The store should be pinned. `graph` measures
+    steps that are one graph, given the seconds of a fetched expert's launch; None: there are none.
     """
     bench = _Bench(device, experts)
     (shape,) = profile.shapes

@@ -60,7 +60,7 @@ class FreeDrafts:
     _requests: dict[int, _Request] = field(default_factory=dict)
 
     def plan(self, step: NextStep) -> Plan | None:
-        """Return the drafts with the most tokens per second, if any beat none."""
+        """Return the drafts with the most tokens per second; none if no draft pays."""
         histories, rooms, batch, costs = step
         drafts = {slot: self._drafted(slot, tokens) for slot, tokens in histories.items()}
         chances = {

@@ -132,7 +132,7 @@ def exaone(header: GgufHeader) -> PreTrainedConfig:
 
 
 def afmoe(header: GgufHeader) -> PreTrainedConfig:
-    """Make the config of an AFMoE (Trinity), every fourth layer of which attends to all."""
+    """Make the config of an AFMoE (Trinity): every fourth layer has full attention."""
     return config_of(
         header,
         "afmoe",
