@@ -55,13 +55,13 @@ class Turns:
         """Find the engine process of a server as `paired` starts it."""
         self._server = server
         self._results = Path(server.said["results"])
-        self._decode_process = server.decode_process
+        self._engine_process = server.engine_process
         self.step_bytes: dict[str, float] = {}
 
     def of_generator(self) -> list[float]:
         """Let the engine process answer by itself; return the seconds between tokens."""
         num_before = len(self._lines())
-        os.kill(self._decode_process, signal.SIGUSR1)
+        os.kill(self._engine_process, signal.SIGUSR1)
         while len(lines := self._lines()) == num_before:
             time.sleep(0.05)
         last = json.loads(lines[-1])

@@ -123,7 +123,7 @@ def take_drafts_back(model: Any, pool: Any) -> None:
     close(pool.prefill({0: LONG[at[0] : 300]}), expected[299:300])
 
 
-def go_back_and_take_over(model: Any, pool: Any) -> None:
+def truncate_and_copy(model: Any, pool: Any) -> None:
     """Copy a prefix to another slot and continue it; truncate the first slot and continue that."""
     pool.prefill({0: LONG[:200]})
     pool.decode({0: 60})
@@ -139,7 +139,7 @@ def go_back_and_take_over(model: Any, pool: Any) -> None:
     close(pool.prefill({0: LONG[50:90]}), logits_of(model, LONG[50:90])[-1:])
 
 
-def go_around(model: Any, pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def wrap_around(model: Any, pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill a slot past its ring's size; it can be truncated only while the ring has the window."""
     monkeypatch.setattr("tandem.hf.kv_sizes.MARGIN_TOKENS", 80)
     monkeypatch.setattr("tandem.hf.kv_sizes.GRANULE_TOKENS", 64)  # 128 positions are kept
@@ -158,7 +158,7 @@ def go_around(model: Any, pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_ring_goes_around(monkeypatch: pytest.MonkeyPatch, threads: CpuThreads) -> None:
     model = model_of("no multiples")
-    go_around(model, CpuSlotPool(model, threads, 2), monkeypatch)
+    wrap_around(model, CpuSlotPool(model, threads, 2), monkeypatch)
 
 
 @pytest.mark.parametrize("mix", ["as released", "small", "no multiples"])
@@ -168,7 +168,7 @@ def test_drafts_are_taken_back_at_every_place_of_a_window(mix: str, threads: Cpu
 
 @pytest.mark.parametrize("mix", ["as released", "no multiples"])
 def test_a_slot_goes_back_and_another_takes_over(mix: str, threads: CpuThreads) -> None:
-    go_back_and_take_over(model_of(mix), CpuSlotPool(model_of(mix), threads, 2))
+    truncate_and_copy(model_of(mix), CpuSlotPool(model_of(mix), threads, 2))
 
 
 @pytest.mark.every_isa(first_of="kv_dtype")

@@ -14,12 +14,12 @@ from tests.decode.test_compressed import (
     LONG,
     MIXES,
     SPARSE,
-    go_around,
-    go_back_and_take_over,
     logits_of,
     model_of,
     model_with,
     take_drafts_back,
+    truncate_and_copy,
+    wrap_around,
 )
 from tests.decode.twin_capture import TwinCapture
 from tests.decode.whole_pool import close
@@ -79,7 +79,7 @@ def test_drafts_are_taken_back_at_every_place_of_a_window(mix: str) -> None:
 
 @pytest.mark.parametrize("mix", SOME)
 def test_a_slot_goes_back_and_another_takes_over(mix: str) -> None:
-    go_back_and_take_over(model_of(mix), pool_of(mix, 2))
+    truncate_and_copy(model_of(mix), pool_of(mix, 2))
 
 
 @pytest.mark.skipif(not IS_WHOLE, reason="interpreted for long: make dry-gpu runs it")
@@ -118,7 +118,7 @@ def test_no_two_tokens_of_a_step_write_one_key() -> None:
 
 
 def test_a_ring_goes_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_around(model_of("no multiples"), pool_of("no multiples", 2), monkeypatch)
+    wrap_around(model_of("no multiples"), pool_of("no multiples", 2), monkeypatch)
 
 
 @pytest.mark.parametrize(("kv_dtype", "most"), [("bf16", 1e-2), ("int8", 2e-2)])

@@ -35,7 +35,7 @@ class Gate:
         return attention_forward(module, query, *args, **kwargs)
 
 
-def plainly(model: Any) -> tuple[list[int], Tensor]:
+def by_transformers(model: Any) -> tuple[list[int], Tensor]:
     """Return Transformers' own generated tokens, and the prompt's logits."""
     ids = torch.tensor([PROMPT])
     with torch.inference_mode():
@@ -51,9 +51,9 @@ def test_another_threads_generate_is_transformers_own(
 ) -> None:
     model: Any = build_tiny_model(name)
     model.generation_config.eos_token_id = None
-    expected_tokens, expected_logits = plainly(model)
+    expected_tokens, expected_logits = by_transformers(model)
     alone = tandem.Generator(model).generate([PROMPT], max_new_tokens=NUM_NEW)[0]
-    gate = Gate(lambda: plainly(model))
+    gate = Gate(lambda: by_transformers(model))
     monkeypatch.setattr(attention, "attention_forward", gate)
     beside = tandem.Generator(model).generate([PROMPT], max_new_tokens=NUM_NEW)[0]
     ((tokens, logits),) = gate.answers

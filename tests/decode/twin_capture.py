@@ -98,6 +98,6 @@ def _shares(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def looks(x: Tensor) -> bool:
+def read_on_host(x: Tensor) -> bool:
     """Read a value on the host, which cannot be captured."""
     return bool(torch.any(x > 0).item())

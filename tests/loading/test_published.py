@@ -153,18 +153,18 @@ def flip(folder: Path) -> None:
     file.write_bytes(content)
 
 
-def lose(folder: Path) -> None:
+def omit_file(folder: Path) -> None:
     """Upload all files but one."""
     (folder / "tandem-dense.safetensors").unlink()
 
 
-def cut(folder: Path) -> None:
+def truncate(folder: Path) -> None:
     """Upload half of a file."""
     file = folder / "tandem-dense.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
 
 
-def lead_out(folder: Path) -> None:
+def name_outside(folder: Path) -> None:
     """Name a file outside the directory."""
     with (folder / SUMS_FILE).open("a") as file:
         file.write(f"{'0' * 64}  ../../../secret.json\n")
@@ -174,9 +174,12 @@ def lead_out(folder: Path) -> None:
     ("damage", "sentence"),
     [
         (flip, r"other bytes than its SHA256SUMS says in tandem-experts-0000.*which is removed"),
-        (cut, r"other bytes than its SHA256SUMS says in tandem-dense\.safetensors, which is remo"),
-        (lose, r"lacks tandem-dense\.safetensors, which its SHA256SUMS names"),
-        (lead_out, r"has a damaged SHA256SUMS"),
+        (
+            truncate,
+            r"other bytes than its SHA256SUMS says in tandem-dense\.safetensors, which is remo",
+        ),
+        (omit_file, r"lacks tandem-dense\.safetensors, which its SHA256SUMS names"),
+        (name_outside, r"has a damaged SHA256SUMS"),
     ],
 )
 def test_a_damaged_publication_is_one_sentence_and_is_not_used(

@@ -109,7 +109,7 @@ class RunningServer:
         return "".join(self._log)
 
     @property
-    def decode_process(self) -> int:
+    def engine_process(self) -> int:
         """The process id of the engine process."""
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()

@@ -124,7 +124,7 @@ def test_no_process_outlives_a_killed_server(tiny_checkpoint: Path, tmp_path: Pa
 
 def test_a_silent_engine_process_is_started_again(tiny_checkpoint: Path, tmp_path: Path) -> None:
     with running_server(tiny_checkpoint, "--engine-timeout", "4", cache=tmp_path) as server:
-        stopped = server.decode_process
+        stopped = server.engine_process
         with server.streaming(max_tokens=30000, ignore_eos=True) as stream:
             stream.readline()
             os.kill(stopped, signal.SIGSTOP)

@@ -128,7 +128,7 @@ def test_a_killed_decode_process_takes_with_it_only_what_ran(small: RunningServe
         running.readline()
         waiting = clients.submit(small.chat, max_tokens=3, temperature=0)
         small.wait_for("tandem_requests_waiting", 1)
-        os.kill(small.decode_process, signal.SIGKILL)
+        os.kill(small.engine_process, signal.SIGKILL)
         rest = running.read().decode()
         assert "ended while this request was running" in rest
         assert "[DONE]" not in rest
@@ -143,7 +143,7 @@ def test_a_model_that_is_gone_when_the_process_starts_anew_is_told(
 ) -> None:
     checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     with running_server(checkpoint, cache=tmp_path / "cache") as server:
-        child = server.decode_process
+        child = server.engine_process
         (checkpoint / "config.json").unlink()
         os.kill(child, signal.SIGKILL)
         wait_for_end(child)
@@ -165,7 +165,7 @@ def test_a_request_that_takes_too_long_is_given_up(tiny_checkpoint: Path, tmp_pa
         assert reply.status == 504
         assert "longer than 3 seconds" in reply.error["message"]
         server.wait_for("tandem_requests_running", 0)
-        child = server.decode_process
+        child = server.engine_process
         with server.streaming(**LONG) as response:
             response.readline()
             os.kill(server.process.pid, signal.SIGTERM)
